@@ -1,0 +1,84 @@
+"""The errors of Lockstep, one tree.
+
+    LockstepError
+    ├── ConfigError               what was asked cannot be done              exit code 2
+    │   └── CheckpointMismatch    a sound checkpoint of another run          exit code 2
+    ├── DataError                 a file or sample is not what it should be  exit code 3
+    │   └── CheckpointError       a checkpoint is missing, torn or altered   exit code 3
+    ├── RankError                 a rank raised, was killed, or left early   exit code 4
+    │   └── ReplicaError          ranks that must agree hold other bits      exit code 4
+    ├── StallError                a rank stopped making progress             exit code 5
+    └── NonFiniteError            a loss or gradient is NaN or infinite      exit code 6
+
+A message says what was asked, what was found, and what to do, in that order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_RANK = 4
+EXIT_STALLED = 5
+EXIT_NON_FINITE = 6
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+class LockstepError(Exception):
+    """Base of every error that Lockstep raises on purpose."""
+
+    exit_code = EXIT_RANK
+
+
+class ConfigError(LockstepError):
+    """What was asked cannot be done; nothing has been started or written."""
+
+    exit_code = EXIT_CONFIG
+
+
+class CheckpointMismatch(ConfigError):
+    """A sound checkpoint that belongs to another model, recipe or software."""
+
+
+class DataError(LockstepError):
+    """A file, folder or sample is not what it should be; the message names it."""
+
+    exit_code = EXIT_DATA
+
+
+class CheckpointError(DataError):
+    """A checkpoint is missing, incomplete or altered; it was not used."""
+
+
+class RankError(LockstepError):
+    """A rank raised, was killed by a signal, or left before the others."""
+
+    exit_code = EXIT_RANK
+
+
+class ReplicaError(RankError):
+    """Ranks that must hold the same bits hold different ones."""
+
+
+class StallError(LockstepError):
+    """A rank made no progress within its limit."""
+
+    exit_code = EXIT_STALLED
+
+
+class NonFiniteError(LockstepError):
+    """A loss or gradient is NaN or infinite; no step was taken with it."""
+
+    exit_code = EXIT_NON_FINITE
+
+
+def nearest(asked: str, known: Iterable[str]) -> str:
+    """Returns `` Did you mean 'x'? Known: a, b, c.`` for an unknown name, ready to append to a message."""
+    names = sorted(known)
+    close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(names)}."

@@ -1,0 +1,50 @@
+"""Seeds that are computed from what they are for, never taken from a stream.
+
+A stream ("the next number") depends on everything drawn before it, so on which samples a rank read and where a run
+was resumed. A key does not: the augmentation of a sample depends on ``(seed, epoch, index)``, a dropout mask on
+``(seed, step, micro-batch, unit, call)``, on every world size alike. Random state is therefore never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+_MASK = (1 << 63) - 1
+
+
+def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
+    """A 63-bit seed for one purpose and key, as ``BLAKE2b(seed, purpose, key)``; equal on every platform."""
+    digest = hashlib.blake2b(digest_size=8, person=purpose.encode()[:16])
+    digest.update(struct.pack("<q", seed))
+    for part in key:
+        if isinstance(part, str):
+            text = part.encode()
+            digest.update(struct.pack("<cq", b"s", len(text)) + text)
+        else:
+            digest.update(struct.pack("<cq", b"i", part))
+    return int.from_bytes(digest.digest(), "little") & _MASK
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """The seed of everything random that happens to sample ``index`` in ``epoch`` (crops, flips, noise)."""
+    return derive_seed(seed, "sample", epoch, index)
+
+
+def unit_seed(seed: int, step: int, micro_batch: int, unit: str, call: int, segment: int = 0) -> int:
+    """The seed of the random numbers a model unit draws.
+
+    Args:
+        seed: the run's seed.
+        step: global optimizer step, counted over epochs.
+        micro_batch: position ``k`` in the global batch.
+        unit: the module's name, as in ``named_modules``.
+        call: how often the unit was called before, within this micro-batch.
+        segment: how many of the unit's children had been left before the draw, within this call.
+    """
+    return derive_seed(seed, "unit", step, micro_batch, unit, call, segment)
+
+
+def permutation_key(seed: int, epoch: int) -> int:
+    """The key of the order in which an epoch visits the samples."""
+    return derive_seed(seed, "permutation", epoch)

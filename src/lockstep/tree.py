@@ -1,0 +1,114 @@
+"""The one summation order: a binary tree over micro-batches.
+
+A sum over ``n`` leaves splits at the largest power of two below ``n``; so 7 leaves are added as
+
+        ((0+1) + (2+3)) + ((4+5) + 6)
+
+which is what a binary counter does when each leaf is a carry and the leftovers are folded from the smallest.
+The shape depends on ``n`` alone, never on who holds which leaf. A holder of the leaves ``[start, stop)`` can finish
+the nodes that lie inside its interval (at most 2 log2 n of them) and hand those over; whoever receives all nodes
+finishes the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """The sum over the leaves ``start <= k < stop``."""
+
+    start: int
+    stop: int
+
+    @property
+    def leaves(self) -> int:
+        """How many leaves the node sums."""
+        return self.stop - self.start
+
+
+def children(node: Node) -> tuple[Node, Node]:
+    """The two nodes whose sum is ``node``; a leaf has none (``ValueError``)."""
+    if node.leaves < 2:
+        raise ValueError(f"{node} is a leaf")
+    middle = node.start + (1 << ((node.leaves - 1).bit_length() - 1))
+    return Node(node.start, middle), Node(middle, node.stop)
+
+
+def nodes_within(start: int, stop: int, leaves: int) -> list[Node]:
+    """The largest nodes of the tree over ``leaves`` that tile the interval ``[start, stop)``, left to right."""
+
+    def tile(node: Node) -> list[Node]:
+        if node.stop <= start or stop <= node.start:
+            return []
+        if start <= node.start and node.stop <= stop:
+            return [node]
+        left, right = children(node)
+        return tile(left) + tile(right)
+
+    return tile(Node(0, leaves)) if leaves and start < stop else []
+
+
+class TreeStack(Generic[T]):
+    """Adds leaves that arrive in order of ``k`` and merges every node as soon as both halves are there.
+
+    Args:
+        leaves: number of leaves of the whole tree (the non-empty micro-batches of the step).
+        add: returns the sum of a left and a right value; it may reuse the memory of the left one.
+    """
+
+    def __init__(self, leaves: int, add: Callable[[T, T], T]) -> None:
+        self._parents = _parents(leaves)
+        self._add = add
+        self._held: dict[Node, T] = {}
+
+    def push(self, node: Node, value: T) -> None:
+        """Takes one finished node, usually the leaf ``Node(k, k + 1)``."""
+        parent = self._parents.get(node)
+        while parent is not None:
+            left, right = children(parent)
+            sibling = right if node == left else left
+            if sibling not in self._held:
+                break
+            other = self._held.pop(sibling)
+            value = self._add(value, other) if node == left else self._add(other, value)
+            node, parent = parent, self._parents.get(parent)
+        self._held[node] = value
+
+    def push_leaf(self, k: int, value: T) -> None:
+        """Takes the value of micro-batch ``k``."""
+        self.push(Node(k, k + 1), value)
+
+    def take(self) -> dict[Node, T]:
+        """Returns the nodes that are held, left to right, and forgets them."""
+        held, self._held = dict(sorted(self._held.items())), {}
+        return held
+
+
+def fold(nodes: Mapping[Node, T] | Iterable[tuple[Node, T]], leaves: int, add: Callable[[T, T], T]) -> T:
+    """Finishes the tree over ``leaves`` from nodes that tile it. ``ValueError`` if a leaf is missing."""
+    stack = TreeStack[T](leaves, add)
+    for node, value in nodes.items() if isinstance(nodes, Mapping) else nodes:
+        stack.push(node, value)
+    held = stack.take()
+    root = Node(0, leaves)
+    if root not in held:
+        raise ValueError(f"the nodes {list(held)} do not tile the {leaves} leaves of the tree")
+    return held[root]
+
+
+def _parents(leaves: int) -> dict[Node, Node]:
+    parents: dict[Node, Node] = {}
+    open_nodes = [Node(0, leaves)]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node.leaves > 1:
+            for child in children(node):
+                parents[child] = node
+                open_nodes.append(child)
+    return parents
