@@ -1,0 +1,57 @@
+# Lockstep: everything runs in .venv, which is made from python3 (3.11 or newer) on first use and again when what is
+# pinned changes. A second call finds the stamp files and starts at once.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PINS := pyproject.toml constraints.txt
+JOB ?= digits
+ARGS ?=
+
+.PHONY: train test test-all check format bench clean
+
+train: $(VENV)/.train
+	$(BIN)/lockstep train $(JOB) $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest --slow $(ARGS)
+
+check: $(VENV)/.check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.check
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.test
+	@for folder in benchmarks/*/; do \
+		[ -x $$folder/run ] || continue; echo "== $$folder"; PATH="$(CURDIR)/$(BIN):$$PATH" $$folder/run || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "Lockstep needs Python 3.11 or newer as python3, or PYTHON=/path/to/it." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: $(PINS) | $(BIN)/python
+	$(PIP) -e '.[tensorboard]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.train
+	$(PIP) -e '.[test]' huggingface_hub pyyaml
+	$(PIP) --no-deps torchvision timm
+	@touch $@
+
+$(VENV)/.check: $(VENV)/.train
+	$(PIP) -e '.[check]'
+	@touch $@

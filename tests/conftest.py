@@ -1,0 +1,136 @@
+"""What every test gets: a restored process, no child left behind, and markers that say why they skip."""
+
+import os
+import random
+import select
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+_GRACE_SECONDS = 2.0
+_STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow (make test-all)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        skip = pytest.mark.skip(reason="a longer check: run it with --slow or make test-all")
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(skip)
+
+
+def pytest_runtest_setup(item):
+    marker = item.get_closest_marker("gpus")
+    if marker:
+        needed = marker.args[0]
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < needed:
+            pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
+
+
+@pytest.fixture(autouse=True)
+def restored_process():
+    """Puts the environment, the working directory, random state and torch's settings back after each test."""
+    environment, folder, path = dict(os.environ), Path.cwd(), list(sys.path)
+    streams = random.getstate(), np.random.get_state()
+    torch_settings = _torch_settings()
+    yield
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    os.chdir(folder)
+    sys.path[:] = path
+    random.setstate(streams[0])
+    np.random.set_state(streams[1])
+    _restore_torch(torch_settings)
+
+
+@pytest.fixture(autouse=True)
+def no_child_left():
+    """Fails a test that leaves a child process; multiprocessing's own standing helpers do not count."""
+    before = _children()
+    yield
+    left = {pid: command for pid, command in _children().items() if pid not in before and not _ends(pid)}
+    assert not left, f"the test left child processes: {left}"
+
+
+@pytest.fixture(scope="session")
+def torchvision():
+    """torchvision, with the two C++ operators declared that it cannot load beside a CPU build of torch."""
+    import torch
+
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in (
+        "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    ):
+        library.define(schema)
+    module = pytest.importorskip("torchvision", exc_type=ImportError)
+    yield module
+    del library
+
+
+@pytest.fixture(scope="session")
+def timm(torchvision):
+    """timm, which needs torchvision to be importable."""
+    return pytest.importorskip("timm")
+
+
+def _torch_settings():
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    return {
+        "state": torch.random.get_rng_state(),
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+def _restore_torch(settings):
+    if settings is None:
+        return
+    import torch
+
+    torch.random.set_rng_state(settings["state"])
+    if torch.get_num_threads() != settings["threads"]:
+        torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(settings["dtype"])
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    torch.set_grad_enabled(settings["grad"])
+
+
+def _children():
+    own, found = str(os.getpid()), {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            command = (status.parent / "cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue
+        if parent == own and state != "Z" and not any(helper in command for helper in _STANDING_HELPERS):
+            found[int(status.parent.name)] = command
+    return found
+
+
+def _ends(pid):
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], _GRACE_SECONDS)[0])
+    finally:
+        os.close(handle)
