@@ -1,0 +1,213 @@
+"""What a rank is doing right now, in a mapped file that costs under a microsecond to write.
+
+One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor reads;
+no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay readable.
+
+    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, membership | sample indices of the micro-batch
+    control:        stop reason, whether any rank polls it
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from lockstep.world import World
+
+PHASES = (
+    "start", "prepare", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "load", "wait", "end",
+)  # fmt: skip
+"""What a rank can be doing, as shown in reports."""
+
+_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_BEAT = struct.Struct("<iqqqdi")  # phase, epoch, step, micro-batch, monotonic time, pid
+_MEMBERSHIP = 48
+_SAMPLES = 56
+_SIZE = 4096
+_MOST_SAMPLES = (_SIZE - _SAMPLES - 4) // 8
+_POLLED = 1
+
+
+class StopReason(IntEnum):
+    """Why the ranks are asked to stop."""
+
+    NONE = 0
+    INTERRUPTED = 130
+    """Ctrl-C: stop at the next step boundary; the exit code of a rank that did."""
+    PREEMPTED = 75
+    """The host is wanted back: save, stop, run again later; the exit code of a rank that did."""
+
+
+class Stopped(SystemExit):
+    """Raised by a rank that stopped because it was asked to; ends the process with the reason as its exit code."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(int(reason))
+        self.reason = reason
+
+
+class Membership(IntEnum):
+    """How far a rank has come with the process group."""
+
+    OUTSIDE = 0
+    JOINED = 1
+    FINISHED = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The last heartbeat of one rank; -1 stands for "not in an epoch, step or micro-batch"."""
+
+    phase: str
+    epoch: int
+    step: int
+    micro_batch: int
+    time: float
+    """``time.monotonic()`` of the write."""
+    pid: int
+    membership: Membership
+    samples: tuple[int, ...]
+
+    @property
+    def place(self) -> str:
+        """Where the rank was, as in ``step 812, forward``."""
+        return f"step {self.step}, {self.phase}" if self.step >= 0 else self.phase
+
+
+class Heartbeat:
+    """Writes this rank's state and reads the stop flag. Without a run directory nothing is written or asked."""
+
+    def __init__(self, beat: mmap.mmap | None = None, control: mmap.mmap | None = None) -> None:
+        self._beat = beat
+        self._control = control
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, world: World) -> Heartbeat:
+        """Opens the files of this rank; a silent heartbeat where Lockstep's launcher did not start the process."""
+        if not world.run_directory:
+            return cls()
+        directory = Path(world.run_directory)
+        return cls(_map(heartbeat_file(directory, world.rank)), _map(control_file(directory)))
+
+    def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
+        """Notes what the rank is about to do; ``phase`` is one of ``PHASES``."""
+        if self._beat is not None:
+            _BEAT.pack_into(
+                self._beat, 0, _PHASE_NUMBERS[phase], epoch, step, micro_batch, time.monotonic(), self._pid
+            )
+
+    def samples(self, indices: Sequence[int]) -> None:
+        """Notes the sample indices of the current micro-batch, for error reports; the first 504 are kept."""
+        if self._beat is not None:
+            kept = indices[:_MOST_SAMPLES]
+            struct.pack_into(f"<i{len(kept)}q", self._beat, _SAMPLES, len(kept), *kept)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the supervisor wants the ranks to stop, if it does."""
+        return StopReason(self._control[0]) if self._control is not None else StopReason.NONE
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the ranks should save and stop at the next step boundary.
+
+        Ranks see it at different times: agree on it before acting.
+        """
+        return self._control is not None and self._control[0] != 0
+
+    def will_poll(self) -> None:
+        """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
+        if self._control is not None:
+            self._control[_POLLED] = 1
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Asks every rank to stop; the first reason stands, except that an interrupt overrides a preemption."""
+        if self._control is not None and self._control[0] in (0, int(StopReason.PREEMPTED)):
+            self._control[0] = int(reason)
+
+    def mark_joined(self) -> None:
+        """Notes that the rank is in the process group and owes the others its company."""
+        self._set_membership(Membership.JOINED)
+
+    def mark_finished(self) -> None:
+        """Notes that the rank left the process group in agreement with the others."""
+        self._set_membership(Membership.FINISHED)
+
+    def _set_membership(self, membership: Membership) -> None:
+        if self._beat is not None:
+            self._beat[_MEMBERSHIP] = int(membership)
+
+
+class Control:
+    """The supervisor's end of the control file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._map = _map(control_file(directory))
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks are asked to stop, whoever asked."""
+        return StopReason(self._map[0])
+
+    @reason.setter
+    def reason(self, reason: StopReason) -> None:
+        self._map[0] = int(reason)
+
+    @property
+    def polled(self) -> bool:
+        """Whether any rank asks for the stop flag."""
+        return bool(self._map[_POLLED])
+
+    def close(self) -> None:
+        """Unmaps the file."""
+        self._map.close()
+
+
+def heartbeat_file(directory: Path, rank: int) -> Path:
+    """The heartbeat file of a rank."""
+    return directory / f"heartbeat-{rank:03}"
+
+
+def control_file(directory: Path) -> Path:
+    """The control file of a run."""
+    return directory / "control"
+
+
+def read_beat(directory: Path, rank: int) -> Beat | None:
+    """The last heartbeat of a rank; None before its first."""
+    try:
+        content = heartbeat_file(directory, rank).read_bytes()
+    except OSError:
+        return None
+    phase, epoch, step, micro_batch, moment, pid = _BEAT.unpack_from(content)
+    if pid == 0 or not 0 <= phase < len(PHASES):
+        return None
+    (count,) = struct.unpack_from("<i", content, _SAMPLES)
+    count = min(max(0, count), _MOST_SAMPLES)
+    return Beat(
+        phase=PHASES[phase],
+        epoch=epoch,
+        step=step,
+        micro_batch=micro_batch,
+        time=moment,
+        pid=pid,
+        membership=Membership(content[_MEMBERSHIP]),
+        samples=struct.unpack_from(f"<{count}q", content, _SAMPLES + 4),
+    )
+
+
+def _map(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < _SIZE:
+            os.ftruncate(descriptor, _SIZE)
+        return mmap.mmap(descriptor, _SIZE)
+    finally:
+        os.close(descriptor)

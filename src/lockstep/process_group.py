@@ -1,0 +1,139 @@
+"""Opens torch's process group over the ranks of a world, after a roll-call that names who is missing.
+
+    store ──> claim the rank, compare run ids ──> wait for every rank ──> init_process_group ──> barrier + destroy
+              two runs on one meeting place         "missing: rank 3"
+
+The roll-call comes first because gloo, once it connects, waits five times its timeout for a rank that never comes,
+and names nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import ConfigError, RankError
+from lockstep.launch.heartbeat import Heartbeat
+from lockstep.rendezvous import open_store
+from lockstep.world import World, host_name
+
+DEFAULT_TIMEOUT = 600.0
+ARRIVAL_LIMIT = 60.0
+
+
+@contextmanager
+def open_process_group(
+    world: World,
+    *,
+    backend: str = "gloo",
+    timeout: float = DEFAULT_TIMEOUT,
+    arrival_limit: float = ARRIVAL_LIMIT,
+) -> Iterator[None]:
+    """Opens the default process group for the time of a ``with`` block. Collective: every rank must call this.
+
+    A clean end is a barrier and ``destroy_process_group``. After an exception the group is left as it is, because
+    destroying it can wait for ranks that will not answer; the process is expected to end. A world of one gets no group.
+
+    Args:
+        world: who this process is and where the ranks meet.
+        backend: ``gloo``, ``nccl`` or ``cpu:gloo,cuda:nccl``.
+        timeout: seconds after which a collective fails.
+        arrival_limit: seconds within which every rank must arrive.
+    """
+    if world.world_size == 1:
+        yield
+        return
+    heartbeat = Heartbeat.open(world)
+    heartbeat.mark("start")
+    store = open_store(world, arrival_limit)
+    roll_call(store, world, arrival_limit)
+    if world.is_one_host:
+        _stay_on_loopback()
+    if "nccl" in backend:
+        torch.cuda.set_device(world.local_rank)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    heartbeat.mark_joined()
+    try:
+        yield
+    except SystemExit as ending:
+        if ending.code not in (None, 0, 75, 130):
+            raise
+        _close()
+        heartbeat.mark_finished()
+        raise
+    _close()
+    heartbeat.mark_finished()
+
+
+def roll_call(store: dist.Store, world: World, limit: float) -> None:
+    """Waits until every rank of the run has announced itself. Collective.
+
+    Args:
+        store: the meeting place, not shared with another use.
+        world: who this process is.
+        limit: seconds to wait; then ``RankError`` names the ranks that did not arrive.
+    """
+    run = json.dumps({"run": _run_name(world), "world_size": world.world_size}, sort_keys=True)
+    first = store.compare_set("run", "", run).decode()
+    if first != run:
+        there = json.loads(first)
+        raise ConfigError(
+            f"Rank {world.rank} of run {_run_name(world)!r} (world of {world.world_size}) reached {world.rendezvous}, which "
+            f"belongs to run {there['run']!r} (world of {there['world_size']}). Give each run its own address."
+        )
+    if store.add(f"claims/{world.rank}", 1) != 1:
+        raise ConfigError(
+            f"Rank {world.rank} was announced twice at {world.rendezvous}: two runs share the address, or two processes "
+            "have the same RANK. Give each run its own address and each process its own rank."
+        )
+    store.set(f"arrived/{world.rank}", json.dumps({"host": host_name(), "pid": os.getpid()}))
+    keys = [f"arrived/{rank}" for rank in range(world.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=limit))
+    except (RuntimeError, ValueError) as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise
+        raise _absent(missing, world, limit) from error
+
+
+def _absent(missing: list[int], world: World, limit: float) -> RankError:
+    arrived = [rank for rank in range(world.world_size) if rank not in missing]
+    return RankError(
+        f"Not every rank arrived within {limit:g} s. missing: {_ranks(missing)}; arrived: {_ranks(arrived, bare=True)}. "
+        "Look at why the missing ones did not start; a slow start can be given more time."
+    )
+
+
+def _ranks(ranks: list[int], *, bare: bool = False) -> str:
+    text = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return text if bare else f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _run_name(world: World) -> str:
+    return world.run_id or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def _stay_on_loopback() -> None:
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

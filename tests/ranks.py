@@ -1,0 +1,135 @@
+"""Runs a function on several real ranks, forked from one process that has torch imported once per test session.
+
+    def body(world, x): ...                       # module level; the process group is open
+    results = run_ranks(body, 4, x)               # what each rank returned, by rank
+
+A rank's exception is raised again here, with the rank's traceback as a note.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import wait
+
+_PRELOAD = ["__main__", "numpy", "torch", "torch.distributed", "pytest", "lockstep.process_group"]
+_AFTER_FAILURE = 3.0
+
+
+class RankFailed(AssertionError):
+    """A rank ended without a result, or with an exception that cannot be pickled."""
+
+
+def run_ranks(body, world_size, *args, threads=1, timeout=60):
+    """Calls ``body(world, *args)`` on ``world_size`` ranks and returns the results by rank.
+
+    Args:
+        body: a function at module level.
+        world_size: number of processes; 1 is a process without a group.
+        args: anything that can be pickled.
+        threads: intra-op threads of each rank.
+        timeout: seconds for all of it; then the ranks are killed and ``RankFailed`` says which had not ended.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    directory = tempfile.mkdtemp(prefix="lockstep-test-")
+    task = pickle.dumps((body, args))
+    processes, pipes = [], []
+    try:
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank,
+                args=(rank, world_size, threads, timeout, directory, task, sender),
+                name=f"rank {rank}",
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
+        return _results(processes, pipes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _results(processes, pipes, timeout):
+    deadline, open_pipes = time.monotonic() + timeout, dict(zip(pipes, range(len(pipes))))
+    answers, failures = {}, []
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), left):
+            rank = open_pipes.pop(pipe)
+            try:
+                moment, good, content = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                moment, good, content = time.monotonic(), False, (_died(rank, processes[rank].exitcode), "")
+            if good:
+                answers[rank] = content
+            else:
+                failures.append((moment, rank, content))
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+    if failures:
+        _, rank, (error, text) = min(failures, key=lambda failure: failure[:2])
+        error.add_note(f"raised on rank {rank} of {len(processes)}:\n{text}")
+        raise error
+    if open_pipes:
+        raise RankFailed(f"ranks {sorted(open_pipes.values())} had not ended after {timeout} s")
+    return [answers[rank] for rank in range(len(processes))]
+
+
+def _died(rank, code):
+    return RankFailed(f"rank {rank} ended with exit code {code} and without a result")
+
+
+def _rank(rank, world_size, threads, timeout, directory, task, sender):
+    from lockstep.launch.parent_death import arm_future_children, die_with_parent
+
+    die_with_parent()
+    arm_future_children()
+    try:
+        answer = True, _call(rank, world_size, threads, timeout, directory, task)
+    except BaseException as error:
+        answer = False, (error, traceback.format_exc())
+    moment = time.monotonic()
+    try:
+        message = pickle.dumps((moment, *answer))
+        pickle.loads(message)
+    except Exception as problem:
+        said = answer[1][1] if not answer[0] else f"its result cannot be pickled: {problem!r}"
+        message = pickle.dumps((moment, False, (RankFailed(f"rank {rank} failed"), said)))
+    with contextlib.suppress(BrokenPipeError):
+        sender.send_bytes(message)
+    if not answer[0]:
+        os._exit(1)
+
+
+def _call(rank, world_size, threads, timeout, directory, task):
+    import torch
+
+    from lockstep.process_group import open_process_group
+    from lockstep.world import World
+
+    torch.set_num_threads(threads)
+    os.environ.update(OMP_NUM_THREADS=str(threads), RANK=str(rank), WORLD_SIZE=str(world_size))
+    body, args = pickle.loads(task)
+    world = World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        launcher="lockstep",
+        rendezvous=f"file://{directory}/rendezvous",
+        run_id="test",
+    )
+    with open_process_group(world, timeout=timeout, arrival_limit=timeout):
+        return body(world, *args)
