@@ -1,0 +1,1 @@
+"""What the benchmarks share: workloads, sides that run a round when told, spread, report."""

@@ -1,0 +1,35 @@
+"""Writes a benchmark's RESULTS.md: claim, command, tables, machine, date."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.machine import facts
+
+LEGEND = "Numbers are `median (quartiles; minimum–maximum)`. A ratio is taken within each alternation, then summed up."
+"""Says how to read the numbers of ``Spread.text``."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(path: Path, *, title: str, claim: str, command: str, sections: Sequence[str]) -> None:
+    """Writes the report beside the benchmark and prints it."""
+    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    machine = "\n".join(f"- {fact}" for fact in [*facts(), f"measured on {today}"])
+    text = "\n\n".join(
+        [
+            f"# {title}",
+            claim,
+            f"    {command}",
+            *sections,
+            f"## Machine\n\n{machine}",
+        ]
+    )
+    path.write_text(text + "\n")
+    print(text)

@@ -1,0 +1,37 @@
+"""The same loop with Lockstep's handle: ordered reduction and fingerprint on, as by default."""
+
+from __future__ import annotations
+
+from harness.gate import Gate
+from harness.workloads import Arguments, build_loader, read_arguments
+from torch import nn
+
+import lockstep
+from lockstep.world import World
+
+
+def train(given: Arguments) -> None:
+    workload = given.workload
+    world = World.from_environment()
+    run = lockstep.init(
+        global_batch=workload.global_batch,
+        micro_batches=given.micro_batches or world.world_size,
+        seed=0,
+        reduce=given.reduce,
+    )
+    model = workload.build_model()
+    model, optimizer, _ = run.prepare(model, workload.build_optimizer(model), None)
+    loss_fn = nn.CrossEntropyLoss()
+    loader = build_loader(workload.build_data(given.fetch), workload.global_batch)
+    gate = Gate(given.control, world.rank)
+    for _ in run.epochs(10**6):
+        for batch in run.batches(loader):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            if not gate.step_done():
+                return
+
+
+if __name__ == "__main__":
+    train(read_arguments())
