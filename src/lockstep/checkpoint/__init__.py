@@ -1,0 +1,34 @@
+"""Checkpoints that are complete or absent, verified before use, and free of any process layout."""
+
+from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
+from lockstep.checkpoint.optimizer import load_optimizer_state, optimizer_state
+from lockstep.checkpoint.reader import Restored, read, read_newest, verify
+from lockstep.checkpoint.state import CheckpointState, load_model_state, model_state
+from lockstep.checkpoint.temporary import clean
+from lockstep.checkpoint.whole import capture, parameter_names, restore
+from lockstep.checkpoint.writer import export, write
+
+__all__ = [
+    "Best",
+    "CheckpointState",
+    "Restored",
+    "best",
+    "capture",
+    "clean",
+    "committed",
+    "export",
+    "latest",
+    "load_model_state",
+    "load_optimizer_state",
+    "model_state",
+    "optimizer_state",
+    "parameter_names",
+    "prune",
+    "read",
+    "read_best",
+    "read_newest",
+    "restore",
+    "verify",
+    "write",
+    "write_best",
+]

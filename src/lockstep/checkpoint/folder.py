@@ -1,0 +1,103 @@
+"""The checkpoints of a run folder: which are committed, which is best, which may go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.manifest import MANIFEST, read_sealed, seal
+from lockstep.checkpoint.temporary import remove_folder, write_whole
+from lockstep.errors import CheckpointError
+
+BEST = "best.json"
+_STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best step so far, by an evaluated metric."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def step_of(path: Path) -> tuple[int, int] | None:
+    """Step and attempt that a checkpoint's folder name states; None for any other name."""
+    match = _STEP.fullmatch(path.name)
+    return (int(match[1]), int(match[2] or 1)) if match else None
+
+
+def name_of(directory: Path, step: int) -> Path:
+    """A folder for ``step`` that does not exist yet: ``step-00000450``, or ``step-00000450-2`` later on.
+
+    An existing checkpoint is never written over; the newer attempt takes its place once it is complete.
+    """
+    attempts = [found[1] for path in committed(directory) if (found := step_of(path)) and found[0] == step]
+    suffix = f"-{max(attempts) + 1}" if attempts else ""
+    return directory / f"step-{step:08d}{suffix}"
+
+
+def committed(directory: Path) -> list[Path]:
+    """The checkpoints of a run folder, oldest first; links and anything else are left out."""
+    if not directory.is_dir():
+        return []
+    found = [(key, path) for path in directory.iterdir() if (key := step_of(path)) is not None]
+    return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest committed checkpoint of a run folder, not yet verified; None if there is none."""
+    paths = [path for path in committed(Path(directory)) if (path / MANIFEST).exists()]
+    return paths[-1] if paths else None
+
+
+def write_best(directory: Path, best: Best) -> None:
+    """Records which step is best, atomically. That step's checkpoint is kept from then on."""
+    write_whole(
+        Path(directory) / BEST,
+        seal({"step": best.step, "metric": best.metric, "value": repr(float(best.value))}),
+    )
+
+
+def read_best(directory: Path) -> Best | None:
+    """The recorded best step; None if none was recorded, ``CheckpointError`` if the record was altered."""
+    path = Path(directory) / BEST
+    if not path.exists():
+        return None
+    body = read_sealed(path)
+    step, metric, value = body.get("step"), body.get("metric"), body.get("value")
+    if not isinstance(step, int) or not isinstance(metric, str) or not isinstance(value, str):
+        raise CheckpointError(f"{path} does not state a step, a metric and its value.")
+    return Best(step, metric, float(value))
+
+
+def best(directory: Path) -> Path | None:
+    """The checkpoint of the recorded best step; None if none was recorded or it is gone."""
+    record = read_best(directory)
+    of_step = [
+        path for path in committed(Path(directory)) if record and (step_of(path) or (-1,))[0] == record.step
+    ]
+    return of_step[-1] if of_step else None
+
+
+def prune(directory: Path, *, keep: int | None, protect: Collection[int] = ()) -> list[Path]:
+    """Deletes all but the ``keep`` newest steps, the best one and those of ``protect``; returns what went.
+
+    An attempt that a newer one of the same step replaced goes as well. ``keep=None`` keeps every step.
+    """
+    newest: dict[int, Path] = {}
+    paths = committed(directory)
+    for path in paths:
+        newest[(step_of(path) or (-1,))[0]] = path
+    kept_steps = set(newest) if keep is None else set(sorted(newest)[max(0, len(newest) - keep) :])
+    kept_steps |= set(protect)
+    if (record := read_best(directory)) is not None:
+        kept_steps.add(record.step)
+    kept = {path for step, path in newest.items() if step in kept_steps}
+    gone = [path for path in paths if path not in kept]
+    for path in gone:
+        remove_folder(path)
+    return gone

@@ -1,0 +1,97 @@
+"""Reads a checkpoint only after every byte of it has been verified; nothing in it can run code."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.folder import committed, step_of
+from lockstep.checkpoint.manifest import MODEL, OPTIMIZER, RECORD, Manifest
+from lockstep.checkpoint.state import CheckpointState
+from lockstep.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The newest sound checkpoint of a run folder."""
+
+    path: Path
+    state: CheckpointState
+    refused: tuple[str, ...]
+    """Why each newer one was passed over; empty in the ordinary case."""
+
+
+def verify(path: Path | str) -> Manifest:
+    """Compares every byte of a checkpoint with its manifest; ``CheckpointError`` names what differs."""
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. Give the folder of one, such as RUN/step-00000450."
+        )
+    manifest = Manifest.read(path)
+    manifest.verify(path)
+    named = step_of(path)
+    if named is not None and named[0] != manifest.step:
+        raise CheckpointError(
+            f"{path} holds step {manifest.step}: it was renamed. Give it the name of its step again."
+        )
+    return manifest
+
+
+def read(path: Path | str, *, map_location: torch.device | str = "cpu") -> CheckpointState:
+    """Reads one checkpoint, on any number of processes; each that calls it gets the whole state.
+
+    Args:
+        path: the checkpoint's own folder.
+        map_location: device of the tensors.
+    """
+    path = Path(path)
+    verify(path)
+    device = str(torch.device(map_location))
+    try:
+        model = safetensors.torch.load_file(path / MODEL, device=device)
+        optimizer = safetensors.torch.load_file(path / OPTIMIZER, device=device)
+        record = json.loads((path / RECORD).read_bytes())
+        progress, aliases, records = decode(record["progress"]), record["aliases"], record["optimizers"]
+        sound = all(isinstance(part, dict) for part in (progress, aliases, records))
+        sound = sound and set(aliases.values()) <= set(model)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint that Lockstep wrote: {error}. Use another one."
+        ) from error
+    if not sound:
+        raise CheckpointError(f"{path / RECORD} does not hold a progress record. Use another checkpoint.")
+    return CheckpointState(model, optimizer, progress, aliases, records)
+
+
+def read_newest(directory: Path | str, *, map_location: torch.device | str = "cpu") -> Restored | None:
+    """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
+
+    A broken one is passed over with a warning. ``CheckpointError`` lists them where all are broken:
+    starting anew without a word would throw the run's work away.
+    """
+    refused: list[str] = []
+    for path in reversed(committed(Path(directory))):
+        try:
+            state = read(path, map_location=map_location)
+        except CheckpointError as error:
+            logger.warning("Checkpoint passed over: %s", error)
+            refused.append(str(error))
+        else:
+            return Restored(path, state, tuple(refused))
+    if not refused:
+        return None
+    raise CheckpointError(
+        f"Every checkpoint in {directory} is broken:\n"
+        + "\n".join(f"  {reason}" for reason in refused)
+        + "\nStart in another folder to train from the beginning."
+    )

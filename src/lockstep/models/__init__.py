@@ -1,0 +1,1 @@
+"""Built-in models, published weights, and the choice of what is trained."""
