@@ -22,7 +22,7 @@ def alternate(
 ) -> Rounds:
     """Runs every side once to warm up, then ``alternations`` times in turn.
 
-    ``seconds`` is about how long the slowest side's rounds last; the number of steps is the same for all sides.
+    ``seconds`` is about how long a round of the slowest side lasts; the number of steps is the same for all.
     """
     with running(commands, processes) as sides:
         slowest = max(side.round(WARM_UP, WARM_UP) for side in sides)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.machine import facts
 
-LEGEND = "Numbers are `median (quartiles; minimum–maximum)`. A ratio is taken within each alternation, then summed up."
+LEGEND = "Numbers are `median (quartiles; minimum–maximum)`; ratios are taken within each alternation."
 """Says how to read the numbers of ``Spread.text``."""
 
 

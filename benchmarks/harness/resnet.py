@@ -28,10 +28,9 @@ class Block(nn.Module):
 
 
 def resnet18(*, width: int, large_images: bool = False, classes: int = 10) -> nn.Sequential:
-    """Eight blocks of ``width`` to ``8 * width`` channels; ImageNet's stem if ``large_images``, else CIFAR's."""
-    first = (
-        nn.Conv2d(3, width, 7, 2, 3, bias=False) if large_images else nn.Conv2d(3, width, 3, 1, 1, bias=False)
-    )
+    """Eight blocks of ``width`` to ``8 * width`` channels, behind ImageNet's stem or CIFAR's."""
+    kernel, stride = (7, 2) if large_images else (3, 1)
+    first = nn.Conv2d(3, width, kernel, stride, kernel // 2, bias=False)
     stem: list[nn.Module] = [first, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
     if large_images:
         stem.append(nn.MaxPool2d(3, 2, 1))

@@ -1,7 +1,7 @@
 """The harness' end: process groups that stay alive, asleep, and run a round of steps when told.
 
-All sides of a comparison are alive at once and take turns, A B C A B C, within minutes: what else the machine does
-hits them alike.
+All sides of a comparison are alive at once and take turns, A B C A B C, within minutes: what else the machine
+does hits them alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A DistributedDataParallel loop by hand, as torch's tutorial has it; one process trains without the wrapper."""
+"""A DistributedDataParallel loop by hand, as torch's tutorial has it; no wrapper at one process."""
 
 from __future__ import annotations
 
