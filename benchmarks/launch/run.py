@@ -1,4 +1,4 @@
-"""Seconds from the command to the first finished step on all ranks, against torchrun with a hand-written loop.
+"""Seconds from the command to the first finished step on all ranks, against torchrun and DDP by hand.
 
 ``python benchmarks/launch/run.py`` writes RESULTS.md; ``--quick`` runs two alternations and writes nothing.
 """
@@ -26,8 +26,8 @@ SIDES: dict[str, tuple[Launcher, str]] = {
     BASELINE: (torchrun, "hand_written.py"),
 }
 CLAIM = (
-    "From the command to the first finished step, `lockstep run` on 8 processes takes at most 0.25x of torchrun "
-    "with a hand-written DDP loop."
+    "From the command to the first finished step, `lockstep run` on 8 processes takes at most 0.25x of what "
+    "torchrun with a hand-written DDP loop takes."
 )
 LIMIT = 180.0
 """Seconds that one start may take."""
@@ -99,7 +99,7 @@ def start(name: str, processes: int) -> Start:
     if done.returncode or len(moments) != processes:
         print(done.stdout, done.stderr, file=sys.stderr)
         raise SystemExit(
-            f"{name} on {processes} processes: status {done.returncode}, a first step on {len(moments)} ranks."
+            f"{name}: status {done.returncode}, and {len(moments)} of {processes} ranks did a first step."
         )
     return Start(max(moments) - begin, end - begin)
 
