@@ -1,6 +1,6 @@
-"""The cost of ``reduce="ordered"`` against ``reduce="ring"``: the exchange alone, and in a ResNet's whole step.
+"""The cost of ``reduce="ordered"`` against ``"ring"``: the exchange alone, and in a ResNet's whole step.
 
-``python benchmarks/order/run.py`` writes RESULTS.md; ``--quick`` runs two short alternations, writing nothing.
+``python benchmarks/order/run.py`` writes RESULTS.md; ``--quick`` is two short alternations, nothing written.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def main() -> None:
         sections.append(exchange_section(processes, exchanged))
         print(sections[-1], flush=True)
         if not given.skip_steps:
-            sections.append(
-                step_section(processes, {mb: steps(given, processes, mb) for mb in given.megabytes})
-            )
+            stepped = {megabytes: steps(given, processes, megabytes) for megabytes in given.megabytes}
+            sections.append(step_section(processes, stepped))
             print(sections[-1], flush=True)
     if not given.quick:
         report.write(
@@ -80,9 +79,8 @@ def exchanges(given: argparse.Namespace, processes: int) -> dict[str, Rounds]:
 
 def steps(given: argparse.Namespace, processes: int, megabytes: int) -> Rounds:
     """Milliseconds of a whole step of the ResNet with about that many megabytes of gradients."""
-    commands: dict[str, Command] = {
-        name: partial(side, name, processes, megabytes) for name in ("ordered", "ring")
-    }
+    names = ("ordered", "ring")
+    commands: dict[str, Command] = {name: partial(side, name, processes, megabytes) for name in names}
     return alternate(commands, processes, alternations=given.alternations, seconds=given.seconds)
 
 

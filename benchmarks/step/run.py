@@ -1,6 +1,6 @@
 """Milliseconds per optimizer step against DDP by hand, Accelerate, Fabric and Trainer, and the price of K.
 
-``python benchmarks/step/run.py`` writes RESULTS.md; ``--quick`` runs two short alternations and writes nothing.
+``python benchmarks/step/run.py`` writes RESULTS.md; ``--quick`` is two short alternations, nothing written.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ THEIRS = {
     "Trainer": "with_trainer.py",
 }
 CLAIM = (
-    "With ordered reduction and fingerprint on, a Lockstep step takes at most 1.0x of a hand-written DDP step "
-    "on the small ResNet and at most 0.7x on the perceptron (2 processes, one thread each)."
+    "With ordered reduction and fingerprint on, a Lockstep step takes at most 1.0x of a hand-written DDP "
+    "step on the small ResNet and at most 0.7x on the perceptron (2 processes, one thread each)."
 )
 
 

@@ -1,7 +1,7 @@
 """Exchanges gradients alone, one way after the other on the same ranks, and writes the milliseconds as JSON.
 
-One exchange is what a step does besides computing: every bucket's gradient is copied to its place and started, then
-all sums and the step's header are waited for.
+One exchange is what a step does besides computing: every bucket's gradient is copied to its place and started,
+then all sums and the step's header are waited for. Before anything is timed, all ways must give the same sums.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ def measure(megabytes: int, alternations: int, seconds: float) -> dict[str, list
         shapes = [BucketShape(part.numel(), part.dtype) for part in gradients]
         reducer.allocate(shapes, HEADER, dist.get_world_size())
     slowest = max(timed(reducer, gradients, 3) for reducer in reducers.values())
+    for bucket in range(len(gradients)):
+        for reducer in reducers.values():
+            torch.testing.assert_close(reducer.total(bucket), reducers["ring"].total(bucket))
     count = max(3, round(1000 * seconds / slowest))
     times: dict[str, list[float]] = {name: [] for name in reducers}
     for _ in range(alternations):
