@@ -1,0 +1,207 @@
+"""Gives each rank its micro-batches: of training steps by the sample plan, of an evaluation in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import tee
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.inline import InlineReading, Reading, Request
+from lockstep.data.keyed import EVALUATION_EPOCH
+from lockstep.data.planned import planned_steps
+from lockstep.data.reader import Collate, SampleReader
+from lockstep.data.workers import WorkerReading
+from lockstep.errors import ConfigError
+from lockstep.permutation import Indices
+from lockstep.plan import SamplePlan, StepPlan, share
+
+
+class StepLoader:
+    """Reads this rank's micro-batches of each training step.
+
+    Args:
+        dataset: any map-style data set.
+        plan: which samples each micro-batch of each step holds.
+        holder: number of this rank among those that share the steps.
+        holders: how many share them.
+        seed: the run's seed; with epoch and index it decides every random draw of a sample.
+        workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        prefetch: steps that may be read ahead.
+        pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
+        timeout: seconds to wait for one micro-batch of a worker.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: SamplePlan,
+        *,
+        holder: int = 0,
+        holders: int = 1,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        timeout: float = 120.0,
+    ) -> None:
+        _check_size(dataset, plan.samples)
+        self._plan, self._holder, self._holders = plan, holder, holders
+        per_step = len(share(plan.shape.micro_batches, holders, holder))
+        self._reading = open_reading(
+            dataset,
+            seed=seed,
+            workers=workers,
+            collate=collate,
+            ahead=prefetch * per_step,
+            pin_memory=pin_memory,
+            timeout=timeout,
+        )
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+        """Yields the steps of ``epoch`` from position ``first``, one ``Batch`` each.
+
+        Leaving the loop early is fine; beginning another iteration ends this one.
+        """
+        ahead, steps = tee(planned_steps(self._plan, epoch, first))
+        results = self._reading.read(self._requests(ahead))
+        for step in steps:
+            parts = tuple(MicroBatch(k, step.indices[k], next(results)) for k in self._share(step))
+            yield Batch(step, parts)
+
+    def close(self) -> None:
+        """Ends the worker processes, if any. The loader can be used again."""
+        self._reading.close()
+
+    def _share(self, step: StepPlan) -> range:
+        return share(step.leaves, self._holders, self._holder)
+
+    def _requests(self, steps: Iterator[StepPlan]) -> Iterator[Request]:
+        for step in steps:
+            for k in self._share(step):
+                yield Request(step.epoch, step.indices[k])
+
+
+class EvaluationLoader:
+    """Reads every sample exactly once, in index order, each rank a run of consecutive micro-batches.
+
+    The random draws of a sample are keyed without the epoch, so every evaluation sees the same samples.
+
+    Args:
+        dataset: any map-style data set.
+        micro_batch_size: samples of a micro-batch; the last one of the set may be smaller.
+        holder: number of this rank among those that share the set.
+        holders: how many share it. A rank may have nothing to read.
+        seed: the run's seed.
+        workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        prefetch: micro-batches that each worker may be ahead.
+        pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
+        timeout: seconds to wait for one micro-batch of a worker.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch_size: int,
+        holder: int = 0,
+        holders: int = 1,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+        timeout: float = 120.0,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
+        self._samples = _size(dataset)
+        self._micro_batch_size = micro_batch_size
+        self.count = -(-self._samples // micro_batch_size)
+        """Micro-batches of the set, over all ranks."""
+        self._share = share(self.count, holders, holder)
+        self._reading = open_reading(
+            dataset,
+            seed=seed,
+            workers=workers,
+            collate=collate,
+            ahead=prefetch * workers,
+            pin_memory=pin_memory,
+            timeout=timeout,
+        )
+
+    def __len__(self) -> int:
+        return len(self._share)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yields this rank's micro-batches; ``k`` numbers all micro-batches of the set."""
+        results = self._reading.read(Request(EVALUATION_EPOCH, self._indices(k)) for k in self._share)
+        for k in self._share:
+            yield MicroBatch(k, self._indices(k), next(results))
+
+    def close(self) -> None:
+        """Ends the worker processes, if any. The loader can be used again."""
+        self._reading.close()
+
+    def _indices(self, k: int) -> Indices:
+        first = k * self._micro_batch_size
+        return np.arange(first, min(first + self._micro_batch_size, self._samples), dtype=np.int64)
+
+
+def open_reading(
+    dataset: Any,
+    *,
+    seed: int,
+    workers: int = 0,
+    collate: Collate | None = None,
+    ahead: int = 2,
+    pin_memory: bool = False,
+    timeout: float = 120.0,
+) -> Reading:
+    """The way to read a data set: in worker processes if there are any and the set is not in memory, else
+    here.
+
+    Args:
+        dataset: any map-style data set.
+        seed: the run's seed.
+        workers: number of worker processes.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        ahead: micro-batches that may be read ahead by all workers together; each is kept busy with two at
+            least.
+        pin_memory: deliver tensors in page-locked memory.
+        timeout: seconds to wait for one micro-batch of a worker.
+    """
+    if workers < 0:
+        raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
+    reader = SampleReader(dataset, seed=seed, collate=collate)
+    if workers == 0 or reader.in_memory:
+        return InlineReading(reader, pin_memory=pin_memory)
+    return WorkerReading(
+        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False),
+        workers=workers,
+        ahead=max(2, -(-ahead // workers)),
+        pin_memory=pin_memory,
+        timeout=timeout,
+    )
+
+
+def _size(dataset: Any) -> int:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"{type(dataset).__name__} has no length and no access by number, which a plan of samples needs. "
+            "Give a map-style data set, with __len__ and __getitem__."
+        )
+    return len(dataset)
+
+
+def _check_size(dataset: Any, planned: int) -> None:
+    if _size(dataset) != planned:
+        raise ConfigError(
+            f"The plan is for {planned} samples and the data set has {_size(dataset)}. "
+            "Make the plan with samples=len(dataset)."
+        )

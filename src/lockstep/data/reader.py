@@ -1,0 +1,147 @@
+"""Reads one micro-batch of a data set, whole where the set can give it whole, else sample by sample.
+
+    what the set offers       how it is read                            random numbers
+    TensorDataset             its tensors are indexed                   none
+    get_batch                 one call for the micro-batch              keyed by sample, see SampleKeys
+    __getitems__ (torch's)    one call, then collated                   seeded once per micro-batch
+    __getitem__               call by call, then collated               seeded before each sample
+
+A custom ``collate`` needs the samples one by one, so the first two rows are for torch's own way of collating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.naming import look_through, sample_error
+from lockstep.errors import DataError
+from lockstep.permutation import Indices
+
+Collate = Callable[[list[Any]], Any]
+
+
+@runtime_checkable
+class BatchDataset(Protocol):
+    """A data set that gives a whole micro-batch at once; faster than one that is read sample by sample."""
+
+    @property
+    def get_batch(self) -> Callable[[Indices, SampleKeys], Any] | None:
+        """Reads the samples ``indices`` of this set, collated; ``None`` where they must be read one by one.
+
+        The random numbers of row ``i`` come from row ``i`` of the keys. A broken one is a ``BrokenSample``.
+        """
+
+
+class BrokenSample(Exception):
+    """Raised ``from`` the real error by a ``get_batch`` that finds its row ``position`` unreadable."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"row {position} of the micro-batch")
+        self.position = position
+
+
+class SampleReader:
+    """Reads micro-batches of one data set, the same bits whoever reads them and in whatever order.
+
+    Args:
+        dataset: a map-style data set; ``Subset`` is looked through.
+        seed: the run's seed.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        keep_generators: give torch, NumPy and ``random`` their state back after each micro-batch, so that
+            reading in the training process disturbs nobody's random numbers.
+    """
+
+    def __init__(
+        self, dataset: Any, *, seed: int, collate: Collate | None = None, keep_generators: bool = True
+    ) -> None:
+        self._given = dataset
+        self._dataset, self._numbers = look_through(dataset)
+        self._seed = seed
+        self._collate = None if collate is default_collate else collate
+        self._keep = keep_generators
+        self._read = self._choose()
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether reading is so cheap that worker processes would only slow it down."""
+        return self._read == self._read_tensors or (
+            self._read == self._read_whole and bool(getattr(self._dataset, "in_memory", False))
+        )
+
+    def read(self, epoch: int, indices: Indices) -> Any:
+        """The samples ``indices``, collated; a ``DataError`` names the one that cannot be read."""
+        return self._read(SampleKeys(self._seed, epoch, indices))
+
+    def _choose(self) -> Callable[[SampleKeys], Any]:
+        if self._collate is None and type(self._dataset) is TensorDataset:
+            return self._read_tensors
+        if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
+            return self._read_whole
+        if getattr(self._dataset, "__getitems__", None) is not None:
+            return self._read_items
+        return self._read_each
+
+    def _rows(self, keys: SampleKeys) -> Indices:
+        return keys.indices if self._numbers is None else self._numbers[keys.indices]
+
+    def _read_tensors(self, keys: SampleKeys) -> Any:
+        rows = torch.from_numpy(self._rows(keys))
+        return tuple(tensor.index_select(0, rows) for tensor in cast(TensorDataset, self._dataset).tensors)
+
+    def _read_whole(self, keys: SampleKeys) -> Any:
+        get_batch = cast(Callable[[Indices, SampleKeys], Any], self._dataset.get_batch)
+        try:
+            return get_batch(self._rows(keys), keys)
+        except BrokenSample as broken:
+            cause = broken.__cause__ or broken
+            raise sample_error(self._given, int(keys.indices[broken.position]), cause) from cause
+
+    def _read_items(self, keys: SampleKeys) -> Any:
+        rows = self._rows(keys).tolist()
+        with self._generators():
+            seed_generators(keys.seeds()[0])
+            try:
+                samples = self._dataset.__getitems__(rows)
+            except Exception as error:
+                raise DataError(f"The samples {_numbers(keys)} cannot be read: {_told(error)}") from error
+            return self._collated(list(samples), keys)
+
+    def _read_each(self, keys: SampleKeys) -> Any:
+        samples = []
+        with self._generators():
+            for position, (row, seed) in enumerate(zip(self._rows(keys).tolist(), keys.seeds(), strict=True)):
+                seed_generators(seed)
+                try:
+                    samples.append(self._dataset[row])
+                except Exception as error:
+                    raise sample_error(self._given, int(keys.indices[position]), error) from error
+            return self._collated(samples, keys)
+
+    def _generators(self) -> AbstractContextManager[None]:
+        return generators_kept() if self._keep else nullcontext()
+
+    def _collated(self, samples: list[Any], keys: SampleKeys) -> Any:
+        try:
+            data = (self._collate or default_collate)(samples)
+        except Exception as error:
+            raise DataError(
+                f"The samples {_numbers(keys)} cannot be put into one micro-batch: {_told(error)}. "
+                "Give a transform that makes all samples of one shape, or a collate function that pads them."
+            ) from error
+        return tuple(data) if isinstance(data, list) and isinstance(samples[0], tuple) else data
+
+
+def _numbers(keys: SampleKeys) -> str:
+    rows = keys.indices.tolist()
+    shown = ", ".join(str(row) for row in rows[:8])
+    return f"{shown}, … ({len(rows)} in all)" if len(rows) > 8 else shown
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

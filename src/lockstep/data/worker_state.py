@@ -1,0 +1,113 @@
+"""What is known about loader workers: how they are prepared, where a stuck one stands, why one was lost."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.errors import RankError
+from lockstep.launch.parent_death import die_with_parent
+
+_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_TELL_STACK = signal.SIGUSR2
+_ANSWER_WITHIN = 1.0
+
+
+class WorkerStacks:
+    """Lets each worker write its Python stack into a file when it is asked, also while it is stuck."""
+
+    def __init__(self, workers: int) -> None:
+        self._files = [_nameless_file() for _ in range(workers)]
+        weakref.finalize(self, _close_all, self._files)
+
+    def prepare_worker(self, worker: int) -> None:
+        """Runs in each worker before it reads: ties it to the rank, and leaves the signals to the rank."""
+        die_with_parent()
+        for number in _LEFT_TO_THE_RANK:
+            signal.signal(number, signal.SIG_IGN)
+        _obey_only_the_parent(signal.SIGTERM)
+        faulthandler.register(_TELL_STACK, file=self._files[worker], all_threads=False, chain=False)
+
+    def report(self, workers: Sequence[int]) -> str:
+        """The stacks of those workers (process ids, in order) that are in the middle of reading."""
+        starts = [os.fstat(file).st_size for file in self._files]
+        for pid in workers:
+            os.kill(pid, _TELL_STACK)
+        deadline = time.monotonic() + _ANSWER_WITHIN
+        told = ""
+        for number, pid in enumerate(workers):
+            stack = _wait_for_text(self._files[number], starts[number], deadline)
+            if not stack:
+                told += (
+                    f"\nWorker {number} (pid {pid}) does not answer: it is stopped, or waits for a device."
+                )
+            elif "reader.py" in stack:
+                told += f"\nWorker {number} (pid {pid}) reads; {stack.strip()}"
+        return told
+
+
+def explain_loss(error: RuntimeError, reading: str) -> RankError:
+    """The ``RankError`` for a worker that was killed or left, with the state of the memory it needs."""
+    found = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\) (.*?)(?:\.|$)", str(error))
+    what = f"a data loader worker (pid {found[1]}) {found[2].strip()}" if found else str(error).strip()
+    return RankError(
+        f"While the loader read {reading}, {what}. {_memory()} "
+        "A worker that is killed has usually run out of memory: use fewer workers or a smaller prefetch."
+    )
+
+
+def _obey_only_the_parent(number: signal.Signals) -> None:
+    """Ends this process on a signal of its parent, and ignores the same signal of anybody else.
+
+    A cluster sends SIGTERM to every process of a job. The rank then finishes its step and saves, for which it
+    needs its workers; torch on the other hand ends a worker that does not leave by itself with SIGTERM.
+    """
+    parent = os.getppid()
+    others = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    def wait() -> None:
+        while True:
+            if signal.sigwaitinfo({number}).si_pid == parent:
+                os._exit(0)
+
+    threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*others, number})
+
+
+def _nameless_file() -> int:
+    descriptor, path = tempfile.mkstemp(prefix="lockstep-worker-")
+    Path(path).unlink()
+    return descriptor
+
+
+def _close_all(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _wait_for_text(file: int, start: int, deadline: float) -> str:
+    while os.fstat(file).st_size == start and time.monotonic() < deadline:
+        time.sleep(0.01)  # the worker's signal handler cannot notify; it can only write
+    return os.pread(file, 1 << 16, start).decode(errors="replace")
+
+
+def _memory() -> str:
+    parts = []
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        parts.append(f"/dev/shm has {usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if available:
+            parts.append(f"{int(available[1]) / 2**20:.1f} GiB of memory are available")
+    return f"Now {' and '.join(parts)}." if parts else ""

@@ -1,0 +1,198 @@
+"""Reads micro-batches in worker processes, ahead of the training process.
+
+torch's ``DataLoader`` moves the requests and the tensors; what to read is decided here, a micro-batch per
+request, so the number of workers changes who reads and never what. Workers stay over the epochs, leave Ctrl-C
+and a cluster's SIGTERM to the rank (which finishes its step and saves), and end with the rank however it
+ends.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lockstep.data.inline import Request
+from lockstep.data.reader import SampleReader
+from lockstep.data.worker_state import WorkerStacks, explain_loss
+from lockstep.errors import DataError, StallError
+
+
+class WorkerReading:
+    """Worker processes that read the micro-batches of one data set.
+
+    Args:
+        reader: reads one micro-batch; used in the workers only.
+        workers: number of processes, at least 1.
+        ahead: micro-batches each worker may be ahead of what was asked for.
+        pin_memory: deliver tensors in page-locked memory.
+        timeout: seconds to wait for one micro-batch before the loader counts as stuck.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        *,
+        workers: int,
+        ahead: int = 2,
+        pin_memory: bool = False,
+        timeout: float = 120.0,
+    ) -> None:
+        self._requests = _Requests()
+        self._stacks = WorkerStacks(workers)
+        self._timeout = timeout
+        with _hints_silenced():
+            self._loader: DataLoader[Any] = DataLoader(
+                _Reads(reader),
+                batch_size=None,
+                sampler=self._requests,
+                num_workers=workers,
+                collate_fn=_unchanged,
+                pin_memory=pin_memory,
+                timeout=timeout,
+                worker_init_fn=self._stacks.prepare_worker,
+                prefetch_factor=ahead,
+                persistent_workers=True,
+                multiprocessing_context="fork",  # data sets and transforms need not be picklable
+                generator=torch.Generator(),  # without it torch draws from the training process's generator
+            )
+
+    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Yields the collated samples of each request, in the order of the requests.
+
+        ``DataError`` for a sample that cannot be read, ``RankError`` for a worker that was killed,
+        ``StallError`` after ``timeout``. A second call ends the iteration of the first one.
+        """
+        turn = self._requests.replace(requests)
+        iterator = self._start()
+        while True:
+            self._requests.check(turn)
+            try:
+                result = next(iterator)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                raise self._explained(error) from error
+            self._requests.waiting.popleft()
+            if isinstance(result, _Failure):
+                self.close()
+                raise DataError(result.message) from _InWorker(result.trace)
+            yield result
+
+    def close(self) -> None:
+        """Ends the workers, also those that are stuck. Reading again starts new ones."""
+        iterator: Any = self._loader._iterator
+        self._loader._iterator = None
+        self._requests.replace(iter(()))
+        if iterator is not None:
+            with suppress(RuntimeError):  # torch reports here that a worker had died before
+                iterator._shutdown_workers()
+
+    def _start(self) -> Iterator[Any]:
+        with _hints_silenced():
+            try:
+                return iter(self._loader)
+            except RuntimeError as error:
+                raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        reading = _described(self._requests.waiting)
+        if "timed out" in str(error):
+            found: Exception = StallError(
+                f"The data loader gave nothing for {self._timeout:g} s, while it read {reading}. "
+                f"If a sample may take so long, raise timeout=.{self._stuck()}"
+            )
+        else:
+            found = explain_loss(error, reading)
+        self.close()
+        return found
+
+    def _stuck(self) -> str:
+        workers = list(getattr(self._loader._iterator, "_workers", ()))
+        report = self._stacks.report([worker.pid for worker in workers])
+        for worker in workers:
+            worker.terminate()
+        return report
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker sends in place of samples: exceptions of any kind do not survive the way between
+    processes."""
+
+    message: str
+    trace: str
+
+
+class _InWorker(Exception):
+    """Carries the traceback of the worker, as text, into the traceback of the training process."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+class _Reads(Dataset[Any]):
+    def __init__(self, reader: SampleReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self._reader.read(request.epoch, request.indices)
+        except DataError as error:
+            return _Failure(str(error), traceback.format_exc())
+
+
+class _Requests(Sampler[Request]):
+    """Hands out the requests of the latest iteration, and remembers those that are not answered."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        self._requests: Iterator[Request] = iter(())
+        self._turn = 0
+
+    def replace(self, requests: Iterator[Request]) -> int:
+        self._requests = requests
+        self._turn += 1
+        self.waiting.clear()
+        return self._turn
+
+    def check(self, turn: int) -> None:
+        if turn != self._turn:
+            raise RuntimeError(
+                "This iteration has ended, because the same loader was iterated again or closed."
+            )
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            self.waiting.append(request)
+            yield request
+
+
+def _described(waiting: deque[Request]) -> str:
+    if not waiting:
+        return "nothing"
+    request = waiting[0]
+    shown = ", ".join(str(index) for index in request.indices[:8].tolist())
+    return f"samples {shown}{', …' if len(request.indices) > 8 else ''} of epoch {request.epoch}"
+
+
+def _unchanged(data: Any) -> Any:
+    return data
+
+
+@contextmanager
+def _hints_silenced() -> Iterator[None]:
+    """Hides the general advice of torch and Python about starting processes: these were asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings(
+            "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
+        )
+        yield
