@@ -1,7 +1,7 @@
 """Exchanges gradients alone, one way after the other on the same ranks, and writes the milliseconds as JSON.
 
-One exchange is what a step does besides computing: every bucket's gradient is copied to its place and started,
-then all sums and the step's header are waited for. Before anything is timed, all ways must give the same sums.
+One exchange is what a step does besides computing: each bucket's gradient is copied to its place and started,
+then all sums and the header are waited for. Before anything is timed, all ways must give the same sums.
 """
 
 from __future__ import annotations
