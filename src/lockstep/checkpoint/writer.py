@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from lockstep.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, RECORD, Man
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.temporary import file_aside, folder_aside, make_durable
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.differences import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -124,21 +126,28 @@ def _write_files(folder: Path, state: CheckpointState, record: bytes, step: int)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    plain = {name: _plain(tensor) for name, tensor in tensors.items()}
+    odd = [f"{name} ({tensor.layout})" for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if odd:
+        raise ConfigError(f"A checkpoint holds dense tensors only, and these are not: {shorten(odd)}.")
+    seen: set[int] = set()
+    plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
     except KeyError as error:
-        names = [name for name, tensor in plain.items() if str(tensor.dtype) == str(error.args[0])]
+        odd = [name for name, tensor in plain.items() if tensor.dtype == error.args[0]]
         raise ConfigError(
-            f"{names[0] if names else 'A tensor'} is of {error}, which a checkpoint cannot hold."
+            f"A checkpoint cannot hold {error.args[0]}, the dtype of {shorten(odd)}."
         ) from error
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The values alone: on the CPU, in row order, in memory of their own where a view would share it."""
+def _plain(tensor: Tensor, seen: set[int]) -> Tensor:
+    """The values alone: on the CPU, in row order, in memory that no other tensor of the file shares."""
     values = tensor.detach().cpu().contiguous()
-    whole = values.untyped_storage().nbytes() == values.numel() * values.element_size()
-    return values if whole else values.clone()
+    memory = values.untyped_storage()
+    if memory.nbytes() != values.numel() * values.element_size() or memory.data_ptr() in seen:
+        return values.clone()
+    seen.add(memory.data_ptr())
+    return values
 
 
 def _prune_or_warn(directory: Path, keep: int | None, protect: set[int]) -> None:

@@ -1,0 +1,173 @@
+import json
+import os
+import pickle
+import random
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from lockstep.checkpoint import read, read_newest, verify, write
+from lockstep.checkpoint.manifest import Manifest, digest, seal
+from lockstep.errors import CheckpointError, CheckpointMismatch
+
+
+@pytest.fixture
+def sound(tmp_path, state_of):
+    return write(tmp_path / "run", state_of(7), step=7)
+
+
+def refused(path):
+    with pytest.raises(CheckpointError) as raised:
+        read(path)
+    assert raised.value.exit_code == 3
+    return str(raised.value)
+
+
+def reseal(path, **changes):
+    """Changes the manifest and seals it again, as someone with bad intentions would."""
+    body = json.loads((path / "manifest.json").read_bytes())["body"]
+    (path / "manifest.json").write_bytes(seal(body | changes))
+    return body
+
+
+def test_a_hundred_random_bit_flips_are_refused(sound, tmp_path):
+    moments = random.Random(1)
+    files = sorted(sound.iterdir())
+    assert len(files) == 4
+    copy = tmp_path / "flipped"
+    for number in range(100):
+        shutil.copytree(sound, copy)
+        path = copy / files[number % len(files)].name
+        content = bytearray(path.read_bytes())
+        content[moments.randrange(len(content))] ^= 1 << moments.randrange(8)
+        path.write_bytes(content)
+        assert str(copy) in refused(copy)
+        shutil.rmtree(copy)
+    assert read(sound).progress == {"step": 7}
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_a_missing_a_cut_and_a_zeroed_file_are_refused_by_name(sound, name):
+    path = sound / name
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert str(path) in refused(sound)
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    assert str(path) in refused(sound)
+    path.unlink()
+    assert f"{path} is missing" in refused(sound)
+    path.symlink_to("/etc/hostname")
+    assert "is not an ordinary file" in refused(sound)
+    path.unlink()
+    os.mkfifo(path)
+    assert "is not an ordinary file" in refused(sound)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    assert "There is no checkpoint at" in refused(tmp_path / "step-00000009")
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.json", "/etc/passwd", "model.safetensors/..", "x.pt", "", "a" * 99]
+)
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(sound, name):
+    (sound.parent / "outside.json").write_text("{}")
+    files = json.loads((sound / "manifest.json").read_bytes())["body"]["files"]
+    reseal(sound, files=files | {name: {"size": 2, "sha256": digest(sound.parent / "outside.json")}})
+    assert "such a name is never followed" in refused(sound)
+
+
+@pytest.mark.parametrize("files", [{}, {"state.json": {"size": 1}}, {"state.json": 3}, ["state.json"], None])
+def test_a_manifest_without_the_right_entries_is_refused(sound, files):
+    reseal(sound, files=files)
+    refused(sound)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"body":{}}', b"[" * 100_000, bytes(2 << 20), b"\xff\xfe"]
+)
+def test_a_manifest_of_other_content_is_refused(sound, content):
+    (sound / "manifest.json").write_bytes(content)
+    refused(sound)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch ran-code",)
+
+
+def test_a_pickle_in_place_of_a_file_runs_nothing(sound, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        kept = (sound / name).read_bytes()
+        (sound / name).write_bytes(pickle.dumps(Evil()))
+        (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+        refused(sound)
+        torch.save({"a": Evil()}, sound / name)
+        (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+        refused(sound)
+        (sound / name).write_bytes(kept)
+    (sound / "manifest.json").write_bytes(pickle.dumps(Evil()))
+    refused(sound)
+    assert not (tmp_path / "ran-code").exists()
+
+
+@pytest.mark.parametrize("record", [[], {}, {"progress": 1, "aliases": {}, "optimizers": {}}, "[" * 99_999])
+def test_a_sealed_record_of_other_content_is_refused(sound, record):
+    text = record if isinstance(record, str) else json.dumps(record)
+    (sound / "state.json").write_text(text)
+    (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+    refused(sound)
+
+
+def test_a_renamed_checkpoint_is_refused(sound):
+    assert "holds step 7: it was renamed" in refused(sound.rename(sound.with_name("step-00000008")))
+
+
+def test_a_later_format_is_told_from_damage(sound):
+    reseal(sound, format=2)
+    with pytest.raises(CheckpointMismatch, match="format 2, and this version reads 1"):
+        read(sound)
+
+
+def test_a_copy_under_another_name_can_be_read(sound, shown):
+    assert shown(read(sound.rename(sound.with_name("the-one-i-like")))) == 7
+
+
+def test_the_newest_that_is_broken_is_passed_over_and_said(tmp_path, state_of, shown, caplog):
+    for step in (1, 2, 3):
+        path = write(tmp_path, state_of(step), step=step)
+    (path / "model.safetensors").write_bytes(b"")
+    restored = read_newest(tmp_path)
+    assert shown(restored.state) == 2
+    assert restored.path.name == "step-00000002"
+    assert len(restored.refused) == 1
+    assert str(path / "model.safetensors") in restored.refused[0]
+    assert "Checkpoint passed over" in caplog.text
+
+
+def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):
+    assert read_newest(tmp_path) is None
+    for step in (1, 2):
+        (write(tmp_path, state_of(step), step=step) / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"(?s)Every checkpoint .* is broken.*step-00000002.*step-00000001"
+    ):
+        read_newest(tmp_path)
+
+
+@pytest.mark.gpus(1)
+def test_tensors_arrive_on_the_asked_device(sound):
+    state = read(sound, map_location="cuda")
+    assert all(tensor.is_cuda for tensor in [*state.model.values(), *state.optimizer.values()])
+
+
+def test_verify_returns_what_the_checkpoint_consists_of(sound):
+    manifest = verify(sound)
+    assert manifest.step == 7
+    assert manifest.files["model.safetensors"].size == (sound / "model.safetensors").stat().st_size
+    assert set(safetensors.torch.load_file(sound / "model.safetensors")) == {"a.weight", "a.count"}
