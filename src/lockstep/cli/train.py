@@ -1,0 +1,107 @@
+"""``lockstep train``: checks a job, then has the launcher start its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from lockstep.cli.parser import Parser
+from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.job.config import PRECISIONS, STRATEGIES, JobConfig
+from lockstep.job.config_file import built_in_jobs, load_job
+from lockstep.job.config_overrides import Override, parse_set, toml_value
+from lockstep.job.config_rules import machine_problems
+from lockstep.job.run_folder import choose_run_folder, run_folder
+from lockstep.launch.devices import Devices, parse_devices
+from lockstep.launch.targets import EntryTarget
+from lockstep.world import World
+
+ENTRY = "lockstep.job.rank:main"
+
+_SHORTCUTS = {
+    "data": ("data", "root"),
+    "devices": ("run", "devices"),
+    "strategy": ("training", "strategy"),
+    "precision": ("training", "precision"),
+    "epochs": ("training", "epochs"),
+    "resume": ("checkpoint", "resume"),
+    "threads": ("run", "threads"),
+}
+_TEXTS = ("data", "resume", "strategy", "precision")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Adds the arguments of the command."""
+    jobs = ", ".join(built_in_jobs())
+    parser.add_argument(
+        "job",
+        nargs="?",
+        default="digits",
+        metavar="JOB",
+        help=f"a TOML file, or one of: {jobs} (default: digits)",
+    )
+    parser.add_argument("--data", metavar="DIR", help="folder of the data, {data} in the job file")
+    parser.add_argument("--devices", metavar="N", help="a number, auto, cpu, cpu:N, or a list such as 0,5")
+    parser.add_argument("--strategy", metavar="NAME", help=" or ".join(STRATEGIES))
+    parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
+    parser.add_argument("--epochs", metavar="N", help="times that every sample is trained on")
+    parser.add_argument("--threads", metavar="N", help="CPU threads of each rank (part of the recipe)")
+    parser.add_argument(
+        "--resume", metavar="PATH", help="run folder or checkpoint to go on from; auto: the latest run"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any setting, such as optimizer.lr=0.1",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit status."""
+    config = load_job(arguments.job, overrides(arguments))
+    devices = resolve_devices(config)
+    if arguments.dry_run:
+        from lockstep.cli.dry_run import print_plan
+
+        print_plan(config, devices)
+        return EXIT_DONE
+    return _launch(config, devices)
+
+
+def overrides(arguments: argparse.Namespace) -> list[Override]:
+    """What the options put over the job file; ``--set`` first, so that a named option wins."""
+    found = [parse_set(text) for text in arguments.set]
+    for option, path in _SHORTCUTS.items():
+        text = getattr(arguments, option)
+        if text is not None:
+            value = text if option in _TEXTS else toml_value(text)
+            found.append(Override(path=path, value=value, origin=f"--{option} {text}"))
+    return found
+
+
+def resolve_devices(config: JobConfig) -> Devices:
+    """The devices of this host for the job; ``ConfigError`` where the job and the machine do not fit."""
+    devices = parse_devices(config.run.devices)
+    if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
+        devices = dataclasses.replace(devices, names=devices.names[:1])
+    problems = machine_problems(config, devices)
+    if problems:
+        raise ConfigError(" ".join(problem.text for problem in problems))
+    return devices
+
+
+def _launch(config: JobConfig, devices: Devices) -> int:
+    """Starts the ranks and waits for them; in a world that another launcher started, becomes a rank of it."""
+    if World.from_environment().launcher != "python":
+        from lockstep.job.rank import main as rank_main
+
+        rank_main(config.to_json())
+        return EXIT_DONE
+    from lockstep.launch import SuperviseOptions, supervise
+
+    config = choose_run_folder(config)
+    options = SuperviseOptions(devices=devices, threads=config.run.threads, log_directory=run_folder(config))
+    return supervise(EntryTarget(entry=ENTRY, payload=config.to_json()), options)

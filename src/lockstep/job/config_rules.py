@@ -1,0 +1,178 @@
+"""Combinations of settings that cannot work, each sound on its own: one table of rules.
+
+To add a rule, add a row; ``tests/job/test_config_rules.py`` has an example that breaks each, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.job.component import Component
+from lockstep.job.config import JobConfig, ScheduleConfig
+from lockstep.job.config_reader import KeyPath, Problem
+from lockstep.launch.devices import Devices
+from lockstep.plan import BatchShape
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused."""
+
+    name: str
+    """What the rule holds, for tests and documentation."""
+    path: KeyPath
+    """The setting that the message is about."""
+    broken: Callable[[JobConfig], str | None]
+    """Says what is wrong with a job, or None."""
+
+
+def device_count(devices: int | str) -> int | None:
+    """How many devices a setting asks for; None where the machine decides."""
+    text = str(devices)
+    if "," in text:
+        return len(text.rstrip(",").split(","))
+    number = text.removeprefix("cpu:")
+    return int(number) if number.isdecimal() else None
+
+
+def broken_rules(job: JobConfig) -> list[Problem]:
+    """Every rule that the job breaks."""
+    found = ((rule.path, rule.broken(job)) for rule in RULES)
+    return [Problem(path, message) for path, message in found if message]
+
+
+def machine_problems(job: JobConfig, devices: Devices) -> list[Problem]:
+    """What does not fit between a job that breaks no rule and the devices that this machine gives it."""
+    run = dataclasses.replace(
+        job.run, devices=f"cpu:{devices.count}" if devices.kind == "cpu" else devices.count
+    )
+    return broken_rules(dataclasses.replace(job, run=run))
+
+
+def _batch_is_divisible(job: JobConfig) -> str | None:
+    try:
+        _shape(job)
+    except ConfigError:
+        batch, parts = job.training.global_batch, job.training.micro_batches
+        near = max(1, round(batch / parts)) * parts
+        return (
+            f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
+        )
+    return None
+
+
+def _shape(job: JobConfig) -> BatchShape:
+    return BatchShape(global_batch=job.training.global_batch, micro_batches=job.training.micro_batches)
+
+
+def _single_has_one_device(job: JobConfig) -> str | None:
+    count = device_count(job.run.devices)
+    if job.training.strategy == "single" and count is not None and count > 1:
+        return f"is {job.run.devices!r}, but strategy 'single' uses one. Use devices=1, or strategy 'ddp'."
+    return None
+
+
+def _ranks_have_micro_batches(job: JobConfig) -> str | None:
+    count, parts = device_count(job.run.devices), job.training.micro_batches
+    if job.training.strategy != "single" and count is not None and count > parts:
+        return (
+            f"is {job.run.devices!r}: {count} devices cannot share micro_batches={parts}. "
+            f"Use at most {parts} devices, or a recipe with more micro-batches."
+        )
+    return None
+
+
+def _tf32_is_not_on_cpu(job: JobConfig) -> str | None:
+    if job.training.precision == "tf32" and str(job.run.devices).startswith("cpu"):
+        return (
+            f"is 'tf32', which CUDA devices have, but run.devices is {job.run.devices!r}. Use fp32 or bf16."
+        )
+    return None
+
+
+def _one_warm_up(job: JobConfig) -> str | None:
+    schedule = job.schedule
+    if isinstance(schedule, ScheduleConfig) and schedule.warmup_steps and schedule.warmup_epochs:
+        return (
+            f"is {schedule.warmup_steps} and warmup_epochs is {schedule.warmup_epochs}. Give one of the two."
+        )
+    return None
+
+
+def _warm_up_ends(job: JobConfig) -> str | None:
+    schedule, epochs = job.schedule, job.training.epochs
+    if isinstance(schedule, ScheduleConfig) and schedule.warmup_epochs >= epochs:
+        return (
+            f"is {schedule.warmup_epochs}, but the job has {epochs} epochs, so the warm-up would never end."
+        )
+    return None
+
+
+def _schedule_counts_steps(job: JobConfig) -> str | None:
+    if isinstance(job.schedule, Component) and job.schedule.target.endswith(":ReduceLROnPlateau"):
+        return (
+            "is ReduceLROnPlateau, which waits for a measurement, but schedules count optimizer steps. "
+            "Use kind = 'cosine' or another torch scheduler."
+        )
+    return None
+
+
+def _optimizer_gets_parameters(job: JobConfig) -> str | None:
+    return "is given by the model; leave it out." if "params" in job.optimizer.args else None
+
+
+def _early_stop_has_validation(job: JobConfig) -> str | None:
+    if job.training.early_stop and job.data.validation is None:
+        return f"is {job.training.early_stop}, but the job has no [data.validation] to judge by."
+    return None
+
+
+def _data_folder_exists(job: JobConfig) -> str | None:
+    root = Path(job.data.root)
+    if job.data.root and not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        return f"is '{root}', which {what}. Give the folder of the data with --data DIR."
+    return None
+
+
+def _weights_exist(job: JobConfig) -> str | None:
+    if job.weights.path and not Path(job.weights.path).is_file():
+        return f"is '{job.weights.path}', which is not a file. Give a file of weights, or leave it out."
+    return None
+
+
+def _resume_exists(job: JobConfig) -> str | None:
+    resume = job.checkpoint.resume
+    if resume not in ("", "auto") and not Path(resume).exists():
+        return f"is '{resume}', which does not exist. Give a run folder or a checkpoint in it, or 'auto'."
+    return None
+
+
+def _run_folder_is_free(job: JobConfig) -> str | None:
+    folder = Path(job.run.directory).expanduser() / job.run.name
+    if job.run.name and not job.checkpoint.resume and folder.exists():
+        return f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume."
+    return None
+
+
+RULES = (
+    Rule("global_batch is a multiple of micro_batches", ("training", "global_batch"), _batch_is_divisible),
+    Rule("single uses one device", ("run", "devices"), _single_has_one_device),
+    Rule("every rank has a micro-batch", ("run", "devices"), _ranks_have_micro_batches),
+    Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
+    Rule("the warm-up is given once", ("schedule", "warmup_steps"), _one_warm_up),
+    Rule("the warm-up ends before the run", ("schedule", "warmup_epochs"), _warm_up_ends),
+    Rule("a schedule counts optimizer steps", ("schedule", "target"), _schedule_counts_steps),
+    Rule(
+        "the optimizer's parameters come from the model", ("optimizer", "params"), _optimizer_gets_parameters
+    ),
+    Rule("early stopping has something to judge by", ("training", "early_stop"), _early_stop_has_validation),
+    Rule("the data folder exists", ("data", "root"), _data_folder_exists),
+    Rule("the weights exist", ("weights", "path"), _weights_exist),
+    Rule("what is resumed exists", ("checkpoint", "resume"), _resume_exists),
+    Rule("a run never writes over another", ("run", "name"), _run_folder_is_free),
+)

@@ -1,0 +1,186 @@
+"""Makes objects from import paths; every argument is checked against the signature before the call.
+
+    {target = "torch.optim:SGD", lr = 0.1}  ->  import torch.optim, find SGD, check lr, SGD(weights, lr=0.1)
+
+What cannot be found or does not fit is a ``ConfigError`` that names the part at fault and the nearest name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError, nearest
+from lockstep.job.component import Component
+
+_TRANSFORM_ARGUMENTS = ("transform", "target_transform")
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Applies transforms one after the other, to one value or to several (an image and its label)."""
+
+    transforms: tuple[Any, ...]
+
+    def __call__(self, *values: Any) -> Any:
+        """The value after the last transform; a tuple where several were given."""
+        for transform in self.transforms:
+            values = (transform(*values),) if len(values) == 1 else tuple(transform(*values))
+        return values[0] if len(values) == 1 else values
+
+
+def instantiate(component: Component, *positional: Any, name: str = "", **values: Any) -> Any:
+    """Calls what the component names and returns the result.
+
+    Args:
+        component: import path and arguments; tables among the arguments are made first. A list of tables
+            given for an argument ``transform`` or ``target_transform`` becomes one that applies them in turn.
+        positional: arguments that the job file does not give, such as the parameters for an optimizer.
+        name: the component's place in the job file, for messages.
+        values: further arguments by name, under those that the job file gives.
+    """
+    where = name or component.target
+    function = find_object(component.target, where)
+    if not callable(function):
+        raise ConfigError(f"{where}: '{component.target}' is {_kind(function)} and cannot be called.")
+    arguments = {
+        **values,
+        **{key: build(value, f"{where}.{key}", key) for key, value in component.args.items()},
+    }
+    check_arguments(function, component.target, positional, arguments, where)
+    try:
+        return function(*positional, **arguments)
+    except LockstepError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {_call(component.target, arguments)} failed: {error}") from error
+
+
+def build(value: Any, where: str, argument: str = "") -> Any:
+    """The value of one argument: tables with a ``target`` or ``object`` become what they stand for."""
+    if isinstance(value, Mapping) and "target" in value:
+        inner = {key: item for key, item in value.items() if key != "target"}
+        return instantiate(Component(target=value["target"], args=inner), name=where)
+    if isinstance(value, Mapping) and "object" in value:
+        if len(value) > 1:
+            raise ConfigError(
+                f"{where}: a table with 'object' stands for the object itself and has no other key."
+            )
+        return find_object(value["object"], where)
+    if isinstance(value, Mapping):
+        return {key: build(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [build(item, f"{where}.{number}") for number, item in enumerate(value)]
+        made = items and all(
+            isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value
+        )
+        return Composed(tuple(items)) if made and argument in _TRANSFORM_ARGUMENTS else items
+    return value
+
+
+def find_object(path: str, where: str = "") -> Any:
+    """The object at ``package.module:name``; the error names the part of the path that failed."""
+    where = where or "import path"
+    module_name, _, names = path.partition(":")
+    found: Any = _import_module(module_name, path, where)
+    for depth, name in enumerate(names.split(".")):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            holder = ".".join([module_name, *names.split(".")[:depth]])
+            raise ConfigError(
+                f"{where}: '{path}': {holder} has no {name!r}.{_close(name, dir(found))}"
+            ) from error
+    return found
+
+
+def check_arguments(
+    function: Any, path: str, positional: Sequence[Any], arguments: Mapping[str, Any], where: str
+) -> None:
+    """Refuses arguments that the call would refuse, before the call (``ConfigError``)."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p.name for p in by_position[: len(positional)]]
+    named = [
+        p.name
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in taken
+    ]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in arguments:
+        if key in taken:
+            raise ConfigError(f"{where}: argument {key!r} of {path} is given by Lockstep; leave it out.")
+        if key not in named and not takes_any:
+            raise ConfigError(f"{where}: {path} has no argument {key!r}.{_close(key, named)}")
+    missing = [
+        p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in arguments
+    ]
+    if missing:
+        raise ConfigError(
+            f"{where}: {path} needs {_listed(missing)}. Give {'it' if len(missing) == 1 else 'them'}."
+        )
+
+
+def importable_from(folders: Iterable[str]) -> None:
+    """Puts the folders of a job's own modules at the head of the import path, once, in the order given."""
+    for folder in reversed(tuple(folders)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def _import_module(module_name: str, path: str, where: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        absent = error.name or module_name
+        if module_name != absent and not module_name.startswith(absent + "."):
+            raise ConfigError(
+                f"{where}: '{path}' needs the module {absent!r}, which is not installed."
+            ) from error
+        parent, _, last = absent.rpartition(".")
+        known = _modules_in(parent)
+        holder = f"{parent} has no module {last!r}" if parent else f"there is no module {absent!r}"
+        raise ConfigError(f"{where}: '{path}': {holder}.{_close(last, known)}") from error
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: '{path}': importing {module_name} failed with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _modules_in(package: str) -> list[str]:
+    if not package:
+        return [module.name for module in pkgutil.iter_modules()]
+    return [module.name for module in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
+
+
+def _close(asked: str, known: Iterable[str]) -> str:
+    """The nearest known name, and all of them where they are few."""
+    public = [name for name in known if not name.startswith("_")]
+    close, _, everything = nearest(asked, public).partition(" Known:")
+    few = 0 < len(public) <= 20
+    return close or (f" Known:{everything}" if few else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = [repr(name) for name in names]
+    return f"the argument {quoted[0]}" if len(names) == 1 else f"the arguments {', '.join(quoted)}"
+
+
+def _kind(value: Any) -> str:
+    return "a module" if inspect.ismodule(value) else f"a value of type {type(value).__name__}"
+
+
+def _call(path: str, arguments: Mapping[str, Any]) -> str:
+    shown = ", ".join(f"{key}={value!r:.60}" for key, value in arguments.items())
+    return f"{path}({shown})"
