@@ -23,7 +23,7 @@ def torchrun(processes: int, script: Path, *arguments: str) -> list[str]:
 def lockstep_run(processes: int, script: Path, *arguments: str) -> list[str]:
     """``lockstep run`` on one host."""
     program = Path(sys.executable).with_name("lockstep")
-    return [str(program), "run", "--devices", str(processes), str(script), *arguments]
+    return [str(program), "run", "--devices", f"cpu:{processes}", str(script), *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -114,7 +114,8 @@ def read_arguments() -> Arguments:
     parser.add_argument("--control", type=Path, required=True, help="the harness' socket")
     parser.add_argument("--fetch", choices=["rows", "items"], default="rows")
     parser.add_argument("--micro-batches", type=int, default=0, help="K; only Lockstep reads it")
-    parser.add_argument("--reduce", default="ordered", help="only Lockstep reads it")
+    reducers = ["ordered", "ordered-collectives", "ring"]
+    parser.add_argument("--reduce", choices=reducers, default="ordered", help="only Lockstep reads it")
     given = parser.parse_args()
     torch.set_num_threads(1)
     return Arguments(

@@ -26,6 +26,12 @@ CLAIM = (
     'A whole training step of the small ResNet with `reduce="ordered"` takes at most 1.05x of one with '
     '`reduce="ring"`, for 1, 10 and 100 MB of gradients.'
 )
+REDUCERS = {
+    "ordered, shared memory": "ordered",
+    "ordered, collectives": "ordered-collectives",
+    "ring": "ring",
+}
+"""Names in the tables, as in ``sides/exchange.py``, and what the training side is told."""
 LIMIT = 600.0
 """Seconds that all exchanges of one number of processes may take."""
 
@@ -79,8 +85,9 @@ def exchanges(given: argparse.Namespace, processes: int) -> dict[str, Rounds]:
 
 def steps(given: argparse.Namespace, processes: int, megabytes: int) -> Rounds:
     """Milliseconds of a whole step of the ResNet with about that many megabytes of gradients."""
-    names = ("ordered", "ring")
-    commands: dict[str, Command] = {name: partial(side, name, processes, megabytes) for name in names}
+    commands: dict[str, Command] = {
+        name: partial(side, option, processes, megabytes) for name, option in REDUCERS.items()
+    }
     return alternate(commands, processes, alternations=given.alternations, seconds=given.seconds)
 
 

@@ -16,7 +16,7 @@ def main() -> None:
     world = World.from_environment()
     run = lockstep.init(global_batch=workload.global_batch, micro_batches=world.world_size, seed=0)
     model = workload.build_model()
-    model, optimizer, _ = run.prepare(model, workload.build_optimizer(model), None)
+    model, optimizer = run.prepare(model, workload.build_optimizer(model))
     loader = build_loader(workload.build_data("rows"), workload.global_batch)
     loss_fn = nn.CrossEntropyLoss()
     for batch in run.batches(loader):

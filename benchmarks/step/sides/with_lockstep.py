@@ -17,10 +17,11 @@ def train(given: Arguments) -> None:
         global_batch=workload.global_batch,
         micro_batches=given.micro_batches or world.world_size,
         seed=0,
-        reduce=given.reduce,
+        reduce=given.reduce.split("-")[0],
+        shared_memory=given.reduce != "ordered-collectives",
     )
     model = workload.build_model()
-    model, optimizer, _ = run.prepare(model, workload.build_optimizer(model), None)
+    model, optimizer = run.prepare(model, workload.build_optimizer(model))
     loss_fn = nn.CrossEntropyLoss()
     loader = build_loader(workload.build_data(given.fetch), workload.global_batch)
     gate = Gate(given.control, world.rank)
