@@ -43,20 +43,20 @@ class Side:
         """Milliseconds per step of one round, by the slowest rank's clock."""
         order = json.dumps({"warm_up": warm_up, "steps": steps}).encode() + b"\n"
         for connection in self.connections:
-            connection.sendall(order)
+            _send(self, connection, order)
         seconds = [float(_receive(self, connection)["seconds"]) for connection in self.connections]
         return 1000 * max(seconds) / steps
 
     def stop(self) -> None:
         """Ends the ranks' loops and waits for a clean exit."""
         for connection in self.connections:
-            connection.sendall(b'{"stop": true}\n')
+            _send(self, connection, b'{"stop": true}\n')
         if self.process.wait(timeout=START_LIMIT):
             raise self.failure(f"ended with status {self.process.returncode}")
 
     def failure(self, what: str) -> SideError:
         """The error that shows the end of the side's log."""
-        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+        tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
         return SideError(f"Side {self.name!r} {what}. The end of what it printed:\n{tail}")
 
 
@@ -104,10 +104,22 @@ def _start(name: str, command: Command, ranks: int, folder: Path, stack: ExitSta
     raise side.failure(f"had {len(side.connections)} of {ranks} ranks ready after {START_LIMIT:.0f} s")
 
 
+def _send(side: Side, connection: socket.socket, order: bytes) -> None:
+    try:
+        connection.sendall(order)
+    except OSError as error:
+        raise side.failure("lost a rank") from error
+
+
 def _receive(side: Side, connection: socket.socket) -> dict[str, float]:
     line = b""
     while not line.endswith(b"\n"):
-        part = connection.recv(4096)
+        try:
+            part = connection.recv(4096)
+        except TimeoutError:
+            raise side.failure(f"did not finish a round in {ROUND_LIMIT:.0f} s") from None
+        except OSError as error:
+            raise side.failure("lost a rank") from error
         if not part:
             raise side.failure("lost a rank")
         line += part
