@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lockstep.errors import ConfigError, nearest
@@ -80,6 +80,13 @@ def devices(value: int | str) -> str | None:
     numbers = [int(number) for number in value.rstrip(",").split(",") if number.isdecimal()]
     twice = sorted({number for number in numbers if numbers.count(number) > 1})
     return f"names device {', '.join(map(str, twice))} twice in {value!r}." if twice else None
+
+
+def nearest_name(asked: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for an unknown name; where none is near, all public ones if they are few."""
+    public = [name for name in known if not name.startswith("_")]
+    close, _, everything = nearest(asked, public).partition(" Known:")
+    return close or (f" Known:{everything}" if 0 < len(public) <= 20 else "")
 
 
 def field_problem(field: dataclasses.Field[Any], value: Any) -> str | None:

@@ -20,6 +20,7 @@ from lockstep.job.config_overrides import Override, apply_overrides
 from lockstep.job.config_places import settle
 from lockstep.job.config_reader import KeyPath, Problem, read_table
 from lockstep.job.config_rules import broken_rules
+from lockstep.job.preflight import preflight
 
 BUILT_IN_JOBS = Path(__file__).parent.parent / "jobs"
 
@@ -61,19 +62,24 @@ def find_job(job: str) -> JobFile:
     return JobFile(name=path.stem, path=path, text=text, built_in=built_in)
 
 
-def load_job(job: str, overrides: Sequence[Override] = ()) -> JobConfig:
+def load_job(job: str, overrides: Sequence[Override] = (), *, imports: bool = True) -> JobConfig:
     """The checked job of a file or built-in name with overrides on top.
+
+    Args:
+        job: path of a TOML file, or name of a built-in job.
+        overrides: what the command line sets.
+        imports: also look into the source files of the import paths, which takes tens of milliseconds.
 
     All mistakes of the file and the overrides are in one ``ConfigError``, each with ``file:line`` or option.
     """
     file = find_job(job)
     try:
-        return _load(file, overrides)
+        return _load(file, overrides, imports)
     except RecursionError as error:
         raise ConfigError(f"{file.path}: tables or lists are nested too deeply to be a job.") from error
 
 
-def _load(file: JobFile, overrides: Sequence[Override]) -> JobConfig:
+def _load(file: JobFile, overrides: Sequence[Override], imports: bool) -> JobConfig:
     try:
         table = tomllib.loads(file.text)
     except ValueError as error:
@@ -87,6 +93,9 @@ def _load(file: JobFile, overrides: Sequence[Override]) -> JobConfig:
         raise _report(problems, origin)
     config, problems = settle(config, None if file.built_in else file.path.parent, origin.is_override)
     problems = problems or broken_rules(config)
+    if imports:
+        found = {problem.path for problem in problems}
+        problems += [problem for problem in preflight(config) if problem.path not in found]
     if problems:
         raise _report(problems, origin)
     return config

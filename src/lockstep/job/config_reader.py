@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from lockstep.errors import nearest
 from lockstep.job.component import Component
-from lockstep.job.config_checks import field_problem, import_path
+from lockstep.job.config_checks import field_problem, import_path, nearest_name
 
 KeyPath = tuple[str | int, ...]
 C = TypeVar("C")
@@ -155,8 +154,7 @@ class _Reader:
         if home and home != path:
             hint = f" Did you mean {spell(home)!r}?"
         else:
-            close, _, all_known = nearest(key, known).partition(" Known:")
-            hint = close or f" Known:{all_known}"
+            hint = nearest_name(key, known)
         self._problems.append(Problem(path, f"is not a known setting.{hint}"))
 
 

@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import ConfigError, LockstepError, nearest
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.job.component import Component
+from lockstep.job.config_checks import nearest_name
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
 
@@ -95,7 +96,7 @@ def find_object(path: str, where: str = "") -> Any:
         except AttributeError as error:
             holder = ".".join([module_name, *names.split(".")[:depth]])
             raise ConfigError(
-                f"{where}: '{path}': {holder} has no {name!r}.{_close(name, dir(found))}"
+                f"{where}: '{path}': {holder} has no {name!r}.{nearest_name(name, dir(found))}"
             ) from error
     return found
 
@@ -120,7 +121,7 @@ def check_arguments(
         if key in taken:
             raise ConfigError(f"{where}: argument {key!r} of {path} is given by Lockstep; leave it out.")
         if key not in named and not takes_any:
-            raise ConfigError(f"{where}: {path} has no argument {key!r}.{_close(key, named)}")
+            raise ConfigError(f"{where}: {path} has no argument {key!r}.{nearest_name(key, named)}")
     missing = [
         p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in arguments
     ]
@@ -149,7 +150,7 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
         parent, _, last = absent.rpartition(".")
         known = _modules_in(parent)
         holder = f"{parent} has no module {last!r}" if parent else f"there is no module {absent!r}"
-        raise ConfigError(f"{where}: '{path}': {holder}.{_close(last, known)}") from error
+        raise ConfigError(f"{where}: '{path}': {holder}.{nearest_name(last, known)}") from error
     except LockstepError:
         raise
     except Exception as error:
@@ -162,14 +163,6 @@ def _modules_in(package: str) -> list[str]:
     if not package:
         return [module.name for module in pkgutil.iter_modules()]
     return [module.name for module in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
-
-
-def _close(asked: str, known: Iterable[str]) -> str:
-    """The nearest known name, and all of them where they are few."""
-    public = [name for name in known if not name.startswith("_")]
-    close, _, everything = nearest(asked, public).partition(" Known:")
-    few = 0 < len(public) <= 20
-    return close or (f" Known:{everything}" if few else "")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,0 +1,139 @@
+"""Checks import paths and arguments of a job in source files: before any process starts, importing nothing.
+
+What is certainly wrong is a problem; what the source does not settle is left to the ranks, which look again.
+"""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from lockstep.job.component import Component
+from lockstep.job.config import JobConfig
+from lockstep.job.config_checks import nearest_name
+from lockstep.job.config_reader import KeyPath, Problem
+from lockstep.job.static_names import Absent, Definition, StaticNames, Unknown
+
+_GIVEN_BY_LOCKSTEP: dict[KeyPath, int] = {("optimizer",): 1, ("schedule",): 1}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments that a call takes by name, as far as its source says."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_any: bool
+
+
+def preflight(config: JobConfig) -> list[Problem]:
+    """Everything about the job's components that their source shows to be wrong."""
+    names = StaticNames(config.code)
+    sections: list[tuple[KeyPath, Component | None]] = [
+        (("model",), config.model),
+        (("data", "train"), config.data.train),
+        (("data", "validation"), config.data.validation),
+        (("loss",), config.loss),
+        (("optimizer",), config.optimizer),
+        (("schedule",), config.schedule if isinstance(config.schedule, Component) else None),
+    ]
+    return [
+        problem
+        for path, part in sections
+        if part
+        for problem in _component(names, part.target, part.args, path)
+    ]
+
+
+def _component(names: StaticNames, target: str, args: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+    found = _look_up(names, target)
+    if isinstance(found, Absent):
+        yield Problem((*path, "target"), f"is '{target}': {_absence(found)}")
+    elif isinstance(found, Definition):
+        signature = signature_of(names, found)
+        if signature is not None:
+            yield from _arguments(signature, target, args, path)
+    for key, value in args.items():
+        yield from _nested(names, value, (*path, key))
+
+
+def _nested(names: StaticNames, value: Any, path: KeyPath) -> Iterator[Problem]:
+    if isinstance(value, Mapping) and "target" in value:
+        args = {key: item for key, item in value.items() if key != "target"}
+        yield from _component(names, value["target"], args, path)
+    elif isinstance(value, Mapping) and "object" in value:
+        found = _look_up(names, value["object"])
+        if isinstance(found, Absent):
+            yield Problem((*path, "object"), f"is '{value['object']}': {_absence(found)}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _nested(names, item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _nested(names, item, (*path, number))
+
+
+def _look_up(names: StaticNames, target: str) -> Definition | Unknown | Absent:
+    module, _, name = target.partition(":")
+    if "." in name:
+        spec = names.module(module)
+        return Unknown() if isinstance(spec, ModuleSpec) else spec
+    return names.definition(module, name)
+
+
+def signature_of(names: StaticNames, found: Definition) -> Signature | None:
+    """The signature of a plain function, or of a class through its ``__init__``; None where not certain."""
+    node = found.node
+    if node.decorator_list:
+        return None
+    if isinstance(node, ast.FunctionDef):
+        return _read(node.args, skip=0)
+    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+    if node.keywords or any(method.name == "__new__" for method in methods):
+        return None
+    constructors = [method for method in methods if method.name == "__init__"]
+    if constructors:
+        plain = [method for method in constructors if not method.decorator_list]
+        return _read(plain[-1].args, skip=1) if len(plain) == 1 else None
+    if len(node.bases) == 1 and isinstance(node.bases[0], ast.Name):
+        base = names.definition(found.module, node.bases[0].id)
+        return signature_of(names, base) if isinstance(base, Definition) and base.node is not node else None
+    return None
+
+
+def _read(arguments: ast.arguments, skip: int) -> Signature:
+    by_position = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
+    needed = by_position[: len(by_position) - len(arguments.defaults)]
+    keyword = [argument.arg for argument in arguments.kwonlyargs]
+    needed += [name for name, default in zip(keyword, arguments.kw_defaults, strict=True) if default is None]
+    return Signature(
+        names=tuple([*by_position, *keyword][skip:]),
+        required=tuple(needed[skip:]),
+        takes_any=arguments.kwarg is not None,
+    )
+
+
+def _arguments(
+    signature: Signature, target: str, args: Mapping[str, Any], path: KeyPath
+) -> Iterator[Problem]:
+    given = _GIVEN_BY_LOCKSTEP.get(path, 0)
+    taken, names = signature.names[:given], signature.names[given:]
+    for key in args:
+        if key in taken:
+            yield Problem((*path, key), f"is given to {target} by Lockstep; leave it out.")
+        elif key not in names and not signature.takes_any:
+            yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
+    for name in signature.required:
+        if name not in args and name not in taken:
+            yield Problem((*path, name), f"is missing: {target} needs it.")
+
+
+def _absence(absent: Absent) -> str:
+    if not absent.holder:
+        known = [module.name for module in pkgutil.iter_modules()]
+        return f"there is no module {absent.name!r}.{nearest_name(absent.name, known)}"
+    return f"{absent.holder} has no {absent.name!r}.{nearest_name(absent.name, absent.known)}"

@@ -1,0 +1,156 @@
+"""The shape of the package: imports go downward, public names are listed, the start is light."""
+
+import ast
+import graphlib
+import importlib
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "lockstep"
+LAYERS = (
+    {"cli"},
+    {"job", "trainer"},
+    {"run"},
+    {"strategies", "checkpoint", "loggers"},
+    {"reduce", "precision", "randomness", "buffers", "models", "data"},
+    {"launch", "process_group", "rendezvous", "collectives"},
+    {"world", "seeding", "permutation", "plan", "tree", "fingerprint", "schedules", "levels"},
+    {"errors"},
+)
+HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
+MOST_LINES = 400
+MOST_FUNCTION_LINES = 80
+
+
+def modules():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path):
+    """The name of the layer's member that a file belongs to; empty for the package's own ``__init__``."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports(path, tree):
+    """Every ``lockstep`` import of a file: line, dotted name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "lockstep":
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            if node.module == "lockstep":
+                for alias in node.names:
+                    yield node.lineno, f"lockstep.{alias.name}"
+            elif node.module and node.module.startswith("lockstep."):
+                yield node.lineno, node.module
+
+
+def upward_imports(path, text):
+    """The lines of a file that import from a layer above its own."""
+    own = part_of(path)
+    if not own:
+        return
+    for line, name in imports(path, ast.parse(text)):
+        parts = name.split(".")
+        if len(parts) < 2 or parts[1] not in HEIGHT:
+            yield f"{path.relative_to(ROOT)}:{line} imports {name}, which is in no layer"
+        elif HEIGHT[parts[1]] > HEIGHT[own]:
+            yield f"{path.relative_to(ROOT)}:{line}: {own} imports {name}, which is above it"
+
+
+def test_every_module_has_a_layer():
+    unplaced = {part_of(path) for path in modules()} - {""} - set(HEIGHT)
+    assert not unplaced, f"add to LAYERS and to docs/architecture.md: {sorted(unplaced)}"
+
+
+def test_imports_go_downward_only():
+    broken = [line for path in modules() for line in upward_imports(path, path.read_text())]
+    assert not broken, "\n".join(broken)
+
+
+def test_an_upward_import_is_found_and_named():
+    found = list(upward_imports(PACKAGE / "plan.py", "import os\n\nfrom lockstep.cli import main\n"))
+    assert found == ["src/lockstep/plan.py:3: plan imports lockstep.cli, which is above it"]
+
+
+def test_parts_of_one_layer_do_not_import_in_a_circle():
+    graph = {part_of(path): set() for path in modules()}
+    for path in modules():
+        for _, name in imports(path, ast.parse(path.read_text())):
+            graph[part_of(path)].add(name.split(".")[1])
+    for part, needs in graph.items():
+        needs.discard(part)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.parent.name))
+def test_public_names_are_listed(path):
+    tree = ast.parse(path.read_text())
+    name = ".".join(("lockstep", *path.parent.relative_to(PACKAGE).parts))
+    listed = list(getattr(importlib.import_module(name), "__all__", []))
+    taken = [
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep")
+        for alias in node.names
+    ]
+    public = {name for name in taken if not name.startswith("_")}
+    assert public <= set(listed), f"{path}: imported but not in __all__: {sorted(public - set(listed))}"
+    assert len(listed) == len(set(listed))
+    module = importlib.import_module(name)
+    absent = [item for item in listed if not hasattr(module, item)]
+    assert not absent, f"{path}: in __all__ but not there: {absent}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["lockstep", "lockstep.cli", "lockstep.cli.train", "lockstep.cli.run", "lockstep.job", "lockstep.launch"],
+)
+def test_what_starts_a_run_does_not_import_torch(module):
+    code = f"import {module}, sys; print(*(name for name in ('torch', 'tensorboard') if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_a_mistake_in_a_job_is_found_without_torch_and_in_less_than_a_second():
+    code = "import sys; from lockstep.cli import main; s=main(); assert 'torch' not in sys.modules; exit(s)"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-c", code, "train", "digits", "--set", "training.epohcs=3"],
+        capture_output=True,
+        text=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 2
+    assert "'epochs'" in result.stderr
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 1.0, f"{seconds:.2f} s of processor time"
+
+
+def test_files_and_functions_stay_small():
+    long = []
+    for path in modules():
+        text = path.read_text()
+        if text.count("\n") > MOST_LINES:
+            long.append(
+                f"{path.relative_to(ROOT)} has {text.count(chr(10))} lines: look for the second idea in it"
+            )
+        long += [
+            f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} is too long to be read"
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+        ]
+    assert not long, "\n".join(long)
+
+
+def test_no_file_is_called_utils():
+    vague = [path for path in modules() if path.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not vague
