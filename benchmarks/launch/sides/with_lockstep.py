@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from harness.moments import mark, read_arguments, small_perceptron
-from harness.workloads import build_loader
 from torch import nn
 
 import lockstep
@@ -17,9 +16,9 @@ def main() -> None:
     run = lockstep.init(global_batch=workload.global_batch, micro_batches=world.world_size, seed=0)
     model = workload.build_model()
     model, optimizer = run.prepare(model, workload.build_optimizer(model))
-    loader = build_loader(workload.build_data("rows"), workload.global_batch)
+    dataset = workload.build_data("items")
     loss_fn = nn.CrossEntropyLoss()
-    for batch in run.batches(loader):
+    for batch in run.batches(dataset):
         run.backward(batch, loss_fn)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,9 +1,12 @@
-"""The same loop with Lockstep's handle: ordered reduction and fingerprint on, as by default."""
+"""The same loop with Lockstep's handle: ordered reduction and fingerprint on, as by default.
+
+Lockstep gathers a micro-batch of a ``TensorDataset`` at once by itself, so it needs no ``TensorRows``.
+"""
 
 from __future__ import annotations
 
 from harness.gate import Gate
-from harness.workloads import Arguments, build_loader, read_arguments
+from harness.workloads import Arguments, read_arguments
 from torch import nn
 
 import lockstep
@@ -23,10 +26,10 @@ def train(given: Arguments) -> None:
     model = workload.build_model()
     model, optimizer = run.prepare(model, workload.build_optimizer(model))
     loss_fn = nn.CrossEntropyLoss()
-    loader = build_loader(workload.build_data(given.fetch), workload.global_batch)
+    dataset = workload.build_data("items")
     gate = Gate(given.control, world.rank)
     for _ in run.epochs(10**6):
-        for batch in run.batches(loader):
+        for batch in run.batches(dataset):
             run.backward(batch, loss_fn)
             optimizer.step()
             optimizer.zero_grad()
