@@ -1,1 +1,77 @@
-"""Lockstep trains a PyTorch model on any number of devices; the result does not depend on how many."""
+"""Lockstep trains a PyTorch model on any number of devices; the result does not depend on how many.
+
+    import lockstep
+    run = lockstep.init(global_batch=128, micro_batches=8, seed=0)
+    model, optimizer = run.prepare(model, optimizer)
+    for epoch in run.epochs(30):
+        for batch in run.batches(train_set):
+            loss = run.backward(batch, loss_fn)
+            optimizer.step(); optimizer.zero_grad()
+        print(run.evaluate(val_set, accuracy))
+
+Importing the package imports nothing else, torch least of all: each name below is fetched when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.errors import (
+        CheckpointError,
+        CheckpointMismatch,
+        ConfigError,
+        DataError,
+        LockstepError,
+        NonFiniteError,
+        RankError,
+        ReplicaError,
+        StallError,
+    )
+    from lockstep.launch import launch
+    from lockstep.run import Run, RunOptions, init
+    from lockstep.world import World
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "lockstep.errors": (
+        "CheckpointError",
+        "CheckpointMismatch",
+        "ConfigError",
+        "DataError",
+        "LockstepError",
+        "NonFiniteError",
+        "RankError",
+        "ReplicaError",
+        "StallError",
+    ),
+    "lockstep.launch": ("launch",),
+    "lockstep.run": ("Run", "RunOptions", "init"),
+    "lockstep.world": ("World",),
+}
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatch",
+    "ConfigError",
+    "DataError",
+    "LockstepError",
+    "NonFiniteError",
+    "RankError",
+    "ReplicaError",
+    "Run",
+    "RunOptions",
+    "StallError",
+    "World",
+    "init",
+    "launch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

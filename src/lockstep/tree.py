@@ -112,3 +112,25 @@ def _parents(leaves: int) -> dict[Node, Node]:
                 parents[child] = node
                 open_nodes.append(child)
     return parents
+
+
+def merges_after_leaf(start: int, stop: int, leaves: int) -> list[int]:
+    """For a holder of the leaves ``[start, stop)`` that stacks them in order: how often the two topmost values merge
+    after each leaf. Entry ``i`` belongs to leaf ``start + i``; in the end one value per node of ``nodes_within`` is left.
+    """
+    inside = {node for top in nodes_within(start, stop, leaves) for node in _below(top)}
+    parents = _parents(leaves)
+    counts = []
+    for k in range(start, stop):
+        node, merges = Node(k, k + 1), 0
+        while (parent := parents.get(node)) in inside and parent is not None and parent.stop == k + 1:
+            node, merges = parent, merges + 1
+        counts.append(merges)
+    return counts
+
+
+def _below(node: Node) -> list[Node]:
+    if node.leaves < 2:
+        return [node]
+    left, right = children(node)
+    return [node, *_below(left), *_below(right)]

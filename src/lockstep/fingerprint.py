@@ -1,0 +1,91 @@
+"""The fingerprint of a model: SHA-256 over the bits of its tensors, and what those bits depend on.
+
+Every tensor is hashed on its own, then the list of (name, type, shape, digest) in name order. So a tensor may be
+hashed by whoever holds it, and where two fingerprints differ the tensor that differs can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+Digests = dict[str, str]
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter."""
+    values = tensor.detach().to("cpu").contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(memoryview(values.view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> Digests:
+    """The digest of each named tensor."""
+    return {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def combine(digests: Mapping[str, str]) -> str:
+    """One fingerprint for all tensors: SHA-256 over ``name digest`` lines in name order, in hexadecimal."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of named tensors. 64 hexadecimal digits; equal exactly if all bits are."""
+    return combine(digest_tensors(tensors))
+
+
+def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Names whose digests differ, or that only one side has, in name order."""
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What the bits of a run depend on. Two runs can only be compared if these agree.
+
+    The world size, the strategy and the number of loader workers are absent on purpose: the result does not depend
+    on them.
+    """
+
+    global_batch: int
+    micro_batches: int
+    seed: int
+    precision: str
+    reduce: str
+    threads: int
+    device: str
+    torch: str
+    compiled: bool = False
+    channels_last: bool = False
+    deterministic: bool = False
+    optimizers: tuple[str, ...] = ()
+
+    def differences(self, other: Mapping[str, object]) -> list[str]:
+        """One line per entry in which ``other`` (as from ``as_dict``) differs."""
+        mine = self.as_dict()
+        return [
+            f"{name}: {other.get(name)!r} there, {mine[name]!r} here" for name in mine if mine[name] != other.get(name)
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """The entries, ready for JSON."""
+        return {**asdict(self), "optimizers": list(self.optimizers)}
+
+    @classmethod
+    def known(cls) -> Iterable[str]:
+        """The names of the entries."""
+        return (field.name for field in fields(cls))
+
+
+def device_model(device: torch.device) -> str:
+    """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,49 @@
+"""Number formats of a run: which type the forward pass computes in, and how small gradients are kept from vanishing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lockstep.errors import ConfigError, nearest
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+
+
+class Precision:
+    """One of ``fp32``, ``tf32`` (CUDA), ``bf16`` and ``fp16``; parameters and optimizer state stay in float32.
+
+    ``bf16`` and ``fp16`` run the forward pass under ``torch.autocast``; ``fp16`` also scales the loss
+    (Micikevicius et al. 2018), with torch's own GradScaler, on CPU and CUDA.
+    """
+
+    def __init__(self, name: str, device: torch.device, micro_batch_size: int = 1) -> None:
+        if name not in PRECISIONS:
+            raise ConfigError(f"precision {name!r} is not known.{nearest(name, PRECISIONS)}")
+        if name == "tf32" and device.type != "cuda":
+            raise ConfigError("precision 'tf32' exists on CUDA devices only; on a CPU use 'fp32' or 'bf16'.")
+        self.name = name
+        self._device = device
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16":
+            # The backward pass starts from a sum of losses, not a mean: begin that much lower than torch's 2^16.
+            scale = 2.0 ** (16 - (micro_batch_size - 1).bit_length())
+            self.scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+            self.scaler.scale(torch.zeros((), device=device))  # torch makes the scale on first use
+
+    def forward(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def configure_backend(self) -> None:
+        """Makes CUDA arithmetic repeatable and sets whether it may use TF32. Does nothing on a CPU."""
+        if self._device.type != "cuda":
+            return
+        torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
+        torch.backends.cudnn.allow_tf32 = self.name == "tf32"
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)

@@ -1,0 +1,175 @@
+"""Random numbers drawn inside a model, keyed by where they are drawn instead of by what was drawn before.
+
+A *unit* is a child of a Sequential, ModuleList or ModuleDict at any depth, every module on the way to one, and the
+model itself. Entering a unit seeds torch's generator with ``(seed, step, micro-batch, unit, call)``; leaving it seeds
+the generator anew for the unit around it:
+
+    root         seeds (root, 0, 0)                          (root, 0, 1)
+      block.0                        (block.0, 0, 0)
+                 |--- root draws ---|--- block.0 draws ---|--- root draws ---|
+
+so a unit draws the same numbers wherever the ones before it ran: on another rank, another device or another stage.
+Units that cannot draw (a Linear, a ReLU) are left alone, so the usual model pays for its dropouts only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.errors import ConfigError
+from lockstep.seeding import derive_seed, unit_seed
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_NEVER_DRAW = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.Embedding,
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Softmax,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+)
+
+
+@dataclass
+class _Frame:
+    unit: str
+    call: int
+    draws_itself: bool
+    segment: int = 0
+
+
+class KeyedRandomness:
+    """Seeds torch's generator of one device at the border of every unit of a model.
+
+    Args:
+        model: the model; hooks are added to its units and taken away by ``remove``.
+        seed: the run's seed.
+        device: whose generator the model draws from; the CPU's is always seeded too.
+        units: the units, if not those that ``find_units`` finds (a compiled model has coarser ones).
+    """
+
+    def __init__(
+        self, model: nn.Module, seed: int, device: torch.device, units: dict[str, nn.Module] | None = None
+    ) -> None:
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._frames: list[_Frame] = []
+        self._calls: dict[str, int] = {}
+        self._where: tuple[int, int] | None = None
+        self._recomputing = False
+        self._handles: list[RemovableHandle] = []
+        for name, module in (find_units(model) if units is None else units).items():
+            if _may_draw(module):
+                self._watch(name, module)
+
+    def remove(self) -> None:
+        """Takes the hooks away from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def begin_micro_batch(self, step: int, k: int) -> None:
+        """Keys everything that is drawn from here on by global step ``step`` and micro-batch ``k``."""
+        self._where, self._recomputing = (step, k), False
+        self._calls.clear()
+        self._frames.clear()
+
+    def begin_loss(self) -> None:
+        """Keys what the loss function draws, and marks the end of the forward pass."""
+        self._frames.clear()
+        self._plant("<loss>", 0, 0)
+        self._recomputing = True
+
+    def end_step(self, step: int) -> None:
+        """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
+        self._where = None
+        self._manual_seed(derive_seed(self._seed, "loop", step))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        draws_itself = not _passes_through(module)
+
+        def enter(*_: object) -> None:
+            if self._where is not None:
+                frame = _Frame(name, self._count(name), draws_itself)
+                self._frames.append(frame)
+                if draws_itself:
+                    self._plant(name, frame.call, 0)
+
+        def leave(*_: object) -> None:
+            if self._where is None or not self._frames:
+                return
+            self._frames.pop()
+            if self._frames and self._frames[-1].draws_itself:
+                around = self._frames[-1]
+                around.segment += 1
+                self._plant(around.unit, around.call, around.segment)
+
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave))
+
+    def _count(self, name: str) -> int:
+        calls = self._calls.get(name, 0)
+        if self._recomputing:
+            if calls > 1:
+                raise ConfigError(
+                    f"{name or 'the model'} was called {calls} times in one forward pass and is now recomputed by "
+                    "activation checkpointing: which call is meant cannot be told. Checkpoint a module that is called once."
+                )
+            return 0
+        self._calls[name] = calls + 1
+        return calls
+
+    def _plant(self, unit: str, call: int, segment: int) -> None:
+        if self._where is not None:
+            step, k = self._where
+            self._manual_seed(unit_seed(self._seed, step, k, unit, call, segment))
+
+    def _manual_seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The units of a model by name (see the module's description); the model itself is ``""``."""
+    units: dict[str, nn.Module] = {"": model}
+    for name, module in model.named_modules():
+        if any(isinstance(inner, _CONTAINERS) for inner in module.modules()):
+            units.setdefault(name, module)
+        if isinstance(module, _CONTAINERS):
+            for child, inner in module.named_children():
+                units.setdefault(f"{name}.{child}" if name else child, inner)
+    return units
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a forward of the module could draw random numbers; unknown code might."""
+    if _passes_through(module):
+        return any(_may_draw(child) for child in module.children())
+    return not (isinstance(module, _NEVER_DRAW) and type(module).__module__.startswith("torch.nn."))
+
+
+def _passes_through(module: nn.Module) -> bool:
+    """Whether the module only calls its children one after the other and draws nothing itself."""
+    return type(module) in _CONTAINERS

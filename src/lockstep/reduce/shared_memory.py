@@ -1,0 +1,228 @@
+"""Ordered all-reduce through shared memory: for CPU ranks of one host, at about the cost of the copies.
+
+    slots     | rank 0: node, node | rank 1: node, node | ...      every rank copies its tree nodes in, then says so
+    result    | shard 0 | shard 1 | ...                            rank j folds shard j of all nodes, then says so
+                                                                   every rank copies the result out
+
+The adds are those of ``OrderedReducer``, one by one, so the bits are too. Nobody waits while backward still runs:
+each step of a bucket is done when its turn has come and the others are found to be ready. The memory belongs to no
+file: it is an anonymous one that rank 0 opens and the others reach through /proc, so nothing is left behind
+whatever kills the ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.collectives import gather_json
+from lockstep.errors import StallError
+from lockstep.levels import Level
+from lockstep.reduce import futex
+from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
+from lockstep.tree import fold
+
+_LINE = 64
+
+
+class SharedMemoryReducer(Reducer):
+    """Sums in the order of the gradient tree through memory that all ranks of one host share.
+
+    Args:
+        group: process group of the data-parallel ranks; used to set up, never in a step.
+        timeout: seconds after which a wait for another rank becomes a ``StallError`` that names it.
+    """
+
+    level = Level.BITWISE
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self._group, self._timeout = group, timeout
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._buckets: list[_Bucket] = []
+        self._holding = Holding(0, ())
+        self._started = self._folded = self._copied = 0
+        self._turn = 0
+        self._before = 0
+
+    def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
+        """See ``Reducer.allocate``."""
+        layout = _Layout()
+        words = [layout.add(_LINE) for _ in range(3 * self._ranks)]
+        headers = layout.add(2 * self._ranks * header * 8)
+        slots = most_slots(leaves, self._ranks)
+        places = [layout.add(_Bucket.size(shape, self._ranks, slots)) for shape in buckets]
+        memory = _share_memory(layout.size, self._group)
+        view = memoryview(memory)
+        counters = [futex.Word(view[place : place + 4]) for place in words]
+        self._written, self._reduced, self._announced = (counters[i :: 3] for i in range(3))
+        self._headers = torch.frombuffer(
+            memory, dtype=torch.float64, count=2 * self._ranks * header, offset=headers
+        ).view(2, self._ranks, header)
+        self._buckets = [
+            _Bucket(shape, self._rank, self._ranks, slots, memory, place) for shape, place in zip(buckets, places)
+        ]
+        dist.barrier(group=self._group)
+
+    def begin(self, leaves: int) -> None:
+        """See ``Reducer.begin``."""
+        self._holding = Holding.of(leaves, self._ranks)
+        self._before += self._started
+        self._started = self._folded = self._copied = 0
+
+    def staging(self, bucket: int, slot: int) -> Tensor:
+        """See ``Reducer.staging``."""
+        return self._buckets[bucket].slots[self._rank, slot]
+
+    def start(self, bucket: int) -> None:
+        """See ``Reducer.start``."""
+        self._started += 1
+        self._written[self._rank].advance()
+        self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._holding.ranks[self._rank]))
+        while self._folded < bucket and self._all_reached(self._written, self._folded):
+            self._fold_next()
+
+    def finish(self, header: Tensor) -> Tensor:
+        """See ``Reducer.finish``."""
+        self._turn += 1
+        headers = self._headers[self._turn % 2]
+        headers[self._rank] = header
+        self._announced[self._rank].advance()
+        deadline = time.monotonic() + self._timeout
+        while self._folded < self._started:
+            self._wait(self._written, self._before + self._folded + 1, deadline)
+            self._fold_next()
+        while self._copied < self._started:
+            self._wait(self._reduced, self._before + self._copied + 1, deadline)
+            self._buckets[self._copied].copy_out()
+            self._copied += 1
+        self._wait(self._announced, self._turn, deadline)
+        return headers.clone()
+
+    def total(self, bucket: int) -> Tensor:
+        """See ``Reducer.total``."""
+        return self._buckets[bucket].total
+
+    def _all_reached(self, words: list[futex.Word], bucket: int) -> bool:
+        return all(word.value > self._before + bucket for word in words)
+
+    def _fold_next(self) -> None:
+        self._buckets[self._folded].fold_shard(self._holding)
+        self._folded += 1
+        self._reduced[self._rank].advance()
+
+    def _wait(self, words: list[futex.Word], reached: int, deadline: float) -> None:
+        for rank, word in enumerate(words):
+            if word.value < reached and not word.wait_until(reached, deadline):
+                missing = [other for other, counter in enumerate(words) if counter.value < reached]
+                raise StallError(
+                    f"Rank {self._rank} waited {self._timeout:.0f} s for the gradients of rank {rank}. "
+                    f"Missing: {missing}. They hang, or have left the loop early."
+                )
+
+
+class _Bucket:
+    """The shared memory of one bucket: slots[rank, node, numel], then result[numel]."""
+
+    def __init__(
+        self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int
+    ) -> None:
+        count = (ranks * slots + 1) * shape.numel
+        everything = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=place)
+        self.slots = everything[: ranks * slots * shape.numel].view(ranks, slots, shape.numel)
+        self.total = torch.empty(shape.numel, dtype=shape.dtype)
+        self._result = everything[ranks * slots * shape.numel :]
+        first, last = (_boundary(shape.numel, ranks, edge) for edge in (rank, rank + 1))
+        self._shard = slice(first, last)
+
+    @staticmethod
+    def size(shape: BucketShape, ranks: int, slots: int) -> int:
+        return (ranks * slots + 1) * shape.numel * shape.dtype.itemsize
+
+    def bytes_sent(self, nodes: int) -> int:
+        return nodes * self._result.nbytes + (self._shard.stop - self._shard.start) * self._result.element_size()
+
+    def fold_shard(self, holding: Holding) -> None:
+        if self._shard.start == self._shard.stop:
+            return
+        parts = chain.from_iterable(
+            ((node, self.slots[rank, slot, self._shard]) for slot, node in enumerate(nodes))
+            for rank, nodes in enumerate(holding.ranks)
+        )
+        self._result[self._shard] = fold(parts, holding.leaves, lambda left, right: left.add_(right))
+
+    def copy_out(self) -> None:
+        self.total.copy_(self._result)
+
+
+class _Layout:
+    """Adds up regions of memory, each starting on a cache line of its own."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, size: int) -> int:
+        place = self.size
+        self.size += -(-size // _LINE) * _LINE
+        return place
+
+
+def _boundary(numel: int, ranks: int, edge: int) -> int:
+    """Where shard ``edge`` begins, in elements, on a multiple of sixteen."""
+    return numel if edge == ranks else min(numel, -(-numel // ranks) * edge // 16 * 16)
+
+
+def is_possible(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks are on one host and can share memory. Collective."""
+    if device.type != "cpu":
+        return False
+    seen = gather_json(_host_identity(), group, device)
+    if not all(host and host == seen[0] for host in seen):
+        return False
+    first = dist.get_rank(group) == 0
+    probe = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC) if first else -1
+    owner, number = gather_json([os.getpid(), probe], group, device)[0]
+    reached = gather_json(first or _can_open(owner, number), group, device)
+    if first:
+        os.close(probe)
+    return all(reached)
+
+
+def _can_open(owner: int, descriptor: int) -> bool:
+    try:
+        os.close(os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _host_identity() -> str:
+    """Equal for two processes exactly if they can see each other under /proc; empty where memory cannot be shared."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return ""
+    return f"{boot} {namespace} {os.getuid()}" if futex.is_available() and hasattr(os, "memfd_create") else ""
+
+
+def _share_memory(size: int, group: dist.ProcessGroup) -> mmap.mmap:
+    """Zeroed memory that all ranks of the group map; the first rank opens it. Collective."""
+    first = dist.get_rank(group) == 0
+    descriptor = -1
+    if first:
+        descriptor = os.memfd_create("lockstep-reduce", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+    owner, number = gather_json([os.getpid(), descriptor], group, torch.device("cpu"))[0]
+    if not first:
+        descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    memory = mmap.mmap(descriptor, size)
+    dist.barrier(group=group)
+    os.close(descriptor)
+    return memory

@@ -1,0 +1,25 @@
+"""The user's handle on a training run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.run.handle import Run
+from lockstep.run.options import RunOptions
+
+__all__ = ["Run", "RunOptions", "init"]
+
+
+def init(*, global_batch: int, micro_batches: int = 8, seed: int = 0, **options: Any) -> Run:
+    """Begins a training run in this process. Collective: every rank must call this, with the same arguments.
+
+    Args:
+        global_batch: samples per optimizer step, over all devices together.
+        micro_batches: K, how many micro-batches a step is computed in; at most K devices can share it.
+        seed: decides the order of the samples, their augmentation and the model's random numbers.
+        options: any field of ``RunOptions``.
+
+    Raises:
+        ConfigError: an option is not known or does not fit the others.
+    """
+    return Run(RunOptions.of(global_batch=global_batch, micro_batches=micro_batches, seed=seed, **options))

@@ -1,0 +1,52 @@
+"""Evaluates every sample exactly once, in fixed micro-batches, and adds the results in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.loader import EvaluationLoader
+from lockstep.errors import ConfigError
+from lockstep.plan import share
+from lockstep.run.loss import sum_and_weight
+from lockstep.strategies import Strategy
+from lockstep.strategies.replicated import fold_values
+
+Metric = Callable[[Any, Any], Any]
+Forward = Callable[[Any], tuple[Any, Any]]
+"""Runs the model on one micro-batch's data; gives (output, target)."""
+
+
+def evaluate(
+    loader: EvaluationLoader, metrics: Mapping[str, Metric], forward: Forward, strategy: Strategy
+) -> dict[str, float]:
+    """The mean of each metric over all samples, equal on every rank. Collective.
+
+    Args:
+        loader: this process's micro-batches of the set.
+        metrics: functions of (output, target); see ``loss.sum_and_weight`` for what they may return.
+        forward: runs the model.
+        strategy: where the results of all processes are gathered.
+    """
+    longest = -(-loader.count // strategy.holders)
+    rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
+    rows = rows.to(strategy.device)
+    for place, micro_batch in enumerate(loader):
+        output, target = forward(micro_batch.data)
+        for column, metric in enumerate(metrics.values()):
+            total, weight = sum_and_weight(metric(output, target), len(micro_batch))
+            rows[place, column, 0], rows[place, column, 1] = total, weight
+    gathered = strategy.gather(rows.view(-1)).view(strategy.holders, longest, len(metrics), 2)
+    sizes = [len(share(loader.count, strategy.holders, holder)) for holder in range(strategy.holders)]
+    ordered = torch.cat([part[:size] for part, size in zip(gathered, sizes)]).cpu()
+    return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
+
+
+def _mean(name: str, rows: Tensor) -> float:
+    weight = float(fold_values(rows[:, 1]))
+    if weight == 0:
+        raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
+    return float(fold_values(rows[:, 0])) / weight

@@ -1,0 +1,347 @@
+"""The user's handle: seven calls around an ordinary training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.buffers import has_batch_norm
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.fingerprint import Context, combine, device_model, digest_tensors
+from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.precision import Precision
+from lockstep.randomness import KeyedRandomness
+from lockstep.run import saving, start
+from lockstep.run.clipping import clip_gradients
+from lockstep.run.compiling import compile_blocks
+from lockstep.run.compute import Compute, note
+from lockstep.run.evaluation import Metric, evaluate
+from lockstep.run.feeding import Feeder
+from lockstep.run.options import RunOptions
+from lockstep.run.optimizer import PreparedOptimizer, hyperparameters, implementation
+from lockstep.run.position import Position
+from lockstep.run.scaling import ScaledStep, require_finite
+from lockstep.run.session import Session
+from lockstep.strategies import Strategy, open_strategy
+from lockstep.strategies.replicated import fold_values
+from lockstep.world import World
+
+logger = logging.getLogger(__name__)
+_LOOK_EVERY = 16
+
+
+class Run:
+    """One training run, seen from one process. Made by ``lockstep.init``; every rank must make the same calls.
+
+    Args:
+        options: recipe and manner of the run.
+        world: who this process is; read from the environment by default.
+    """
+
+    def __init__(self, options: RunOptions, world: World | None = None) -> None:
+        self.options = options
+        self._session = Session(world or World.from_environment(), options.threads, options.timeout)
+        self.world, self.device = self._session.world, self._session.device
+        self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
+        self._precision.configure_backend()
+        self.strategy: Strategy = open_strategy(options, self._session.group, self.device)
+        options.shape.check_holders(self.strategy.holders)
+        self.position = Position()
+        self.extra: dict[str, Any] = {}
+        """Stored in checkpoints and given back on resume; must survive JSON."""
+        self._feeder = Feeder(options, self.strategy)
+        self._scaled_step = ScaledStep(self._precision)
+        self._saved: saving.Saved | None = None
+        self._backward_done = False
+        self._stop = StopReason.NONE
+        self._in_epochs = False
+        self._session.heartbeat.will_poll()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process logs, prints and writes."""
+        return self.world.is_main
+
+    def prepare(self, model: nn.Module, *others: Any) -> Any:
+        """Places the model and takes charge of optimizers and schedulers. Collective.
+
+        The ranks' settings and models are compared (``ConfigError`` names what differs), rank 0's values are given to
+        all, and with ``resume`` the checkpoint is taken up.
+
+        Returns:
+            The model, and what stands for the others, in the order of the arguments; the model alone if it was.
+        """
+        optimizers = [each for each in others if isinstance(each, Optimizer)]
+        schedulers = [each for each in others if not isinstance(each, Optimizer)]
+        if unknown := [each for each in schedulers if not hasattr(each, "state_dict") or isinstance(each, nn.Module)]:
+            raise ConfigError(
+                f"run.prepare takes one model, optimizers and schedulers; a {type(unknown[0]).__name__} is none of them. "
+                "Give data sets to run.batches and run.evaluate; put several models into one nn.ModuleDict."
+            )
+        self._session.heartbeat.mark("prepare")
+        if self.options.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
+        self._context = self._describe(optimizers)
+        self._agree(model, optimizers)
+        placed = self.strategy.place(model)
+        units = compile_blocks(placed) if self.options.compile else None
+        self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
+        self._compute = Compute(placed, self._precision, self.device, self.options.channels_last)
+        self._optimizers = optimizers
+        self._saved = saving.Saved(
+            model,
+            {str(number): each for number, each in enumerate(optimizers)},
+            {str(number): each for number, each in enumerate(schedulers)},
+            self._precision,
+            self.position,
+            self._context,
+        )
+        if self.options.resume:
+            self._resume(self._saved)
+        prepared = [PreparedOptimizer(o, self._step) if isinstance(o, Optimizer) else o for o in others]
+        return (placed, *prepared) if others else placed
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
+        self._in_epochs = True
+        try:
+            while self.position.epoch < count:
+                yield self.position.epoch
+                self.position.epoch += 1
+                self.position.done, self.position.inside = 0, False
+        finally:
+            self._in_epochs = False
+
+    def batches(
+        self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
+    ) -> Iterator[Batch]:
+        """The steps of one epoch, each the batch of one optimizer step. Collective.
+
+        Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
+
+        Args:
+            data: a map-style data set, or a DataLoader whose data set, collate function and workers are taken over.
+            shuffle: visit the samples in a keyed order.
+            drop_last: leave out the last, smaller batch.
+            workers: processes that read ahead; by default those of the DataLoader, or none.
+        """
+        smallest = 2 if has_batch_norm(self._require_prepared().model) else 1
+        loader, dataset = self._feeder.training(data, shuffle, drop_last, workers, smallest)
+        self._compute.finish = getattr(dataset, "finish", None)
+        position = self.position
+        position.inside = True
+        heartbeat = self._session.heartbeat
+        note(heartbeat, "data", position.epoch, position.step)
+        for batch in loader.batches(position.epoch, position.done):
+            yield batch
+            position.done = batch.plan.position + 1
+            self._after_step()
+            note(heartbeat, "data", position.epoch, position.step)
+        position.inside = False
+        if not self._in_epochs:
+            position.epoch, position.done = position.epoch + 1, 0
+
+    def backward(
+        self, batch: Batch, loss: Callable[..., Any], *, forward: Callable[[Any], Any] | None = None
+    ) -> Tensor:
+        """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
+
+        Args:
+            batch: from ``batches``.
+            loss: function of (output, target). It returns the mean over the micro-batch (a 0-dim tensor), one value
+                per sample or token, or the pair (sum, weight).
+            forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
+                with (output, data).
+
+        Returns:
+            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device.
+
+        Raises:
+            NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
+        """
+        self._require_prepared()
+        self._scaled_step.settle()
+        plan, heartbeat = batch.plan, self._session.heartbeat
+
+        def compute(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            note(heartbeat, "forward", plan.epoch, plan.step, micro_batch)
+            self._randomness.begin_micro_batch(plan.step, micro_batch.k)
+            result = self._compute.loss(micro_batch, loss, forward, self._randomness)
+            heartbeat.mark("backward", epoch=plan.epoch, step=plan.step, micro_batch=micro_batch.k)
+            return result
+
+        stop = int(heartbeat.stop_reason)
+        result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
+        self._randomness.end_step(plan.step)
+        if self._must_look(plan.step):
+            indices = tuple(part.tolist() for part in plan.indices)
+            scaled = self._precision.scaler is not None
+            require_finite(result.losses, result.gradients_finite, plan.step, indices, scaled)
+            self._stop = StopReason(int(result.stop))
+        self._scaled_step.unscale(self._optimizers)
+        self._backward_done = True
+        note(heartbeat, "update", plan.epoch, plan.step)
+        return fold_values(result.losses) / fold_values(result.weights)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
+
+        The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
+        """
+        return clip_gradients(self.strategy.trainable(), max_norm)
+
+    def evaluate(
+        self, data: Any, metric: Metric | Mapping[str, Metric], *, workers: int | None = None
+    ) -> Any:
+        """The mean of a metric over every sample, each counted once. Collective.
+
+        Args:
+            data: a map-style data set or a DataLoader.
+            metric: a function of (output, target), or several by name; see ``backward`` for what it may return.
+            workers: as in ``batches``.
+
+        Returns:
+            A float, or floats by name.
+        """
+        self._require_prepared()
+        metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
+        model, heartbeat = self._compute.model, self._session.heartbeat
+        note(heartbeat, "evaluate", self.position.epoch, self.position.step)
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.no_grad():
+                loader, dataset = self._feeder.evaluation(data, workers)
+                self._compute.finish = getattr(dataset, "finish", None)
+                values = evaluate(loader, metrics, self._compute.output_and_target, self.strategy)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return values if isinstance(metric, Mapping) else values["metric"]
+
+    def save(self) -> Path | None:
+        """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
+
+        Returns:
+            The checkpoint's folder on the main process, None on the others.
+        """
+        saved = self._require_prepared()
+        if self.options.directory is None:
+            raise ConfigError("run.save() needs the run folder: give lockstep.init(..., directory='runs/NAME').")
+        if self._backward_done:
+            raise ConfigError("run.save() between backward and optimizer.step() would lose the gradients; save after it.")
+        self._scaled_step.settle()
+        self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+        fingerprint = self.fingerprint()
+        saved.extra = self.extra
+        path = None
+        if self.is_main:
+            state = saved.capture(fingerprint)
+            path = checkpoint.write(self.options.directory, state, step=self.position.step, keep=self.options.keep)
+        return path
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
+        self._require_prepared()
+        digests = digest_tensors(self.strategy.model_state())
+        if self._session.group is not None:
+            for number, optimizer in enumerate(self._optimizers):
+                digests[f"<hyperparameters of optimizer {number}>"] = repr(hyperparameters(optimizer))
+            start.require_equal_replicas(digests, self.position.step, self._session.group, self.device)
+        return combine({name: digest for name, digest in digests.items() if not name.startswith("<")})
+
+    def print(self, *values: object) -> None:
+        """Prints on the main process only."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def close(self) -> None:
+        """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
+        self._feeder.close()
+        self._session.close()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a scaled gradient was not finite."""
+        return self._scaled_step.skipped
+
+    def _step(self, optimizer: Optimizer) -> bool:
+        if not self._backward_done:
+            raise ConfigError(
+                "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
+                "rank's own and were not summed over the ranks."
+            )
+        return self._scaled_step.step(optimizer)
+
+    def _after_step(self) -> None:
+        """What happens between two steps: compare the replicas now and then, and stop if all agreed to."""
+        self._backward_done = False
+        self.position.step += 1
+        every = self.options.fingerprint_every
+        if every and self.position.step % every == 0:
+            self.fingerprint()
+        if self._stop is not StopReason.NONE:
+            if self.options.directory is not None:
+                self.save()
+            raise Stopped(self._stop)
+
+    def _must_look(self, step: int) -> bool:
+        """Whether results are read back: always on a CPU; on a GPU now and then, since that waits for the device."""
+        return self.device.type == "cpu" or step % _LOOK_EVERY == 0
+
+    def _require_prepared(self) -> saving.Saved:
+        if self._saved is None:
+            raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
+        return self._saved
+
+    def _describe(self, optimizers: list[Optimizer]) -> Context:
+        options = self.options
+        return Context(
+            global_batch=options.global_batch,
+            micro_batches=options.micro_batches,
+            seed=options.seed,
+            precision=options.precision,
+            reduce=options.reduce,
+            threads=self._session.threads,
+            device=device_model(self.device),
+            torch=torch.__version__,
+            compiled=options.compile,
+            channels_last=options.channels_last,
+            deterministic=self.device.type == "cuda",
+            optimizers=tuple(implementation(each) for each in optimizers),
+        )
+
+    def _agree(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Compares settings, structure and values over the ranks. Collective."""
+        group = self._session.group
+        if group is None:
+            return
+        settings = {
+            **self._context.as_dict(),
+            "strategy": self.options.strategy,
+            "optimizer groups": [hyperparameters(each) for each in optimizers],
+        }
+        start.require_equal_settings(settings, group, self.device)
+        start.require_equal_structure(model, group, self.device)
+        start.share_start(model, group, self.device)
+
+    def _resume(self, saved: saving.Saved) -> None:
+        found = saving.find(self.options.resume, self.options.directory)
+        if found is None:
+            return
+        path, state = found
+        written = saved.restore(state, self.options.force_context)
+        self.extra = saved.extra
+        if not self.position.inside and self.position.done:
+            self.position.epoch, self.position.done = self.position.epoch + 1, 0
+        if self.fingerprint() != written:
+            raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
+        logger.info("Resumed from %s: epoch %d, step %d.", path, self.position.epoch, self.position.step)

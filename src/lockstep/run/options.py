@@ -1,0 +1,82 @@
+"""What a run is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, nearest
+from lockstep.plan import BatchShape
+from lockstep.precision import PRECISIONS
+from lockstep.reduce import REDUCERS
+from lockstep.strategies import STRATEGIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The recipe of a run, and how it is carried out. The first part decides the result; the second does not."""
+
+    global_batch: int
+    """Samples per optimizer step, over all devices together."""
+    micro_batches: int = 8
+    """K: micro-batches per step; at most this many devices can share a step."""
+    seed: int = 0
+    """Decides the order of the samples, their augmentation, and every random number the model draws."""
+    precision: str = "fp32"
+    """fp32, tf32, bf16 or fp16."""
+    reduce: str = "ordered"
+    """How gradients are summed over ranks: ordered (level A) or ring (level B)."""
+    threads: int | None = None
+    """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
+    channels_last: bool = False
+    """Keep the weights and inputs of convolutions in channels-last order."""
+    compile: bool = False
+    """Compile the model's blocks with torch.compile; another recipe than eager."""
+    running_buffers: tuple[str, ...] = ()
+    """Name patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
+
+    strategy: str = "ddp"
+    """single or ddp."""
+    directory: Path | str | None = None
+    """The run folder, for checkpoints and logs; nothing is written without one."""
+    resume: str = ""
+    """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
+    one checkpoint."""
+    force_context: bool = False
+    """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""
+    keep: int | None = 3
+    """How many checkpoints stay, beside the best; None for all."""
+    fingerprint_every: int = 100
+    """Steps between comparisons of all parameters over the ranks; 0 for none."""
+    shared_memory: bool = True
+    """Let CPU ranks of one host exchange gradients through shared memory."""
+    timeout: float = 600.0
+    """Seconds a rank waits for another before it gives up."""
+
+    def __post_init__(self) -> None:
+        BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
+        for name, known in (("precision", PRECISIONS), ("reduce", REDUCERS), ("strategy", STRATEGIES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{name} {value!r} is not known.{nearest(str(value), known)}")
+        if self.resume and self.resume == "auto" and self.directory is None:
+            raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads={self.threads} must be at least 1.")
+
+    @property
+    def shape(self) -> BatchShape:
+        """Global batch and micro-batches."""
+        return BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
+
+    @classmethod
+    def of(cls, **options: Any) -> RunOptions:
+        """Makes options from keywords; ``ConfigError`` names an unknown one and its nearest known name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"lockstep.init has no option {name!r}.{nearest(name, known)}")
+        if "global_batch" not in options:
+            raise ConfigError("lockstep.init needs global_batch: the samples per optimizer step over all devices.")
+        return cls(**options)

@@ -1,0 +1,93 @@
+"""Takes the loss scale out of the gradients, and steps optimizers or skips them, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.errors import NonFiniteError
+from lockstep.precision import Precision
+
+_SMALLEST_SCALE = 2.0**-24
+
+
+class ScaledStep:
+    """The loss scaler's part of a step; where the precision needs none, a plain step.
+
+    torch's GradScaler does the work. It sees reduced gradients, which are equal on every rank, so every rank finds the
+    same overflow and skips the same step.
+
+    Args:
+        precision: whose scaler is used.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self._scaler = precision.scaler
+        self._stepped = False
+        self.skipped = 0
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss; 1 without a scaler."""
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divides the gradients by the scale, once all of them are reduced."""
+        if self._scaler is not None:
+            for optimizer in optimizers:
+                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                    self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Steps, unless a gradient was not finite; returns whether it did."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        taken: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        self._scaler.step(optimizer)
+        handle.remove()
+        self._stepped = True
+        self.skipped += not taken
+        return bool(taken)
+
+    def settle(self) -> None:
+        """Adapts the scale to what the last steps found. Does nothing when there were none."""
+        if self._scaler is None or not self._stepped:
+            return
+        self._stepped = False
+        self._scaler.update()
+        if self.scale < _SMALLEST_SCALE:
+            raise NonFiniteError(
+                f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or infinite "
+                "at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or try "
+                "precision bf16 or fp32."
+            )
+
+
+def require_finite(
+    losses: Tensor, gradients_finite: Tensor, step: int, indices: tuple[list[int], ...], scaled: bool
+) -> None:
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples; with a loss scaler, an overflow is not an error."""
+    if scaled:
+        return
+    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        k = bad[0]
+        raise NonFiniteError(
+            f"The loss of step {step} is {float(losses[k])} in micro-batch {k} (samples {_shorten(indices[k])}). No "
+            "update was made with it. Look at these samples, or lower the learning rate or clip gradients."
+        )
+    if not bool(gradients_finite):
+        raise NonFiniteError(
+            f"The loss of step {step} is finite, but a gradient is NaN or infinite (samples "
+            f"{_shorten([i for part in indices for i in part])}). No update was made with it. Look for an operation "
+            "whose derivative is infinite, such as a square root at zero, or clip gradients."
+        )
+
+
+def _shorten(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:16]))
+    return shown if len(numbers) <= 16 else f"{shown}, ... {len(numbers) - 16} more"

@@ -1,0 +1,64 @@
+"""What a process needs before it can train: its place in the world, a device, and the process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import ConfigError
+from lockstep.launch.heartbeat import Heartbeat
+from lockstep.process_group import open_process_group
+from lockstep.world import World
+
+
+class Session:
+    """Opens the process group for the life of the process, or joins the one that is open.
+
+    Args:
+        world: who this process is.
+        threads: CPU threads of this process; None for what the launcher set, or 1.
+        timeout: seconds after which a collective fails.
+    """
+
+    def __init__(self, world: World, threads: int | None, timeout: float) -> None:
+        self.world = world
+        self.device = _choose_device(world)
+        self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
+        torch.set_num_threads(self.threads)
+        self.heartbeat = Heartbeat.open(world)
+        self._stack = ExitStack()
+        if world.world_size > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            self._stack.enter_context(open_process_group(world, backend=backend, timeout=timeout))
+            atexit.register(self._close_at_exit)
+        self.group = dist.group.WORLD if world.world_size > 1 else None
+
+    def close(self) -> None:
+        """Leaves the process group in agreement with the other ranks. Collective."""
+        atexit.unregister(self._close_at_exit)
+        self._stack.close()
+
+    def _close_at_exit(self) -> None:
+        """A rank that ends with an uncaught error must not wait for the others."""
+        if not hasattr(sys, "last_value"):
+            self._stack.close()
+
+
+def _choose_device(world: World) -> torch.device:
+    """The CUDA device of this local rank where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if world.local_rank >= count:
+        raise ConfigError(
+            f"Rank {world.rank} is number {world.local_rank} on its host, which shows {count} CUDA devices. Start at "
+            f"most {count} processes there, show more devices by CUDA_VISIBLE_DEVICES, or train with --devices cpu:N."
+        )
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)

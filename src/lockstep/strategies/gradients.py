@@ -1,0 +1,206 @@
+"""Takes each micro-batch's gradients as autograd finishes them and adds them along the gradient tree.
+
+Autograd alone would add micro-batches as they come (a left fold), and so in another order on every number of ranks.
+Here a hook takes a parameter's gradient as soon as it is complete, pushes it on the parameter's stack, and merges the
+nodes of the tree that are now whole. During a rank's last micro-batch the finished nodes go to the reducer's staging
+memory; a bucket whose parameters are all there is reduced while backward goes on with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.reduce import BucketShape, Reducer
+from lockstep.tree import merges_after_leaf
+
+_BUCKET_BYTES = 8 << 20
+_FIRST_BUCKET_BYTES = 1 << 20
+
+
+class _Slot:
+    """One parameter: its stack of tree nodes, and its place in a bucket."""
+
+    __slots__ = ("bucket", "name", "parameter", "pushed", "stack", "staging", "total", "used")
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self.parameter = name, parameter
+        self.stack: list[Tensor] = []
+        self.pushed = 0
+        self.used = 0
+        self.bucket = -1
+        self.staging: list[Tensor] = []
+        self.total: Tensor | None = None
+
+
+class GradientTree:
+    """The gradients of one rank's micro-batches, added in the tree's order.
+
+    Args:
+        parameters: trainable parameters by name; the same on every rank.
+        reducer: sums over ranks; None on one device.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: Reducer | None) -> None:
+        self._slots = [_Slot(name, parameter) for name, parameter in parameters.items()]
+        self._reducer = reducer
+        self._prior: list[tuple[nn.Parameter, Tensor]] = []
+        self._merges: list[int] = []
+        self._leaf = 0
+        self._waiting: list[int] = []
+        self._members: list[list[_Slot]] = _fill_buckets(self._slots)
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
+            for slot in self._slots
+        ]
+
+    @property
+    def bucket_shapes(self) -> list[BucketShape]:
+        """The buckets, in the order in which backward fills them."""
+        return [
+            BucketShape(sum(slot.parameter.numel() for slot in members), members[0].parameter.dtype)
+            for members in self._members
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def connect(self, slots: int) -> None:
+        """Makes the views of the reducer's memory, once it has been allocated with ``slots`` nodes per rank."""
+        if self._reducer is None:
+            return
+        for bucket, members in enumerate(self._members):
+            offset = 0
+            for slot in members:
+                slot.bucket = bucket
+                place = slice(offset, offset + slot.parameter.numel())
+                slot.staging = [
+                    _shaped_like(slot.parameter, self._reducer.staging(bucket, node)[place]) for node in range(slots)
+                ]
+                slot.total = _shaped_like(slot.parameter, self._reducer.total(bucket)[place])
+                offset += slot.parameter.numel()
+
+    def begin(self, start: int, stop: int, leaves: int) -> None:
+        """Starts a step in which this rank runs the micro-batches ``start <= k < stop`` of ``leaves``."""
+        self._merges = merges_after_leaf(start, stop, leaves)
+        self._leaf = 0
+        self._waiting = [len(members) for members in self._members]
+        self._started = 0
+        self._prior = []
+        for slot in self._slots:
+            slot.stack, slot.pushed, slot.used = [], 0, 0
+            if slot.parameter.grad is not None:
+                self._prior.append((slot.parameter, slot.parameter.grad.clone()))
+                slot.parameter.grad = None
+
+    def end_micro_batch(self) -> None:
+        """Says that the backward of one micro-batch is done: a parameter it did not reach gets a leaf of zeros."""
+        for slot in self._slots:
+            if slot.pushed == self._leaf:
+                self._push(slot, torch.zeros_like(slot.parameter))
+        self._leaf += 1
+
+    def used(self) -> list[int]:
+        """In how many of this rank's micro-batches each parameter had a gradient."""
+        return [slot.used for slot in self._slots]
+
+    def start_all(self) -> None:
+        """Starts the buckets that are not under way: all of them on a rank that had no micro-batch."""
+        if self._reducer is not None:
+            for bucket in range(self._started, len(self._members)):
+                self._reducer.start(bucket)
+            self._started = len(self._members)
+
+    def finish(self, used: list[int], weight: Tensor) -> Tensor:
+        """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
+
+        A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
+        was there before the step is added to, as autograd does.
+
+        Returns:
+            Whether all gradients of the step are finite, 0-dim bool.
+        """
+        sums = []
+        if self._reducer is not None:
+            for bucket in range(len(self._members)):
+                sums.append(self._reducer.total(bucket).div_(weight).sum())
+        for slot, count in zip(self._slots, used):
+            if count:
+                total = slot.total
+                if total is None:
+                    total = slot.stack[0].div_(weight)
+                    sums.append(total.sum())
+                slot.parameter.grad = total
+            slot.stack = []
+        for parameter, before in self._prior:
+            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        self._merges = []
+        return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+
+    def _take(self, slot: _Slot, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or not self._merges:
+            return
+        if gradient.is_sparse:
+            raise ConfigError(f"{slot.name!r} has a sparse gradient, which cannot be added in the tree: use sparse=False.")
+        if slot.pushed > self._leaf:
+            raise ConfigError(
+                f"{slot.name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        parameter.grad = None
+        slot.used += 1
+        self._push(slot, gradient)
+
+    def _push(self, slot: _Slot, gradient: Tensor) -> None:
+        stack = slot.stack
+        stack.append(gradient)
+        for _ in range(self._merges[self._leaf]):
+            right = stack.pop()
+            stack[-1].add_(right)
+        slot.pushed += 1
+        if self._reducer is not None and slot.pushed == len(self._merges):
+            self._hand_over(slot, self._reducer)
+
+    def _hand_over(self, slot: _Slot, reducer: Reducer) -> None:
+        for place, node in zip(slot.staging, slot.stack):
+            place.copy_(node)
+        slot.stack = []
+        self._waiting[slot.bucket] -= 1
+        while self._started < len(self._waiting) and self._waiting[self._started] == 0:
+            reducer.start(self._started)
+            self._started += 1
+
+
+def _fill_buckets(slots: list[_Slot]) -> list[list[_Slot]]:
+    """Groups the parameters in the reverse order of their registration, about the order in which backward reaches
+    them: a small first bucket that can start early, then larger ones, each of one number type."""
+    buckets: list[list[_Slot]] = []
+    size = 0
+    for slot in reversed(slots):
+        limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES
+        full = bool(buckets) and size + slot.parameter.nbytes > limit
+        if not buckets or full or buckets[-1][0].parameter.dtype != slot.parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(slot)
+        size += slot.parameter.nbytes
+    return buckets
+
+
+def _shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:
+    """A view of ``flat`` with the shape and strides of the parameter (which may be ``channels_last``)."""
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    strides, expected = parameter.stride(), 1
+    for size, stride in sorted(zip(parameter.shape, strides), key=lambda pair: pair[1]):
+        if size > 1 and stride != expected:
+            return flat.view(parameter.shape)
+        expected *= size
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())

@@ -1,0 +1,167 @@
+"""What ``single`` and ``ddp`` share: every process holds the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.buffers import RunningBuffers
+from lockstep.data.batch import Batch
+from lockstep.plan import share
+from lockstep.reduce import BucketShape, Reducer
+from lockstep.reduce.contract import most_slots
+from lockstep.strategies.contract import Compute, StepResult, Strategy
+from lockstep.strategies.gradients import GradientTree
+from lockstep.tree import Node, TreeStack, fold
+
+
+class Replicated(Strategy):
+    """Trains whole replicas: each runs its micro-batches, and their gradients are summed in one tree.
+
+    Args:
+        device: where the model is trained.
+        micro_batches: K of the recipe.
+        reducer: sums over the holders; None on one device.
+        holder: this process's place among the holders.
+        holders: how many there are.
+        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        micro_batches: int,
+        reducer: Reducer | None = None,
+        holder: int = 0,
+        holders: int = 1,
+        running_buffers: Sequence[str] = (),
+    ) -> None:
+        self.device, self.holder, self.holders = device, holder, holders
+        self._micro_batches, self._reducer = micro_batches, reducer
+        self._declared = running_buffers
+        self._checked = False
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Moves the model to the device and makes room for the exchange of its gradients. Collective."""
+        self._model = model.to(self.device)
+        self._buffers = RunningBuffers(self._model, self._declared)
+        self._trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._tree = GradientTree(self._trainable, self._reducer)
+        self._share = -(-self._micro_batches // self.holders)
+        self._header = 2 * self._share + len(self._trainable) + self._buffers.counters + 1
+        if self._reducer is not None:
+            shapes = self._tree.bucket_shapes
+            self._buffer_bucket = len(shapes) if self._buffers.numel else -1
+            if self._buffers.numel:
+                shapes = [*shapes, BucketShape(self._buffers.numel, torch.float32)]
+            self._reducer.allocate(shapes, self._header, self._micro_batches)
+            self._tree.connect(most_slots(self._micro_batches, self.holders))
+        return self._model
+
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Runs this process's micro-batches and reduces. See ``Strategy.backward``."""
+        leaves = batch.plan.leaves
+        mine = share(leaves, self.holders, self.holder)
+        self._begin(mine, leaves)
+        losses, weights = [], []
+        running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
+        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self.device)
+        for micro_batch in batch.micro_batches:
+            self._buffers.begin_micro_batch()
+            loss, weight = compute(micro_batch)
+            values, counts = self._buffers.take()
+            running.push_leaf(micro_batch.k, values)
+            advanced += counts
+            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            self._tree.end_micro_batch()
+            losses.append(loss.detach())
+            weights.append(weight)
+        header = self._fill_header(losses, weights, advanced, stop)
+        headers = self._reduce(header, running.take())
+        return self._finish(headers, leaves)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Rows of all holders; with one there is nothing to exchange."""
+        return row.unsqueeze(0)
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that require a gradient."""
+        return self._trainable
+
+    def model_state(self) -> Mapping[str, Tensor]:
+        """The model's own state."""
+        return self._model.state_dict(keep_vars=False)
+
+    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copies the values into the model's own tensors."""
+        self._model.load_state_dict(dict(state))
+
+    @property
+    def bytes_sent(self) -> int:
+        """See ``Strategy.bytes_sent``."""
+        return 0 if self._reducer is None else self._reducer.bytes_sent
+
+    def _begin(self, mine: range, leaves: int) -> None:
+        if self._reducer is not None:
+            self._reducer.begin(leaves)
+        self._tree.begin(mine.start, mine.stop, leaves)
+        self._buffers.begin_step()
+        if not self._checked:
+            self._buffers.remember_others()
+
+    def _fill_header(self, losses: list[Tensor], weights: list[Tensor], advanced: Tensor, stop: int) -> Tensor:
+        """[losses, weights] of the local micro-batches, uses of each parameter, advances of each counter, stop."""
+        header = torch.zeros(self._header, dtype=torch.float64)
+        position = 2 * self._share
+        header[position : position + len(self._trainable)] = torch.tensor(self._tree.used(), dtype=torch.float64)
+        header[-1] = float(stop)
+        header = header.to(self.device)
+        if losses:
+            header[: len(losses)] = torch.stack(losses)
+            header[self._share : self._share + len(weights)] = torch.stack(weights)
+        header[position + len(self._trainable) : -1] = advanced
+        return header
+
+    def _reduce(self, header: Tensor, running: dict[Node, Tensor]) -> Tensor:
+        if self._reducer is None:
+            self._total_running = next(iter(running.values()))
+            return header.unsqueeze(0)
+        self._tree.start_all()
+        if self._buffers.numel:
+            for slot, value in enumerate(running.values()):
+                self._reducer.staging(self._buffer_bucket, slot).copy_(value)
+            self._reducer.start(self._buffer_bucket)
+        headers = self._reducer.finish(header)
+        if self._buffers.numel:
+            self._total_running = self._reducer.total(self._buffer_bucket)
+        return headers
+
+    def _finish(self, headers: Tensor, leaves: int) -> StepResult:
+        sizes = [len(share(leaves, self.holders, rank)) for rank in range(self.holders)]
+        losses = torch.cat([row[:size] for row, size in zip(headers, sizes)])
+        weights = torch.cat([row[self._share : self._share + size] for row, size in zip(headers, sizes)])
+        sums = headers[:, 2 * self._share :].sum(0)
+        advanced = sums[len(self._trainable) : -1]
+        if self._buffers.numel:
+            self._buffers.finish_step(self._total_running, leaves, advanced)
+        finite = self._tree.finish(self._used(sums), fold_values(weights).float())
+        if not self._checked:
+            self._buffers.refuse_changed_others()
+            self._checked = True
+        return StepResult(losses, weights, headers[:, -1].max(), finite)
+
+    def _used(self, sums: Tensor) -> list[int]:
+        """Uses of each parameter over all ranks; read back from the device only where this rank left one unused."""
+        mine = self._tree.used()
+        if all(mine):
+            return mine
+        return [int(count) for count in sums[: len(mine)].tolist()]
+
+
+def fold_values(values: Tensor) -> Tensor:
+    """The tree sum of the entries of a one-dimensional tensor, 0-dim."""
+    leaves = ((node, values[node.start]) for node in (Node(k, k + 1) for k in range(len(values))))
+    return fold(leaves, len(values), torch.add)
+
