@@ -57,7 +57,9 @@ class Feeder:
                 seed=self._options.seed,
                 workers=source.workers if workers is None else workers,
                 collate=source.collate,
+                prefetch=self._options.prefetch,
                 pin_memory=self._pin_memory,
+                timeout=self._options.loader_timeout,
             )
             self._training[key] = (loader, source.dataset, data)
         loader, dataset, _ = self._training[key]
@@ -70,7 +72,7 @@ class Feeder:
             source = adopt(data)
             loader = EvaluationLoader(
                 source.dataset,
-                micro_batch_size=self._options.shape.micro_batch_size,
+                micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
                 holder=self._strategy.holder,
                 holders=self._strategy.holders,
                 seed=self._options.seed,

@@ -70,11 +70,16 @@ class Run:
         """Whether this process logs, prints and writes."""
         return self.world.is_main
 
-    def prepare(self, model: nn.Module, *others: Any) -> Any:
+    def prepare(self, model: nn.Module, *others: Any, values_from_main: bool = False) -> Any:
         """Places the model and takes charge of optimizers and schedulers. Collective.
 
         The ranks' settings and models are compared (``ConfigError`` names what differs), rank 0's values are given to
         all, and with ``resume`` the checkpoint is taken up.
+
+        Args:
+            model: the model; on the CPU, or where it will be trained.
+            others: optimizers and learning-rate schedulers.
+            values_from_main: rank 0 alone has loaded weights, so other ranks' values differ and that is no news.
 
         Returns:
             The model, and what stands for the others, in the order of the arguments; the model alone if it was.
@@ -90,7 +95,7 @@ class Run:
         if self.options.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
         self._context = self._describe(optimizers)
-        self._agree(model, optimizers)
+        self._agree(model, optimizers, values_from_main)
         placed = self.strategy.place(model)
         units = compile_blocks(placed) if self.options.compile else None
         self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
@@ -319,7 +324,7 @@ class Run:
             optimizers=tuple(implementation(each) for each in optimizers),
         )
 
-    def _agree(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    def _agree(self, model: nn.Module, optimizers: list[Optimizer], values_from_main: bool) -> None:
         """Compares settings, structure and values over the ranks. Collective."""
         group = self._session.group
         if group is None:
@@ -331,7 +336,7 @@ class Run:
         }
         start.require_equal_settings(settings, group, self.device)
         start.require_equal_structure(model, group, self.device)
-        start.share_start(model, group, self.device)
+        start.share_start(model, group, self.device, expected=values_from_main)
 
     def _resume(self, saved: saving.Saved) -> None:
         found = saving.find(self.options.resume, self.options.directory)

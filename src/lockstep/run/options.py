@@ -51,6 +51,12 @@ class RunOptions:
     """Steps between comparisons of all parameters over the ranks; 0 for none."""
     shared_memory: bool = True
     """Let CPU ranks of one host exchange gradients through shared memory."""
+    evaluation_batch: int | None = None
+    """Samples per forward pass of an evaluation; by default as many as in a training micro-batch."""
+    prefetch: int = 2
+    """Steps that loader workers read ahead."""
+    loader_timeout: float = 120.0
+    """Seconds after which a loader worker that gives nothing is an error."""
     timeout: float = 600.0
     """Seconds a rank waits for another before it gives up."""
 

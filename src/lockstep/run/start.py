@@ -46,8 +46,13 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
             )
 
 
-def share_start(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Gives every rank the parameters and buffers of rank 0; returns the names of those that differed. Collective."""
+def share_start(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, *, expected: bool = False
+) -> list[str]:
+    """Gives every rank the parameters and buffers of rank 0; returns the names of those that differed. Collective.
+
+    A difference is warned about unless it is ``expected``, as where rank 0 alone has read a file of weights.
+    """
     tensors = _named_tensors(model)
     mine = digest_tensors(tensors)
     everyone = gather_json(mine, group, device)
@@ -59,7 +64,8 @@ def share_start(model: nn.Module, group: dist.ProcessGroup, device: torch.device
                 at_device = tensors[name].detach().to(device)
                 broadcast_tensors([at_device], source, group)
                 tensors[name].copy_(at_device)
-        logger.warning(
+        logger.log(
+            logging.DEBUG if expected else logging.WARNING,
             "The ranks began with different values in %d of %d tensors (%s); all have rank 0's now.",
             len(different),
             len(tensors),
