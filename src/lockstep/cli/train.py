@@ -100,8 +100,10 @@ def _launch(config: JobConfig, devices: Devices) -> int:
 
         rank_main(config.to_json())
         return EXIT_DONE
-    from lockstep.launch import SuperviseOptions, supervise
+    from lockstep.launch import LaunchOptions, supervise
 
     config = choose_run_folder(config)
-    options = SuperviseOptions(devices=devices, threads=config.run.threads, log_directory=run_folder(config))
+    options = LaunchOptions(
+        devices=devices, threads=config.run.threads, log_directory=str(run_folder(config) / "ranks")
+    )
     return supervise(EntryTarget(entry=ENTRY, payload=config.to_json()), options)

@@ -43,6 +43,8 @@ class WeightsConfig(_Checked):
     of another size is left out, and that is said."""
     freeze: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained; ``!`` takes names out again: ``["*", "!fc"]``."""
+    freeze_statistics: bool = False
+    """Keeps a BatchNorm of frozen parameters in evaluation mode, so that its running statistics stay."""
 
 
 @dataclass(frozen=True, kw_only=True)

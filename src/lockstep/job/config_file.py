@@ -7,6 +7,7 @@ Nothing here imports torch or starts anything, so a job with a mistake ends in w
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lockstep.job.config_reader import KeyPath, Problem, read_table
 from lockstep.job.config_rules import broken_rules
 from lockstep.job.preflight import preflight
 
+_NOT_PLAIN = re.compile(r"[^\w.-]+", re.ASCII)
 BUILT_IN_JOBS = Path(__file__).parent.parent / "jobs"
 
 
@@ -59,7 +61,12 @@ def find_job(job: str) -> JobFile:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"The job file {job!r} cannot be read: {reason}.") from error
-    return JobFile(name=path.stem, path=path, text=text, built_in=built_in)
+    return JobFile(
+        name=_NOT_PLAIN.sub("-", path.stem).strip("-.")[:100] or "job",
+        path=path,
+        text=text,
+        built_in=built_in,
+    )
 
 
 def load_job(job: str, overrides: Sequence[Override] = (), *, imports: bool = True) -> JobConfig:

@@ -81,7 +81,9 @@ def build(value: Any, where: str, argument: str = "") -> Any:
         made = items and all(
             isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value
         )
-        return Composed(tuple(items)) if made and argument in _TRANSFORM_ARGUMENTS else items
+        if made and argument in _TRANSFORM_ARGUMENTS:
+            return items[0] if len(items) == 1 else Composed(tuple(items))
+        return items
     return value
 
 

@@ -1,0 +1,70 @@
+"""``lockstep run``: starts a user's own script on every device of this host, or joins the world it is started in."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from lockstep.errors import EXIT_DONE
+from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
+from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.run_target import run_script
+from lockstep.world import World
+
+_USES_COMPILER = ("DistributedDataParallel", "torch.compile", "fully_shard")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments; all that follow the script belong to the script."""
+    parser.add_argument(
+        "--devices", default="auto", help="N, auto, cpu, cpu:N or a list such as 0,5 (default: auto)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=None,
+        help="intra-op threads per rank (default: OMP_NUM_THREADS, else 1)",
+    )
+    parser.add_argument(
+        "--logs", default="", metavar="DIR", help="folder for output and error records of the ranks"
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="time to save and stop after SIGTERM or SIGUSR1 (default: 25)",
+    )
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the script and returns the exit code. ``ConfigError`` before anything is started."""
+    target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
+    if World.from_environment().launcher != "python":
+        return _join(target)
+    options = LaunchOptions(
+        devices=parse_devices(arguments.devices),
+        threads=arguments.threads,
+        preload=_preload(target.path),
+        log_directory=arguments.logs,
+        grace=arguments.grace,
+    )
+    return supervise(target, options)
+
+
+def _join(target: ScriptTarget) -> int:
+    """Runs the script in this process, which torchrun, SLURM or MPI has made a rank already."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        arm(os.getppid())
+    arm_future_children()
+    run_script(target)
+    return EXIT_DONE
+
+
+def _preload(path: str) -> tuple[str, ...]:
+    """Lets the fork server import the compiler once, where the script would make every rank import it."""
+    text = Path(path).read_text(errors="replace")
+    return ("torch._dynamo",) if any(name in text for name in _USES_COMPILER) else ()

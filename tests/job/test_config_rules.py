@@ -1,0 +1,85 @@
+"""Every impossible combination, by the name of its rule."""
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.job.config_rules import RULES, device_count, machine_problems
+from lockstep.launch.devices import Devices
+
+BROKEN = {
+    "global_batch is a multiple of micro_batches": (
+        ["training.global_batch=130", "training.micro_batches=8"],
+        "global_batch is 130, which micro_batches=8 does not divide. Choose a multiple, for example 128.",
+    ),
+    "single uses one device": (["training.strategy=single", "run.devices=2"], "strategy 'single' uses one"),
+    "every rank has a micro-batch": (["run.devices=9"], "9 devices cannot share micro_batches=8"),
+    "tf32 needs CUDA": (["training.precision=tf32", "run.devices=cpu:2"], "Use fp32 or bf16"),
+    "the warm-up is given once": (
+        ["schedule.warmup_steps=5", "schedule.warmup_epochs=1"],
+        "Give one of the two",
+    ),
+    "the warm-up ends before the run": (["schedule.warmup_epochs=3"], "the warm-up would never end"),
+    "a schedule counts optimizer steps": (
+        ["schedule.target=torch.optim.lr_scheduler:ReduceLROnPlateau"],
+        "schedules count optimizer steps",
+    ),
+    "the optimizer's parameters come from the model": (["optimizer.params=3"], "given by the model"),
+    "early stopping has something to judge by": (["training.early_stop=2"], "no [data.validation]"),
+    "the data folder exists": (
+        ["data.root=/no/such", "data.train.root={data}"],
+        "'/no/such', which does not exist",
+    ),
+    "the weights exist": (["weights.path=/no/such.safetensors"], "which is not a file"),
+    "what is resumed exists": (["checkpoint.resume=/no/such"], "which does not exist"),
+    "a run never writes over another": (["run.name=taken"], "Choose another name"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_refuses_its_example(rule, load, tmp_path):
+    options, expected = BROKEN[rule.name]
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        load(*options, f"run.directory={tmp_path}")
+    assert expected in str(caught.value)
+    assert "mistakes" not in str(caught.value)
+
+
+def test_every_example_belongs_to_a_rule():
+    assert set(BROKEN) == {rule.name for rule in RULES}
+
+
+def test_several_broken_rules_are_said_together(load):
+    with pytest.raises(ConfigError) as caught:
+        load("run.devices=9", "training.early_stop=1", "training.global_batch=9")
+    assert str(caught.value).startswith("The job has 3 mistakes.")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["training.strategy=single", "run.devices=1"], "one device is single"),
+        (["training.strategy=single"], "auto is one device under single"),
+        (["run.devices=8"], "as many ranks as micro-batches"),
+        (["training.precision=tf32"], "auto may be a CUDA device"),
+        (["schedule.warmup_epochs=2.5"], "less than three epochs"),
+        (["checkpoint.resume=auto"], "there need not be a run yet"),
+        (["run.name=new"], "a free name"),
+    ],
+)
+def test_what_is_just_possible_is_allowed(load, tmp_path, options, why):
+    assert load(*options, f"run.directory={tmp_path}"), why
+
+
+def test_devices_are_counted_where_the_setting_says_it():
+    counts = {3: 3, "3": 3, "0,5": 2, "5,": 1, "cpu:4": 4, "auto": None, "cpu": None}
+    assert {value: device_count(value) for value in counts} == counts
+
+
+def test_what_the_machine_adds_is_held_against_the_rules(load):
+    auto = load()
+    assert not machine_problems(auto, Devices(kind="cuda", names=("0", "1")))
+    many = machine_problems(auto, Devices(kind="cuda", names=tuple(str(index) for index in range(16))))
+    assert "16 devices cannot share micro_batches=8" in many[0].text
+    no_gpu = machine_problems(load("training.precision=tf32"), Devices(kind="cpu", names=("cpu",)))
+    assert "tf32" in no_gpu[0].text
