@@ -1,0 +1,184 @@
+"""Takes over what a script already has: a data set, or a DataLoader with the sampler that was given to it.
+
+The sample plan replaces samplers. What a loader or sampler decides that the plan can decide too is taken
+over; anything else is refused, with the line that replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from lockstep.data.image_arrays import Finish
+from lockstep.data.naming import look_through
+from lockstep.data.reader import Collate
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A data set and what its owner has decided about reading it; ``None`` where nothing was decided."""
+
+    dataset: Any
+    """The map-style data set."""
+    collate: Collate | None = None
+    """Makes one micro-batch of a list of samples; ``None`` for torch's own way."""
+    workers: int | None = None
+    """Worker processes for each rank."""
+    shuffle: bool | None = None
+    """Whether the samples are visited in another order in each epoch."""
+    drop_last: bool | None = None
+    """Whether a last, smaller batch of an epoch is left out."""
+    pin_memory: bool | None = None
+    """Whether tensors are delivered in page-locked memory."""
+    timeout: float | None = None
+    """Seconds to wait for one micro-batch of a worker."""
+    batch_size: int | None = None
+    """The batch size of the DataLoader, which the run's ``global_batch`` replaces."""
+    finish: Finish | None = None
+    """Applied to the input on its device, before the model."""
+    notes: tuple[str, ...] = ()
+    """What was taken over differently than it was written, in sentences for the log."""
+
+
+def adopt(source: Any) -> Source:
+    """Takes a data set as it is, and a DataLoader apart; refuses what no plan can follow (``ConfigError``)."""
+    if isinstance(source, Source):
+        return source
+    if isinstance(source, DataLoader):
+        return _adopt_loader(source)
+    if isinstance(source, Sampler):
+        raise ConfigError(
+            f"A {type(source).__name__} was given, and a data set is needed. "
+            "Write run.batches(dataset): the run itself decides which rank reads which samples."
+        )
+    _check_map_style(source)
+    return Source(dataset=source, finish=_finish(source))
+
+
+def _adopt_loader(loader: DataLoader[Any]) -> Source:
+    _check_map_style(loader.dataset)
+    _check_batches(loader)
+    dataset, shuffle, notes = _adopt_sampler(loader)
+    drop_last = loader.drop_last or bool(getattr(loader.sampler, "drop_last", False))
+    return Source(
+        dataset=dataset,
+        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        workers=loader.num_workers,
+        shuffle=shuffle,
+        drop_last=drop_last,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout or None,
+        batch_size=loader.batch_size,
+        finish=_finish(dataset),
+        notes=(*notes, *_notes_on_loader(loader)),
+    )
+
+
+def _adopt_sampler(loader: DataLoader[Any]) -> tuple[Any, bool, tuple[str, ...]]:
+    """The data set, narrowed to what the sampler visits; whether it is shuffled; and what to say about it."""
+    sampler, dataset = loader.sampler, loader.dataset
+    if type(sampler) is SequentialSampler:
+        return dataset, False, ()
+    if type(sampler) is RandomSampler:
+        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
+            raise _refused(sampler, "draws with replacement or another number of samples", _ONCE)
+        return dataset, True, ()
+    if type(sampler) is SubsetRandomSampler:
+        return Subset(dataset, _as_numbers(sampler.indices)), True, ()
+    if type(sampler) is DistributedSampler:
+        said = (
+            f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, "
+            f"seed={sampler.seed}) is replaced by the run's sample plan: the run's seed decides the order, "
+            "no sample is read twice to fill up a rank, and set_epoch is not needed."
+        )
+        return dataset, bool(sampler.shuffle), (said,)
+    if isinstance(sampler, WeightedRandomSampler):
+        raise _refused(sampler, "draws with replacement", _WEIGHTS)
+    raise _refused(sampler, "has its own order, which depends on what was read before", _ONCE)
+
+
+_ONCE = "Write run.batches(dataset): every sample once per epoch, in an order keyed by the run's seed."
+_WEIGHTS = (
+    "Write run.batches(dataset) and give the weights to the loss, for example "
+    'CrossEntropyLoss(weight=..., reduction="none").'
+)
+
+
+def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
+    name = type(sampler).__name__
+    return ConfigError(f"The DataLoader's {name} {why}, which a sample plan cannot follow. {instead}")
+
+
+def _check_map_style(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, so no plan can say "
+            "who reads which. Give it __len__ and __getitem__(index)."
+        )
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"A {type(dataset).__name__} was given as data, and it has no length and no access by number. "
+            "Give a data set with __len__ and __getitem__(index), or a DataLoader of one."
+        )
+
+
+def _check_batches(loader: DataLoader[Any]) -> None:
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise ConfigError(
+            "The DataLoader has batch_size=None, so its data set makes its own batches. Give single samples: "
+            "run.batches(dataset), or a data set with get_batch(indices, keys)."
+        )
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigError(
+            f"The DataLoader's batch_sampler {type(loader.batch_sampler).__name__} decides the batches, "
+            "and so does the run's global_batch. Write run.batches(dataset)."
+        )
+
+
+def _notes_on_loader(loader: DataLoader[Any]) -> tuple[str, ...]:
+    if loader.worker_init_fn is None:
+        return ()
+    return (
+        "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
+        "What else it sets up belongs into the data set.",
+    )
+
+
+def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int, holders: int) -> str | None:
+    """A sentence for the log if the DataLoader's batch size is none of the recipe's sizes, else ``None``.
+
+    It is replaced in any case: the global batch belongs to the run.
+    """
+    known = {global_batch, micro_batch_size, global_batch // holders}
+    if source.batch_size is None or source.batch_size in known:
+        return None
+    return (
+        f"The DataLoader's batch_size={source.batch_size} is replaced by the run's global_batch={global_batch} "
+        f"({micro_batch_size} samples in each micro-batch)."
+    )
+
+
+def _as_numbers(indices: Sequence[int]) -> list[int]:
+    return [int(index) for index in indices]
+
+
+def _finish(dataset: Any) -> Finish | None:
+    inner, _ = look_through(dataset)
+    finish = getattr(inner, "finish", None)
+    return finish if callable(finish) else None

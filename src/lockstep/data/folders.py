@@ -1,0 +1,151 @@
+"""Finds the photos below a folder, their classes, and the split they are in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.data.images import SUFFIXES
+from lockstep.data.splits import held_out
+from lockstep.errors import ConfigError, DataError, nearest
+
+Split = Literal["train", "validation", "all"]
+
+_TRAIN = ("train", "training")
+_VALIDATION = ("validation", "val", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Photos:
+    """What was found: the same on every machine that holds the same files."""
+
+    classes: tuple[str, ...]
+    """Class names; a label is a position here."""
+    paths: list[str]
+    """Photos below the root, with forward slashes, sorted."""
+    labels: list[int]
+    """The label of each photo."""
+
+
+def find_photos(
+    root: Path,
+    split: Split,
+    *,
+    classes: Sequence[str] | str | Path | None = None,
+    held_out_part: float = 0.2,
+    seed: int = 0,
+    split_by: Literal["auto", "folders", "seed"] = "auto",
+) -> Photos:
+    """Lists the photos of a split; ``DataError`` for a missing folder, an empty class, or unequal splits.
+
+    See ``ImageFolder`` for the arguments.
+    """
+    if split not in ("train", "validation", "all"):
+        raise ConfigError(
+            f"ImageFolder has no split {split!r}.{nearest(split, ['train', 'validation', 'all'])}"
+        )
+    if not root.is_dir():
+        raise DataError(
+            f"The data folder {root} does not exist. Give a folder with one subfolder for each class."
+        )
+    folders = _split_folders(root) if split_by != "seed" else {}
+    if split_by == "folders" and len(folders) < 2:
+        raise DataError(
+            f"split_by='folders' was asked for, and {root} has no subfolders train and validation "
+            "(or val, valid, test)."
+        )
+    if folders:
+        by_split = {name: _scan(root / folder, root) for name, folder in folders.items()}
+        names = _class_names(root, by_split["train"] | by_split["validation"], classes)
+        for name, folder in folders.items():
+            _check_classes(root / folder, by_split[name], names)
+        chosen = [by_split[name] for name in folders if split in (name, "all")]
+    else:
+        scanned = _scan(root, root)
+        names = _class_names(root, scanned, classes)
+        _check_classes(root, scanned, names)
+        chosen = [_divided(scanned, split, held_out_part, seed)]
+    labelled = sorted(
+        (path, names.index(name)) for part in chosen for name, paths in part.items() for path in paths
+    )
+    return Photos(names, [path for path, _ in labelled], [label for _, label in labelled])
+
+
+def _split_folders(root: Path) -> dict[str, str]:
+    """The folders of the two splits by split, or nothing if there are not both."""
+    present = {path.name.lower(): path.name for path in root.iterdir() if path.is_dir()}
+    train = [present[name] for name in _TRAIN if name in present]
+    validation = [present[name] for name in _VALIDATION if name in present]
+    return {"train": train[0], "validation": validation[0]} if train and validation else {}
+
+
+def _scan(folder: Path, root: Path) -> dict[str, list[str]]:
+    """The photos of each class folder, at any depth, as paths below the root. Hidden folders are left out."""
+    found = {}
+    for entry in sorted(folder.iterdir()):
+        if not entry.is_dir() or entry.name.startswith("."):
+            continue
+        paths = []
+        for place, inner, files in os.walk(entry):
+            inner[:] = [name for name in inner if not name.startswith(".")]
+            relative = Path(place).relative_to(root).as_posix()
+            paths += [f"{relative}/{name}" for name in files if _is_photo(name)]
+        found[entry.name] = sorted(paths)
+    return found
+
+
+def _is_photo(name: str) -> bool:
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122 - 5x faster
+
+
+def _class_names(
+    root: Path, found: dict[str, list[str]], asked: Sequence[str] | str | Path | None
+) -> tuple[str, ...]:
+    if asked is None:
+        if not found:
+            raise DataError(
+                f"{root} has no subfolders. It needs one for each class, with the class's photos in it."
+            )
+        return tuple(sorted(found))
+    names = _read_names(Path(asked)) if isinstance(asked, (str, Path)) else tuple(asked)
+    if len(set(names)) < len(names) or not names:
+        raise DataError(
+            f"The classes of {root} must be named once each, and there are {len(names)} names: {names}."
+        )
+    unknown = sorted(set(found) - set(names))
+    if unknown:
+        raise DataError(
+            f"{root} has folders that are no class: {', '.join(unknown)}. Classes: {', '.join(names)}."
+        )
+    return names
+
+
+def _read_names(path: Path) -> tuple[str, ...]:
+    if not path.is_file():
+        raise DataError(f"The file of class names {path} does not exist.")
+    return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def _check_classes(folder: Path, found: dict[str, list[str]], names: Sequence[str]) -> None:
+    absent = [name for name in names if name not in found]
+    if absent:
+        raise DataError(f"{folder} has no folder for the classes {', '.join(absent)}, which exist elsewhere.")
+    empty = [name for name in names if not found[name]]
+    if empty:
+        raise DataError(
+            f"{folder} has no photos of the classes {', '.join(empty)}. "
+            f"Add some, or remove the empty folders. Photos end in {', '.join(sorted(SUFFIXES))}."
+        )
+
+
+def _divided(found: dict[str, list[str]], split: Split, fraction: float, seed: int) -> dict[str, list[str]]:
+    if split == "all":
+        return found
+    result = {}
+    for name, paths in found.items():
+        kept = held_out(paths, fraction, seed, f"Class {name}")
+        result[name] = [path for path in paths if (path in kept) == (split == "validation")]
+    return result
