@@ -23,8 +23,8 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
     Args:
         model: an unwrapped model; a tied parameter is reached by each of its names.
         patterns: in the order in which they are applied.
-        freeze_statistics: also keep every BatchNorm whose own parameters are all frozen in evaluation mode, so
-            its running statistics too. Off by default, as torch's users expect: a frozen BatchNorm still
+        freeze_statistics: also keep every BatchNorm whose own parameters are all frozen in evaluation mode,
+            and so its statistics. Off by default, as torch's users expect: a frozen BatchNorm still
             normalises by the batch and updates its statistics.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))

@@ -1,0 +1,101 @@
+"""What a person sees of a run: a progress bar on a terminal, and one line per epoch everywhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+class Console:
+    """Shows loss, accuracy, samples per second and the time left.
+
+    Args:
+        stream: where to write, standard error unless given. On a terminal a bar moves through the epoch; into a
+            file or pipe goes one line per epoch and nothing else.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._bar: Any = None
+        self._epochs = 1
+        self._start = 0
+        self._began: float | None = None
+        self._skipped_epochs = 0.0
+
+    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+        """Opens the bar of an epoch."""
+        self._epochs, self._start = epochs, start
+        if self._began is None:
+            self._began, self._skipped_epochs = time.monotonic(), float(epoch)
+        self._close_bar()
+        if self._stream.isatty():
+            self._bar = _open_bar(self._stream, f"epoch {epoch + 1}/{epochs}", steps)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Moves the bar to ``step`` and shows the readings beside it."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(_shown(values)), refresh=False)
+            self._bar.update(step - self._start - self._bar.n)
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """Writes the epoch's line."""
+        self._close_bar()
+        parts = [f"epoch {epoch + 1}/{self._epochs}", *_shown(values)]
+        if (left := self._seconds_left(epoch)) is not None:
+            parts.append(f"{_duration(left)} left")
+        self._stream.write("  ".join(parts) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            bar.close()
+
+    def _seconds_left(self, epoch: int) -> float | None:
+        """Time for the epochs to come, at the pace of those of this process; None after the last one."""
+        done = epoch + 1 - self._skipped_epochs
+        if self._began is None or done <= 0 or epoch + 1 >= self._epochs:
+            return None
+        return (time.monotonic() - self._began) / done * (self._epochs - epoch - 1)
+
+
+def _open_bar(stream: TextIO, text: str, steps: int) -> Any:
+    from tqdm import tqdm
+
+    # No monitor thread: a process with threads should not fork, and data workers are forked.
+    quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
+    return quiet(
+        total=steps,
+        desc=text,
+        file=stream,
+        leave=False,
+        dynamic_ncols=True,
+        bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]",
+    )
+
+
+def _shown(values: Mapping[str, float]) -> list[str]:
+    return [_reading(name, value) for name, value in values.items()]
+
+
+def _reading(name: str, value: float) -> str:
+    if name == "samples_per_second":
+        return f"{value:,.0f} samples/s"
+    words = name.replace("_", " ")
+    if name.endswith("accuracy"):
+        return f"{words} {100 * value:.2f} %"
+    return f"{words} {value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"

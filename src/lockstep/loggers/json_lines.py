@@ -1,0 +1,84 @@
+"""Readings as JSON, one record a line, in a file that a resumed run continues.
+
+{"kind": "step", "step": 10, "epoch": 0, "loss": 2.1, "accuracy": 0.31}
+{"kind": "epoch", "step": 12, "epoch": 0, "validation_accuracy": 0.64}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+
+class JsonLines:
+    """Appends a record per reading and hands each to the operating system at once.
+
+    Args:
+        path: the file; it and its folder are made at the first record.
+        first_step: steps done before this run goes on. Records of later steps, left by a run that was stopped
+            after its last checkpoint, are removed: they are about to be written again.
+    """
+
+    def __init__(self, path: Path | str, *, first_step: int = 0) -> None:
+        self._path = Path(path)
+        self._first_step = first_step
+        self._file: IO[str] | None = None
+        self._epoch = 0
+
+    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+        """Remembers the epoch, for the records."""
+        self._epoch = epoch
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends a record of kind ``step``."""
+        self._append("step", step, self._epoch, values)
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """Appends a record of kind ``epoch``."""
+        self._append("epoch", step, epoch, values)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        if self._file is None:
+            self._file = self._open()
+        # JSON has no NaN and no infinity; other programs must be able to read the file.
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n")
+        self._file.flush()
+
+    def _open(self) -> IO[str]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+            try:
+                with aside.open("w", encoding="utf-8") as kept:
+                    kept.writelines(f"{line}\n" for line in self._kept())
+                aside.replace(self._path)
+            finally:
+                aside.unlink(missing_ok=True)
+        return self._path.open("a", encoding="utf-8")
+
+    def _kept(self) -> Iterator[str]:
+        """The earlier records up to the first step of this run; torn lines are left out."""
+        with self._path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                step = _step_of(line)
+                if step is not None and step <= self._first_step:
+                    yield line.rstrip("\n")
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None

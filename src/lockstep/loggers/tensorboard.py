@@ -1,0 +1,63 @@
+"""Readings for TensorBoard, where its package is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_messages = logging.getLogger(__name__)
+
+
+class TensorBoard:
+    """Writes scalars as TensorBoard's event files; without the package it warns once and does nothing.
+
+    Args:
+        directory: folder of the event files.
+        first_step: steps done before this run goes on; what an earlier run wrote about later steps is hidden.
+    """
+
+    def __init__(self, directory: Path | str, *, first_step: int = 0) -> None:
+        self._directory = Path(directory)
+        self._first_step = first_step
+        self._writer: Any = None
+        self._missing = False
+
+    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+        """Does nothing: TensorBoard's axis is the step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes each reading under ``train/``."""
+        self._write("train", step, values)
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """Writes each result under ``epoch/``, and makes everything so far visible."""
+        self._write("epoch", step, values)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None and not self._missing:
+            self._open()
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def _open(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self._missing = True
+            _messages.warning(
+                "TensorBoard logs were asked for and the package is missing; training goes on without them. "
+                "Install it with: pip install tensorboard"
+            )
+            return
+        purge = self._first_step + 1 if self._first_step else None
+        self._writer = SummaryWriter(str(self._directory), purge_step=purge)
