@@ -1,4 +1,4 @@
-"""Runs a function on several real ranks, forked from one process that has torch imported once per test session.
+"""Runs a function on several real ranks, forked from one process per test session that has torch imported.
 
     def body(world, x): ...                       # module level; the process group is open
     results = run_ranks(body, 4, x)               # what each rank returned, by rank

@@ -1,10 +1,10 @@
 """Opens torch's process group over the ranks of a world, after a roll-call that names who is missing.
 
-    store ──> claim the rank, compare run ids ──> wait for every rank ──> init_process_group ──> barrier + destroy
-              two runs on one meeting place         "missing: rank 3"
+    store ──> claim the rank, compare run ids ──> wait for every rank ──> init ──> barrier + destroy
+              two runs on one meeting place       "missing: rank 3"
 
-The roll-call comes first because gloo, once it connects, waits five times its timeout for a rank that never comes,
-and names nobody.
+The roll-call comes first because gloo, once it connects, waits five times its timeout for a rank that never
+comes, and names nobody.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.heartbeat import Heartbeat
+from lockstep.launch.heartbeat import Heartbeat, Stopped
 from lockstep.rendezvous import open_store
 from lockstep.world import World, host_name
 
@@ -36,10 +37,11 @@ def open_process_group(
     timeout: float = DEFAULT_TIMEOUT,
     arrival_limit: float = ARRIVAL_LIMIT,
 ) -> Iterator[None]:
-    """Opens the default process group for the time of a ``with`` block. Collective: every rank must call this.
+    """Opens the default process group for a ``with`` block. Collective: every rank must call this.
 
-    A clean end is a barrier and ``destroy_process_group``. After an exception the group is left as it is, because
-    destroying it can wait for ranks that will not answer; the process is expected to end. A world of one gets no group.
+    A clean end is a barrier and ``destroy_process_group``. After an exception the group is left as it is,
+    because destroying it can wait for ranks that will not answer; the process is expected to end. A world of
+    one gets none.
 
     Args:
         world: who this process is and where the ranks meet.
@@ -60,7 +62,7 @@ def open_process_group(
         torch.cuda.set_device(world.local_rank)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout),
@@ -68,17 +70,13 @@ def open_process_group(
     heartbeat.mark_joined()
     try:
         yield
-    except SystemExit as ending:
-        if ending.code not in (None, 0, 75, 130):
-            raise
-        _close()
-        heartbeat.mark_finished()
+    except Stopped:  # agreed upon by all ranks
+        _part(heartbeat)
         raise
-    _close()
-    heartbeat.mark_finished()
+    _part(heartbeat)
 
 
-def roll_call(store: dist.Store, world: World, limit: float) -> None:
+def roll_call(store: Store, world: World, limit: float) -> None:
     """Waits until every rank of the run has announced itself. Collective.
 
     Args:
@@ -91,13 +89,14 @@ def roll_call(store: dist.Store, world: World, limit: float) -> None:
     if first != run:
         there = json.loads(first)
         raise ConfigError(
-            f"Rank {world.rank} of run {_run_name(world)!r} (world of {world.world_size}) reached {world.rendezvous}, which "
-            f"belongs to run {there['run']!r} (world of {there['world_size']}). Give each run its own address."
+            f"Rank {world.rank} of run {_run_name(world)!r} (world of {world.world_size}) reached "
+            f"{world.rendezvous}, which belongs to run {there['run']!r} (world of {there['world_size']}). "
+            "Give each run its own address."
         )
     if store.add(f"claims/{world.rank}", 1) != 1:
         raise ConfigError(
-            f"Rank {world.rank} was announced twice at {world.rendezvous}: two runs share the address, or two processes "
-            "have the same RANK. Give each run its own address and each process its own rank."
+            f"Rank {world.rank} was announced twice at {world.rendezvous}: two runs share the address, or "
+            "two processes have the same RANK. Give each run its own address and each process its own rank."
         )
     store.set(f"arrived/{world.rank}", json.dumps({"host": host_name(), "pid": os.getpid()}))
     keys = [f"arrived/{rank}" for rank in range(world.world_size)]
@@ -113,7 +112,8 @@ def roll_call(store: dist.Store, world: World, limit: float) -> None:
 def _absent(missing: list[int], world: World, limit: float) -> RankError:
     arrived = [rank for rank in range(world.world_size) if rank not in missing]
     return RankError(
-        f"Not every rank arrived within {limit:g} s. missing: {_ranks(missing)}; arrived: {_ranks(arrived, bare=True)}. "
+        f"Not every rank arrived within {limit:g} s. missing: {_ranks(missing)}; "
+        f"arrived: {_ranks(arrived, bare=True)}. "
         "Look at why the missing ones did not start; a slow start can be given more time."
     )
 
@@ -133,7 +133,9 @@ def _stay_on_loopback() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
 
 
-def _close() -> None:
+def _part(heartbeat: Heartbeat) -> None:
+    heartbeat.mark_leaving()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    heartbeat.mark_finished()

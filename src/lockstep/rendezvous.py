@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lockstep.errors import ConfigError, RankError
 from lockstep.world import World
 
 
-def open_store(world: World, limit: float) -> dist.Store:
+def open_store(world: World, limit: float) -> Store:
     """Opens the store named by ``world.rendezvous``.
 
     Args:
@@ -22,15 +27,15 @@ def open_store(world: World, limit: float) -> dist.Store:
     """
     scheme, _, place = world.rendezvous.partition("://")
     if scheme == "file" and place:
-        return dist.PrefixStore("lockstep", dist.FileStore(place, world.world_size))
+        return PrefixStore("lockstep", FileStore(place, world.world_size))
     if scheme == "tcp":
         host, port = _host_and_port(world.rendezvous)
-        return dist.PrefixStore("lockstep", _tcp_store(host, port, world, limit, served=False))
+        return PrefixStore("lockstep", _tcp_store(host, port, world, limit, served=False))
     if scheme == "env":
         host, port = _from_environment()
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"lockstep/{attempt}", _tcp_store(host, port, world, limit, served=served))
+        return PrefixStore(f"lockstep/{attempt}", _tcp_store(host, port, world, limit, served=served))
     raise ConfigError(
         f"The rendezvous {world.rendezvous!r} is not known. Use file://PATH, tcp://HOST:PORT or env://."
     )
@@ -51,17 +56,17 @@ def _from_environment() -> tuple[str, int]:
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit():
         raise ConfigError(
-            f"The environment names ranks but no meeting place: MASTER_ADDR is {host!r} and MASTER_PORT is {port!r}. "
-            "Set both to the address of rank 0, or start with `lockstep run` or torchrun."
+            f"The environment names ranks but no meeting place: MASTER_ADDR is {host!r} and MASTER_PORT is "
+            f"{port!r}. Set both to the address of rank 0, or start with `lockstep run` or torchrun."
         )
     return host, int(port)
 
 
-def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool) -> dist.Store:
+def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool) -> Store:
     serve = world.rank == 0 and not served
     listener = _listen(host, port) if serve else None
     try:
-        return dist.TCPStore(
+        return TCPStore(
             host,
             port,
             None,
@@ -73,7 +78,7 @@ def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"Rank {world.rank} could not reach the store at {host}:{port} within {limit:g} s: "
-            f"{str(error).splitlines()[0]}. Check that rank 0 runs there and that the port is open between the hosts."
+            f"{str(error).splitlines()[0]}. Check that rank 0 runs there and that its port can be reached."
         ) from error
 
 
@@ -91,7 +96,30 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"Rank 0 cannot listen on {host}:{port}: {error.strerror}. Another run may use the port, or the address may "
-            "belong to another host; choose a free port on this host."
+            f"Rank 0 cannot listen on {host}:{port}: {error.strerror}. Another run may use the port, or the "
+            "address may belong to another host; choose a free port on this host."
         ) from error
     return listener
+
+
+def answer_env_by_file(world: World) -> None:
+    """Makes ``init_process_group()`` without arguments meet through the file of ``world.rendezvous``.
+
+    So a script written for torchrun needs neither ``MASTER_ADDR`` nor a port when Lockstep's launcher starts
+    it.
+    """
+    scheme, _, place = world.rendezvous.partition("://")
+    if scheme != "file":
+        return
+
+    def meet(url: str, **settings: Any) -> Iterator[tuple[Store, int, int]]:
+        yield PrefixStore("script", FileStore(place, world.world_size)), world.rank, world.world_size
+
+    _rendezvous_handlers["env"] = meet
+
+
+def wait_for_all(limit: float) -> None:
+    """Waits in the open group's store until every rank is here, at most ``limit`` seconds. Collective."""
+    store = PrefixStore("leaving", _get_default_store())
+    store.set(str(dist.get_rank()), "here")
+    store.wait([str(rank) for rank in range(dist.get_world_size())], timedelta(seconds=limit))

@@ -1,4 +1,4 @@
-"""``lockstep run``: starts a user's own script on every device of this host, or joins the world it is started in."""
+"""``lockstep run``: starts a user's own script on every device of this host, or joins a started world."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """What a rank is doing right now, in a mapped file that costs under a microsecond to write.
 
-One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor reads;
-no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay readable.
+One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
+reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
     heartbeat-003:  phase, epoch, step, micro-batch, time, pid, membership | sample indices of the micro-batch
-    control:        stop reason, whether any rank polls it
+    control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from pathlib import Path
 from lockstep.world import World
 
 PHASES = (
-    "start", "prepare", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "load", "wait", "end",
-)  # fmt: skip
+    *("start", "prepare", "data", "forward", "backward", "reduce", "update"),
+    *("evaluate", "save", "load", "wait", "end"),
+)
 """What a rank can be doing, as shown in reports."""
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
@@ -31,7 +32,7 @@ _MEMBERSHIP = 48
 _SAMPLES = 56
 _SIZE = 4096
 _MOST_SAMPLES = (_SIZE - _SAMPLES - 4) // 8
-_POLLED = 1
+_REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
 
 
 class StopReason(IntEnum):
@@ -44,8 +45,11 @@ class StopReason(IntEnum):
     """The host is wanted back: save, stop, run again later; the exit code of a rank that did."""
 
 
+_REASONS = {int(reason): reason for reason in StopReason}
+
+
 class Stopped(SystemExit):
-    """Raised by a rank that stopped because it was asked to; ends the process with the reason as its exit code."""
+    """Raised by a rank that stopped because it was asked to; the reason is the exit code."""
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(int(reason))
@@ -57,7 +61,8 @@ class Membership(IntEnum):
 
     OUTSIDE = 0
     JOINED = 1
-    FINISHED = 2
+    LEAVING = 2
+    FINISHED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,27 +86,30 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this rank's state and reads the stop flag. Without a run directory nothing is written or asked."""
+    """Writes this rank's state and reads the stop flag.
 
-    def __init__(self, beat: mmap.mmap | None = None, control: mmap.mmap | None = None) -> None:
+    Where Lockstep's launcher did not start the process nothing is written, and the stop flag is the process's
+    own.
+    """
+
+    def __init__(self, beat: mmap.mmap | None = None, control: Control | None = None) -> None:
         self._beat = beat
-        self._control = control
+        self.control = Control() if control is None else control
         self._pid = os.getpid()
 
     @classmethod
     def open(cls, world: World) -> Heartbeat:
-        """Opens the files of this rank; a silent heartbeat where Lockstep's launcher did not start the process."""
+        """Opens the files of this rank in the run directory, if there is one."""
         if not world.run_directory:
             return cls()
         directory = Path(world.run_directory)
-        return cls(_map(heartbeat_file(directory, world.rank)), _map(control_file(directory)))
+        return cls(_map(heartbeat_file(directory, world.rank)), Control(directory))
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Notes what the rank is about to do; ``phase`` is one of ``PHASES``."""
         if self._beat is not None:
-            _BEAT.pack_into(
-                self._beat, 0, _PHASE_NUMBERS[phase], epoch, step, micro_batch, time.monotonic(), self._pid
-            )
+            number = _PHASE_NUMBERS[phase]
+            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, time.monotonic(), self._pid)
 
     def samples(self, indices: Sequence[int]) -> None:
         """Notes the sample indices of the current micro-batch, for error reports; the first 504 are kept."""
@@ -109,10 +117,9 @@ class Heartbeat:
             kept = indices[:_MOST_SAMPLES]
             struct.pack_into(f"<i{len(kept)}q", self._beat, _SAMPLES, len(kept), *kept)
 
-    @property
-    def stop_reason(self) -> StopReason:
-        """Why the supervisor wants the ranks to stop, if it does."""
-        return StopReason(self._control[0]) if self._control is not None else StopReason.NONE
+    def will_poll(self) -> None:
+        """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
+        self.control.polled = True
 
     @property
     def stop_requested(self) -> bool:
@@ -120,21 +127,20 @@ class Heartbeat:
 
         Ranks see it at different times: agree on it before acting.
         """
-        return self._control is not None and self._control[0] != 0
+        return self.control.reason is not StopReason.NONE
 
-    def will_poll(self) -> None:
-        """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
-        if self._control is not None:
-            self._control[_POLLED] = 1
-
-    def request_stop(self, reason: StopReason) -> None:
-        """Asks every rank to stop; the first reason stands, except that an interrupt overrides a preemption."""
-        if self._control is not None and self._control[0] in (0, int(StopReason.PREEMPTED)):
-            self._control[0] = int(reason)
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the ranks should stop, if they should."""
+        return self.control.reason
 
     def mark_joined(self) -> None:
         """Notes that the rank is in the process group and owes the others its company."""
         self._set_membership(Membership.JOINED)
+
+    def mark_leaving(self) -> None:
+        """Notes that the rank waits for the others to leave the process group with it."""
+        self._set_membership(Membership.LEAVING)
 
     def mark_finished(self) -> None:
         """Notes that the rank left the process group in agreement with the others."""
@@ -146,24 +152,42 @@ class Heartbeat:
 
 
 class Control:
-    """The supervisor's end of the control file."""
+    """The flags that the supervisor and all ranks of a run share.
 
-    def __init__(self, directory: Path) -> None:
-        self._map = _map(control_file(directory))
+    Args:
+        directory: the run directory; without one the flags belong to this process alone.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._map = mmap.mmap(-1, _SIZE) if directory is None else _map(control_file(directory))
 
     @property
     def reason(self) -> StopReason:
         """Why the ranks are asked to stop, whoever asked."""
-        return StopReason(self._map[0])
+        return _REASONS[self._map[_REASON]]
 
-    @reason.setter
-    def reason(self, reason: StopReason) -> None:
-        self._map[0] = int(reason)
+    def request_stop(self, reason: StopReason) -> None:
+        """Asks every rank to stop; an interrupt overrides a preemption, otherwise the first reason stands."""
+        if self.reason is not StopReason.INTERRUPTED:
+            self._map[_REASON] = int(reason)
 
     @property
     def polled(self) -> bool:
         """Whether any rank asks for the stop flag."""
         return bool(self._map[_POLLED])
+
+    @polled.setter
+    def polled(self, polled: bool) -> None:
+        self._map[_POLLED] = polled
+
+    @property
+    def ending(self) -> bool:
+        """Whether the supervisor ends the run: SIGTERM then means "leave now", not "save and stop"."""
+        return bool(self._map[_ENDING])
+
+    @ending.setter
+    def ending(self, ending: bool) -> None:
+        self._map[_ENDING] = ending
 
     def close(self) -> None:
         """Unmaps the file."""

@@ -1,8 +1,8 @@
 """Ties a process to its parent: when the parent goes, however it goes, the kernel ends the child.
 
-Linux sends the signal when the *thread* that created the child ends, so a child must be created by a thread that
-outlives it; Lockstep forks from main threads only. Systems other than Linux have no such signal: there ``arm``
-only checks that the parent is still the expected one.
+Linux sends the signal when the *thread* that created the child ends, so a child must be created by a thread
+that outlives it; Lockstep forks from main threads only. Systems other than Linux have no such signal: there
+``arm`` only checks that the parent is still the expected one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def arm(expected_parent: int) -> None:
 
 
 def die_with_parent(worker: int = 0) -> None:
-    """Ties a ``multiprocessing`` child to the process that asked for it; fits as a DataLoader's ``worker_init_fn``.
+    """Ties a ``multiprocessing`` child to the process that asked for it; fits as ``worker_init_fn``.
 
     Args:
         worker: the worker's number, which torch passes and nothing here needs.
@@ -47,8 +47,8 @@ def die_with_parent(worker: int = 0) -> None:
 def arm_future_children() -> None:
     """Ties every child that this process forks from its main thread from now on to this process.
 
-    Covers loader workers that a user's script starts, also one that hangs in ``__getitem__``. Children of other
-    threads are left alone (they would end with their thread), and so are grandchildren.
+    Covers loader workers that a user's script starts, also one that hangs in ``__getitem__``. Children of
+    other threads are left alone (they would end with their thread), and so are grandchildren.
     """
     owner = os.getpid()
     from_main_thread = False

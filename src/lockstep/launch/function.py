@@ -1,0 +1,52 @@
+"""Runs a Python function on several ranks, from a script or another program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RankError
+from lockstep.launch.devices import parse_devices
+from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.options import LaunchOptions
+from lockstep.launch.supervisor import run_world
+from lockstep.launch.targets import FunctionTarget
+
+
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    devices: int | str = "auto",
+    threads: int | None = None,
+    log_directory: str = "",
+    **kwargs: Any,
+) -> list[Any]:
+    """Calls ``function(*args, **kwargs)`` on one new process per device and returns the results by rank.
+
+    A script must hold the call back with ``if __name__ == "__main__":``, since every rank imports the script.
+    A failure raises ``RankError`` with the traceback of the rank that failed first.
+
+    Args:
+        function: defined at the top level of a file; what it returns must fit into JSON.
+        args: for the function; anything that can be pickled.
+        devices: ``N``, ``auto``, ``cpu``, ``cpu:N`` or a list such as ``0,5``.
+        threads: intra-op threads per rank; see ``LaunchOptions``.
+        log_directory: where ranks above 0 write their output; see ``LaunchOptions``.
+        kwargs: for the function.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ConfigError(
+            f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}, which "
+            "would start ranks within ranks. Call the function itself there."
+        )
+    target = FunctionTarget.from_function(function, args, kwargs)
+    options = LaunchOptions(devices=parse_devices(devices), threads=threads, log_directory=log_directory)
+    outcome = run_world(target, options)
+    if outcome.code == EXIT_DONE:
+        return list(outcome.results)
+    if outcome.code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if outcome.code == EXIT_PREEMPTED:
+        raise Stopped(StopReason.PREEMPTED)
+    raise RankError("\n".join(outcome.lines))

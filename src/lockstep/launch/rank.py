@@ -1,0 +1,168 @@
+"""The life of one rank, from the moment it was forked to its exit.
+
+A rank ends in one of three ways, and never by running C++ destructors, which abort where a process group is
+open:
+
+    the target returned          threads joined, atexit run, exit 0
+    SystemExit                   the same, with its code; 75 and 130 say "stopped because asked"
+    any other exception          an error record in the log folder, exit at once with the error's code
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError
+from lockstep.launch import stop_signals
+from lockstep.launch.heartbeat import Heartbeat, read_beat
+from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.records import record_of, result_file, write_record
+from lockstep.launch.run_target import run_target
+from lockstep.launch.targets import FunctionTarget, Target
+from lockstep.world import World
+
+_LAST_MEETING_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """All that a forked process needs to become a rank."""
+
+    rank: int
+    parent: int
+    """Process id of the fork server."""
+    environment: Mapping[str, str]
+    log: str
+    """File for the rank's output; empty for the rank that keeps the terminal."""
+    log_directory: str
+    signal_pipe: int
+    """Descriptor on which a signal to the rank reaches the supervisor at once, whatever the rank is doing."""
+    target: Target
+
+
+def run_rank(task: RankTask) -> NoReturn:
+    """Becomes the rank: sets the process up, runs the target, and exits."""
+    os.setpgid(0, 0)
+    arm(task.parent)
+    os.environ.update(task.environment)
+    _redirect(task.log)
+    world = World.from_environment()
+    heartbeat = Heartbeat.open(world)
+    stop_signals.install(heartbeat.control)
+    os.set_blocking(task.signal_pipe, False)
+    signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
+    arm_future_children()
+    faulthandler.enable()
+    _reseed()
+    heartbeat.mark("start")
+    code = EXIT_RANK
+    try:
+        code = _run(task, world)
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _run(task: RankTask, world: World) -> int:
+    try:
+        _meet_by_file(world)
+        _keep_result(task, run_target(task.target))
+        _leave()
+        return EXIT_DONE
+    except SystemExit as ending:
+        return _leave_with(ending)
+    except BaseException as error:
+        beat = read_beat(Path(world.run_directory), world.rank)
+        record = record_of(error, rank=world.rank, beat=beat)
+        write_record(Path(task.log_directory), record)
+        if task.log:
+            print(record.traceback, file=sys.stderr)
+        return record.exit_code
+
+
+def _leave_with(ending: SystemExit) -> int:
+    if isinstance(ending, stop_signals.Ended):
+        return int(128 + signal.SIGTERM)
+    if ending.code is None or isinstance(ending.code, int):
+        code = ending.code or EXIT_DONE
+    else:
+        print(ending.code, file=sys.stderr)
+        code = 1
+    _leave()
+    return code & 0xFF
+
+
+def _redirect(log: str) -> None:
+    if log:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(nothing)
+        os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the fork server's TextIOWrapper
+
+
+def _reseed() -> None:
+    """Gives each rank its own NumPy stream, as processes started one by one would have."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _meet_by_file(world: World) -> None:
+    """Lets a script's own ``init_process_group()`` meet in the run directory, on no port."""
+    if world.world_size > 1:
+        from lockstep.rendezvous import answer_env_by_file
+
+        answer_env_by_file(world)
+
+
+def _keep_result(task: RankTask, result: Any) -> None:
+    if not isinstance(task.target, FunctionTarget):
+        return
+    try:
+        text = json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{task.target.name} returned a {type(result).__name__}, and results come back as JSON: {error}. "
+            "Return numbers, strings, lists or dicts; write anything larger to a file."
+        ) from error
+    result_file(Path(os.environ["LOCKSTEP_RUN_DIRECTORY"]), task.rank).write_text(text)
+
+
+def _leave() -> None:
+    """What the interpreter does at the end of a program, up to the destructors."""
+    _part_from_open_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are not daemons
+    atexit._run_exitfuncs()
+
+
+def _part_from_open_group() -> None:
+    """Waits for the others where a script forgot ``destroy_process_group``: no last sum is cut off."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    from lockstep.rendezvous import wait_for_all
+
+    with suppress(RuntimeError, ValueError):  # someone failed: the supervisor says who
+        wait_for_all(_LAST_MEETING_SECONDS)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a closed pipe must not change the exit code
+            stream.flush()

@@ -1,0 +1,123 @@
+"""What the ranks run: a script, an entry point with a JSON payload, or a Python function.
+
+A target travels to the ranks as JSON over a private pipe. Only the arguments of a function are pickled; they
+come from the very program that starts the ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTarget:
+    """A user's script, run as ``__main__``."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_file():
+            raise ConfigError(f"The script {self.path!r} was asked for and is not a file. Check the path.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryTarget:
+    """A function of an importable module, called with one JSON value."""
+
+    entry: str
+    """``package.module:function``."""
+    payload: Any = None
+    """Anything JSON can carry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionTarget:
+    """A Python function named by its module, with pickled arguments; its return value comes back as JSON."""
+
+    module: str
+    name: str
+    main_path: str = ""
+    """The script that was started, if the function is defined there."""
+    arguments: str = ""
+    """Base64 of the pickled ``(args, kwargs)``."""
+    search_path: tuple[str, ...] = field(default_factory=tuple)
+
+    @classmethod
+    def from_function(
+        cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> FunctionTarget:
+        """Names a function so that another process can import it; ``ConfigError`` if none could."""
+        module, name, main_path = _address(function)
+        try:
+            pickled = pickle.dumps((args, dict(kwargs)))
+        except Exception as error:
+            raise ConfigError(
+                f"The arguments for {name} cannot be sent to another process: {error}. "
+                "Pass plain values, and build the rest inside the function."
+            ) from error
+        return cls(
+            module=module,
+            name=name,
+            main_path=main_path,
+            arguments=base64.b64encode(pickled).decode(),
+            search_path=tuple(sys.path),
+        )
+
+
+Target = ScriptTarget | EntryTarget | FunctionTarget
+_KINDS: dict[str, type[ScriptTarget | EntryTarget | FunctionTarget]] = {
+    kind.__name__: kind for kind in (ScriptTarget, EntryTarget, FunctionTarget)
+}
+
+
+def to_json(target: Target) -> dict[str, Any]:
+    """The target as a JSON value."""
+    return {"kind": type(target).__name__, **asdict(target)}
+
+
+def from_json(value: Mapping[str, Any]) -> Target:
+    """The target of a JSON value made by ``to_json``."""
+    fields: dict[str, Any] = dict(value)
+    for name in ("arguments", "search_path"):
+        if isinstance(fields.get(name), list):
+            fields[name] = tuple(fields[name])
+    kind = _KINDS[fields.pop("kind")]
+    return kind(**fields)
+
+
+def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Module, qualified name, and the path of the main script where the function is defined in it."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not name or "<" in name or _resolve(sys.modules.get(module), name) is not function:
+        raise ConfigError(
+            f"{name or function!r} was to run on every rank and cannot be found by another process. "
+            "Give a function defined by `def` at the top level of a file, not a lambda or an inner function."
+        )
+    if module != "__main__":
+        return module, name, ""
+    main = sys.modules["__main__"]
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return spec.name, name, ""
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).is_file():
+        raise ConfigError(
+            f"{name} is defined in a notebook or an interactive session, from which another process cannot "
+            "import it. Move it into a .py file and import it from there."
+        )
+    return "__main__", name, str(Path(path).resolve())
+
+
+def _resolve(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found

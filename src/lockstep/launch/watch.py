@@ -1,0 +1,198 @@
+"""Watches running ranks, and decides when which of them is told to end.
+
+first failure            0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
+Ctrl-C                   stop flag; after 3 s SIGTERM, after 4 s SIGKILL (later while a rank saves); again:
+SIGKILL ... and no rank asks     SIGTERM at once, after 3 s SIGKILL preemption signal        stop flag; after
+the grace SIGTERM, 3 s later SIGKILL a rank left early        2 s for the others to end as well, then as after
+a failure
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
+from lockstep.launch.options import LaunchOptions
+from lockstep.launch.records import read_record
+from lockstep.launch.server_process import ServerProcess
+from lockstep.launch.signal_inbox import SignalInbox, drain
+from lockstep.launch.stop_signals import REASONS
+from lockstep.launch.verdict import RankEnd
+
+_TICK = 0.5
+_NOTICE = 0.25
+_FORCE = 3.0
+_INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
+_COMPANY = 2.0
+_STUCK = 3.0
+_TRAINING = ("forward", "backward", "reduce", "update", "wait")
+
+
+class Watch:
+    """The state of one run as its supervisor sees it.
+
+    Args:
+        server: forks the ranks and reports their ends.
+        control: the flags shared with the ranks.
+        directory: the run directory, with the heartbeats.
+        logs: the log folder, with the error records.
+        options: number of ranks and grace.
+    """
+
+    def __init__(
+        self, server: ServerProcess, control: Control, directory: Path, logs: Path, options: LaunchOptions
+    ) -> None:
+        self._server = server
+        self._control = control
+        self._directory, self._logs = directory, logs
+        self._options = options
+        self._running: dict[int, int] = {}  # rank -> process id
+        self._ended: dict[int, RankEnd] = {}
+        self._told: set[int] = set()
+        self._schedule: dict[signal.Signals, float] = {}
+        self._reason = StopReason.NONE
+        self._asked_at, self._asked_twice = 0.0, False
+        self.broken = ""
+        """Why no rank could be started: a traceback, or empty."""
+        self.server_lost = False
+        """Whether the fork server ended before its ranks."""
+
+    @property
+    def ends(self) -> list[RankEnd]:
+        """How each rank ended, by rank; complete after ``until_all_ended``."""
+        return [self._ended[rank] for rank in sorted(self._ended)]
+
+    def until_all_ended(self, inbox: SignalInbox, from_ranks: int) -> None:
+        """Returns when no rank is left.
+
+        Args:
+            inbox: signals to this process.
+            from_ranks: pipe with the numbers of signals to ranks, one byte each.
+        """
+        with selectors.DefaultSelector() as selector:
+            for source in (self._server, inbox, from_ranks):
+                selector.register(source, selectors.EVENT_READ)
+            while len(self._ended) < self._options.devices.count and not self.broken:
+                selector.select(self._patience())
+                self._take_events(self._server.events())
+                self._take_signals(inbox.take(), drain(from_ranks))
+                self._start_stopping()
+                self._look_for_leavers()
+                self._act()
+                if self._server.closed and not self.broken:
+                    self._close_the_books()
+
+    def _patience(self) -> float:
+        due = min(self._schedule.values(), default=float("inf")) - time.monotonic()
+        return max(0.0, min(_TICK, due))
+
+    def _take_events(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
+            if event["event"] == "started":
+                self._running[event["rank"]] = event["pid"]
+            elif event["event"] == "ended":
+                self._note_end(event["rank"], event["code"], event["time"])
+            else:
+                self.broken = event["message"]
+
+    def _note_end(self, rank: int, code: int, moment: float) -> None:
+        end = RankEnd(
+            rank=rank,
+            pid=self._running.pop(rank, 0),
+            code=code,
+            time=moment,
+            ended_by_us=rank in self._told,
+            beat=read_beat(self._directory, rank),
+            record=read_record(self._logs, rank),
+        )
+        self._ended[rank] = end
+        asked = self._control.reason is not StopReason.NONE and code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+        if code != EXIT_DONE and not asked:
+            self._end_within(_NOTICE, _NOTICE + _FORCE)
+
+    def _take_signals(self, own: Iterable[signal.Signals], from_ranks: bytes) -> None:
+        for number in own:
+            if number is signal.SIGINT and self._control.reason is StopReason.INTERRUPTED:
+                self._asked_twice = True
+                self._end_within(0.0, 0.0)
+            self._control.request_stop(REASONS[number])
+        if not self._control.ending:
+            for byte in from_ranks:
+                if byte in REASONS:
+                    self._control.request_stop(REASONS[signal.Signals(byte)])
+
+    def _start_stopping(self) -> None:
+        """Acts on a new stop reason, whoever set it."""
+        reason = self._control.reason
+        if reason is self._reason:
+            return
+        self._reason, self._asked_at = reason, time.monotonic()
+        if not self._running:
+            self._server.kill()  # still importing torch
+        elif reason is StopReason.PREEMPTED:
+            self._end_within(self._options.grace, self._options.grace + _FORCE)
+        elif self._control.polled:
+            self._end_within(_INTERRUPT_TERM, _INTERRUPT_KILL)
+        else:
+            self._end_within(0.0, _FORCE)
+
+    def _look_for_leavers(self) -> None:
+        """Ends a run that waits for a rank which has left, or which is leaving while another still trains."""
+        if self._schedule or not self._running:
+            return
+        now = time.monotonic()
+        if any(
+            end.left_company and end.was_in_group and now - end.time > _COMPANY
+            for end in self._ended.values()
+        ):
+            self._end_within(0.0, _FORCE)
+            return
+        beats = [read_beat(self._directory, rank) for rank in self._running]
+        leaving = any(beat and beat.membership is Membership.LEAVING for beat in beats)
+        if leaving and any(beat and _is_stuck(beat, now) for beat in beats):
+            self._end_within(0.0, _FORCE)
+
+    def _end_within(self, term: float, kill: float) -> None:
+        """Schedules SIGTERM and SIGKILL, in seconds from now; what is due earlier already stays."""
+        now = time.monotonic()
+        for number, delay in ((signal.SIGTERM, term), (signal.SIGKILL, kill)):
+            self._schedule[number] = min(self._schedule.get(number, float("inf")), now + delay)
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        self._wait_for_saving(now)
+        for number, due in list(self._schedule.items()):
+            if due <= now and self._running:
+                self._schedule[number] = float("inf")
+                self._control.ending = True
+                self._told.update(self._running)
+                self._server.signal(number, self._running)
+
+    def _wait_for_saving(self, now: float) -> None:
+        """After one Ctrl-C, ranks that write a checkpoint get a few seconds more."""
+        if self._reason is not StopReason.INTERRUPTED or self._asked_twice:
+            return
+        if now > self._asked_at + _INTERRUPT_SAVE_LIMIT or min(self._schedule.values()) > now:
+            return
+        beats = [read_beat(self._directory, rank) for rank in self._running]
+        if any(beat and beat.phase == "save" for beat in beats):
+            for number, more in ((signal.SIGTERM, _TICK), (signal.SIGKILL, _TICK + 1.0)):
+                self._schedule[number] = max(self._schedule[number], now + more)
+
+    def _close_the_books(self) -> None:
+        """Notes an end for every rank that the lost server can no longer report."""
+        lost = [rank for rank in range(self._options.devices.count) if rank not in self._ended]
+        self.server_lost = bool(lost) and self._reason is StopReason.NONE
+        for rank in lost:
+            self._told.add(rank)
+            self._note_end(rank, -signal.SIGKILL, time.monotonic())
+
+
+def _is_stuck(beat: Beat, now: float) -> bool:
+    return beat.membership is Membership.JOINED and beat.phase in _TRAINING and now - beat.time > _STUCK
