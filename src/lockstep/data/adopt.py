@@ -57,7 +57,7 @@ class Source:
 
 
 def adopt(source: Any) -> Source:
-    """Takes a data set as it is, and a DataLoader apart; refuses what no plan can follow (``ConfigError``)."""
+    """Takes a data set as it is, and a DataLoader apart; refuses what no plan can follow."""
     if isinstance(source, Source):
         return source
     if isinstance(source, DataLoader):
@@ -128,8 +128,8 @@ def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
 def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, so no plan can say "
-            "who reads which. Give it __len__ and __getitem__(index)."
+            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, so no "
+            "plan can say who reads which. Give it __len__ and __getitem__(index)."
         )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
@@ -161,7 +161,7 @@ def _notes_on_loader(loader: DataLoader[Any]) -> tuple[str, ...]:
 
 
 def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int, holders: int) -> str | None:
-    """A sentence for the log if the DataLoader's batch size is none of the recipe's sizes, else ``None``.
+    """A sentence for the log if the DataLoader's batch size is none of the recipe's, else ``None``.
 
     It is replaced in any case: the global batch belongs to the run.
     """
@@ -169,8 +169,8 @@ def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int
     if source.batch_size is None or source.batch_size in known:
         return None
     return (
-        f"The DataLoader's batch_size={source.batch_size} is replaced by the run's global_batch={global_batch} "
-        f"({micro_batch_size} samples in each micro-batch)."
+        f"The DataLoader's batch_size={source.batch_size} is replaced by the run's "
+        f"global_batch={global_batch} ({micro_batch_size} samples in each micro-batch)."
     )
 
 

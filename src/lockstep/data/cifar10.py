@@ -52,7 +52,7 @@ class CIFAR10(ImageArrays):
     ) -> None:
         if split not in _FILES:
             raise ConfigError(f"CIFAR10 has no split {split!r}. Known: train, validation.")
-        self._names: list[str] = []
+        self._files: list[tuple[str, int]] = []
         images, labels = self._load(Path(root), split, images_per_file)
         super().__init__(
             torch.from_numpy(images),
@@ -65,52 +65,56 @@ class CIFAR10(ImageArrays):
 
     def sample_path(self, index: int) -> str:
         """The file a sample comes from, and its number there."""
-        if len(self._names) == len(self):
-            return self._names[index]
-        number, entry = divmod(index, -(-len(self) // max(1, len(self._names))))
-        return f"{self._names[number]}, entry {entry}" if number < len(self._names) else ""
+        entry = index
+        for path, count in self._files:
+            if entry < count:
+                return path if count == 1 else f"{path}, entry {entry}"
+            entry -= count
+        raise IndexError(index)
 
     def _load(self, root: Path, split: str, images_per_file: int | None) -> Arrays:
-        published = _published(root, split)
+        files = {str(path): content for path, content in files_of(root, lambda path: _is_wanted(path, split))}
+        published = {
+            PurePosixPath(path).name.removesuffix(".bin"): path for path in files if not _is_photo(path)
+        }
         if not published:
-            return self._load_photos(root, split)
+            return self._load_photos(root, split, files)
         missing = [name for name in _FILES[split] if name not in published]
         if missing:
             raise DataError(
                 f"{root} has {', '.join(published)} but not {', '.join(missing)}. Download it again."
             )
         parts = []
-        for name in _FILES[split]:
-            path, content = published[name]
-            images, labels = (_binary if path.endswith(".bin") else _pickled)(content, path)
+        for path in (published[name] for name in _FILES[split]):
+            images, labels = (_binary if path.endswith(".bin") else _pickled)(files[path], path)
             if images_per_file is not None and len(images) != images_per_file:
                 raise DataError(f"{path} holds {len(images):,} images instead of {images_per_file:,}.")
-            _check(labels, path)
+            self._files.append((path, len(images)))
             parts.append((images, labels))
-            self._names.append(path)
         return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
 
-    def _load_photos(self, root: Path, split: str) -> Arrays:
-        found: list[tuple[str, int, np.ndarray[Any, Any]]] = []
-        for path, content in files_of(root, lambda path: _is_photo(path, split)):
-            found.append((str(path), CLASSES.index(path.parts[-2]), _pixels(content, path)))
-        empty = sorted(set(CLASSES) - {CLASSES[label] for _, label, _ in found})
+    def _load_photos(self, root: Path, split: str, files: dict[str, bytes]) -> Arrays:
+        self._files = [(path, 1) for path in sorted(files)]
+        labels = [CLASSES.index(PurePosixPath(path).parts[-2]) for path, _ in self._files]
+        empty = [name for label, name in enumerate(CLASSES) if label not in labels]
         if empty:
             raise DataError(
                 f"{root} has no images of {', '.join(empty)} for {split}. It needs the python version "
                 f"({_FILES[split][0]}), the binary version ({_FILES[split][0]}.bin), or folders "
                 f"{_FOLDERS[split][0]}/<class> for all ten classes."
             )
-        found.sort(key=lambda entry: entry[0])
-        self._names = [name for name, _, _ in found]
-        return np.stack([pixels for _, _, pixels in found]), np.array([label for _, label, _ in found])
+        return np.stack([_pixels(files.pop(path), path) for path, _ in self._files]), np.array(labels)
 
 
-def _published(root: Path, split: str) -> dict[str, tuple[str, bytes]]:
-    """The files of the python or binary version: their path and content by name without ending."""
-    names = {name + end for name in _FILES[split] for end in ("", ".bin")}
-    found = files_of(root, lambda path: path.name in names)
-    return {path.name.removesuffix(".bin"): (str(path), content) for path, content in found}
+def _is_wanted(path: PurePosixPath, split: str) -> bool:
+    if path.name.removesuffix(".bin") in _FILES[split]:
+        return True
+    folders = path.parts[-3:-1]
+    return _is_photo(path) and len(folders) == 2 and folders[0] in _FOLDERS[split] and folders[1] in CLASSES
+
+
+def _is_photo(path: str | PurePosixPath) -> bool:
+    return PurePosixPath(path).suffix.lower() in SUFFIXES
 
 
 def _pickled(content: bytes, path: str) -> Arrays:
@@ -135,23 +139,7 @@ def _binary(content: bytes, path: str) -> Arrays:
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].astype(np.int64)
 
 
-def _check(labels: np.ndarray[Any, Any], path: str) -> None:
-    wrong = np.flatnonzero((labels < 0) | (labels >= len(CLASSES)))
-    if len(wrong):
-        raise DataError(f"{path}, entry {wrong[0]}: label {labels[wrong[0]]} is not one of 0 to 9.")
-
-
-def _is_photo(path: PurePosixPath, split: str) -> bool:
-    folders = path.parts[-3:-1]
-    return (
-        path.suffix.lower() in SUFFIXES
-        and len(folders) == 2
-        and folders[0] in _FOLDERS[split]
-        and folders[1] in CLASSES
-    )
-
-
-def _pixels(content: bytes, path: PurePosixPath) -> np.ndarray[Any, Any]:
+def _pixels(content: bytes, path: str) -> np.ndarray[Any, Any]:
     try:
         photo = decode_rgb(content)
     except Exception as error:

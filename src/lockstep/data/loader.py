@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.data.alignment import aligned
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.inline import InlineReading, Reading, Request
 from lockstep.data.keyed import EVALUATION_EPOCH
@@ -70,7 +71,7 @@ class StepLoader:
         ahead, steps = tee(planned_steps(self._plan, epoch, first))
         results = self._reading.read(self._requests(ahead))
         for step in steps:
-            parts = tuple(MicroBatch(k, step.indices[k], next(results)) for k in self._share(step))
+            parts = tuple(MicroBatch(k, step.indices[k], aligned(next(results))) for k in self._share(step))
             yield Batch(step, parts)
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class EvaluationLoader:
         """Yields this rank's micro-batches; ``k`` numbers all micro-batches of the set."""
         results = self._reading.read(Request(EVALUATION_EPOCH, self._indices(k)) for k in self._share)
         for k in self._share:
-            yield MicroBatch(k, self._indices(k), next(results))
+            yield MicroBatch(k, self._indices(k), aligned(next(results)))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
