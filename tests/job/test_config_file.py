@@ -47,8 +47,8 @@ lr = 0.1
     assert lines[0] == "The job has 8 mistakes."
     assert {line.strip() for line in lines[1:]} == {
         f"{path}:2: model.target should be an import path like 'package.module:name' and is 'resnet34'.",
-        f"{path}:4: data.train.transform.1.target should be an import path like 'package.module:name' and is 'c.d'."
-        " Did you mean 'c:d'?",
+        f"{path}:4: data.train.transform.1.target should be an import path like 'package.module:name' and"
+        " is 'c.d'. Did you mean 'c:d'?",
         f"{path}:5: data.worker is not a known setting. Did you mean 'workers'?",
         f"{path}:7: training.epochs should be a whole number and is 'ten'.",
         f"{path}:8: training.devices is not a known setting. Did you mean 'run.devices'?",

@@ -14,9 +14,9 @@ from lockstep.job.config_reader import read_table
 
 SOURCES = [path.read_text() for path in sorted(BUILT_IN_JOBS.glob("*.toml"))]
 SPARE = [
-    "[", "]", "{", "}", "=", '"', "'", '"""', "#", "\n", ",", ".", "[[data]]", "[model.x]", "target", "{data}",
-    "{seed}", "-1", "0", "1e999", "nan", "true", "9" * 30, "1979-05-27", "''", "[]", "{}", "\\u0000", "é",
-    "[run]\ndevices = 1\n", "x = [1, {y = 2}]\n", "../..", "a:b", "micro_batches = 7\n", "epochs = 0\n",
+    "[", "]", "{", "}", "=", '"', "'", '"""', "#", "\n", ",", ".", "[[data]]", "[model.x]", "target",
+    "{data}", "{seed}", "-1", "0", "1e999", "nan", "9" * 30, "1979-05-27", "''", "[]", "{}", "\\u0000",
+    "é", "[run]\ndevices = 1\n", "x = [1, {y = 2}]\n", "../..", "a:b", "micro_batches = 7\n", "epochs = 0\n",
 ]  # fmt: skip
 ROUNDS = 2000
 

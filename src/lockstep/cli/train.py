@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+import sys
 
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
@@ -11,9 +13,10 @@ from lockstep.job.config import PRECISIONS, STRATEGIES, JobConfig
 from lockstep.job.config_file import built_in_jobs, load_job
 from lockstep.job.config_overrides import Override, parse_set, toml_value
 from lockstep.job.config_rules import machine_problems
-from lockstep.job.run_folder import choose_run_folder, run_folder
-from lockstep.launch.devices import Devices, parse_devices
-from lockstep.launch.targets import EntryTarget
+from lockstep.job.run_folder import choose_run_folder, locked, run_folder
+from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
+from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.run_target import run_target
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -96,14 +99,27 @@ def resolve_devices(config: JobConfig) -> Devices:
 def _launch(config: JobConfig, devices: Devices) -> int:
     """Starts the ranks and waits for them; in a world that another launcher started, becomes a rank of it."""
     if World.from_environment().launcher != "python":
-        from lockstep.job.rank import main as rank_main
-
-        rank_main(config.to_json())
-        return EXIT_DONE
-    from lockstep.launch import LaunchOptions, supervise
-
+        return _join(config)
     config = choose_run_folder(config)
     options = LaunchOptions(
-        devices=devices, threads=config.run.threads, log_directory=str(run_folder(config) / "ranks")
+        devices=devices,
+        threads=config.run.threads,
+        log_directory=str(run_folder(config) / "ranks"),
+        grace=config.run.grace,
     )
-    return supervise(EntryTarget(entry=ENTRY, payload=config.to_json()), options)
+    with locked(run_folder(config)):
+        return supervise(EntryTarget(entry=ENTRY, payload=_payload(config)), options)
+
+
+def _payload(config: JobConfig) -> dict[str, object]:
+    """What the ranks are given: the job, and the words of this command, for the one that proves the result."""
+    return {"config": config.to_json(), "command": ["lockstep", *sys.argv[1:]]}
+
+
+def _join(config: JobConfig) -> int:
+    """Runs the job in this process, which torchrun, SLURM or MPI has made a rank already."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        arm(os.getppid())
+    arm_future_children()
+    run_target(EntryTarget(entry=ENTRY, payload=_payload(config)))
+    return EXIT_DONE

@@ -118,6 +118,8 @@ class TrainingConfig(_Checked):
     """Keeps images and convolution weights in channels-last order."""
     compile: bool = False
     """Compiles the model with torch.compile; another recipe than the same job without."""
+    running_buffers: tuple[str, ...] = ()
+    """Patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
     clip_norm: float | None = field(default=None, metadata={"check": more_than(0)})
     """Greatest norm of the whole gradient; none: not clipped."""
     drop_last: bool = False
@@ -138,6 +140,10 @@ class RunConfig(_Checked):
     """A number of devices, ``auto``, ``cpu``, ``cpu:N``, or the devices themselves as in ``"0,5"``."""
     threads: int = field(default=1, metadata={"check": at_least(1)})
     """CPU threads that each rank computes with. Part of the recipe: sums on a CPU depend on it."""
+    timeout: float = field(default=600.0, metadata={"check": more_than(0)})
+    """Seconds that a rank waits for another before it gives up."""
+    grace: float = field(default=25.0, metadata={"check": at_least(0)})
+    """Seconds that ranks have to save and stop after SIGTERM or SIGUSR1, before they are ended."""
     directory: str = "runs"
     """Folder that holds the folders of all runs; a relative one is looked up where the command is given."""
     name: str = field(default="", metadata={"check": plain_name})

@@ -10,12 +10,17 @@ resume = CHECKPOINT a new run that starts from it
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
+
+LOCK = "lock"
 
 
 def run_folder(config: JobConfig) -> Path:
@@ -26,17 +31,16 @@ def run_folder(config: JobConfig) -> Path:
 def choose_run_folder(config: JobConfig) -> JobConfig:
     """Creates the run's folder, or takes up the one that is resumed; returns the job with both decided.
 
-    ``ConfigError`` if the folder exists or cannot be written; nothing has been changed then.
+    In the job that comes back, ``resume`` is empty, ``auto`` (the newest checkpoint of this run's folder) or the
+    path of one checkpoint. ``ConfigError`` if the folder exists or cannot be written; nothing was changed then.
     """
     resume = config.checkpoint.resume
     if resume == "auto":
         latest = latest_run(config)
-        if latest is not None:
-            return _placed(config, latest, resume=str(latest.absolute()))
-        config = _placed(config, run_folder(config), resume="")
-    elif resume and _has_checkpoint(Path(resume)):
-        return _placed(config, Path(resume), resume=resume)
-    return _placed(config, _create(config), resume=config.checkpoint.resume)
+        return _placed(config, latest, "auto") if latest else _placed(config, _create(config), "")
+    if resume and _has_checkpoint(Path(resume)):
+        return _placed(config, Path(resume), "auto")
+    return _placed(config, _create(config), resume)
 
 
 def planned_run_folder(config: JobConfig) -> Path:
@@ -48,6 +52,22 @@ def planned_run_folder(config: JobConfig) -> Path:
     if resume and resume != "auto" and _has_checkpoint(Path(resume)):
         return Path(resume)
     return run_folder(config) if config.run.name else _numbered(config, _last_number(config) + 1)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a run folder; the lock goes with this process, however it ends."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(f"The run folder '{folder}' is used by a run that is still going on.") from error
+    finally:
+        os.close(descriptor)
 
 
 def latest_run(config: JobConfig) -> Path | None:
@@ -70,7 +90,7 @@ def _create(config: JobConfig) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if config.run.name:
-            run_folder(config).mkdir()
+            run_folder(config).mkdir(exist_ok=config.checkpoint.resume == "auto")
             return run_folder(config)
         return _create_numbered(config)
     except FileExistsError as error:
