@@ -13,6 +13,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.errors import ConfigError
+
 Uniforms = npt.NDArray[np.float64]
 
 
@@ -67,6 +69,14 @@ class RandomResizedCrop:
 
     _TRIES = 10
 
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
+            if not 0 < low <= high:
+                raise ConfigError(f"RandomResizedCrop {name}=({low:g}, {high:g}) must rise from above 0.")
+        if not 0 <= self.flip <= 1:
+            raise ConfigError(f"RandomResizedCrop flip={self.flip:g} is a probability: 0 to 1.")
+
     @property
     def draws(self) -> int:
         """Two for each try, two for the place, one for mirroring."""
@@ -103,6 +113,14 @@ class CenterCrop:
     size: int = 224
     resize: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        if self.resize is not None and self.resize < self.size:
+            raise ConfigError(
+                f"CenterCrop cannot cut size={self.size} out of photos resized to {self.resize}. "
+                f"Choose resize of at least {self.size}."
+            )
+
     @property
     def draws(self) -> int:
         """None: the same picture every time."""
@@ -110,7 +128,7 @@ class CenterCrop:
 
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """The central square of one photo."""
-        shorter = max(self.size, round(self.size * 256 / 224) if self.resize is None else self.resize)
+        shorter = round(self.size * 256 / 224) if self.resize is None else self.resize
         if width <= height:
             resized = (int(shorter * height / width), shorter)
         else:
@@ -129,6 +147,9 @@ class Squeeze:
 
     size: int
 
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+
     @property
     def draws(self) -> int:
         """None: the same picture every time."""
@@ -137,6 +158,11 @@ class Squeeze:
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """All of the photo."""
         return Cut((0, 0, width, height), (self.size, self.size))
+
+
+def _check_size(size: int) -> None:
+    if size < 1:
+        raise ConfigError(f"Pictures of size={size} were asked for; it must be at least 1.")
 
 
 def _fitting(width: int, height: int, narrow: float, wide: float) -> tuple[int, int]:

@@ -134,7 +134,8 @@ class SampleReader:
                 f"The samples {_numbers(keys)} cannot be put into one micro-batch: {_told(error)}. "
                 "Give a transform that makes all samples of one shape, or a collate function that pads them."
             ) from error
-        return tuple(data) if isinstance(data, list) and isinstance(samples[0], tuple) else data
+        is_pair = self._collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
+        return tuple(data) if is_pair else data
 
 
 def _numbers(keys: SampleKeys) -> str:

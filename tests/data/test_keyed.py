@@ -1,0 +1,64 @@
+import random
+
+import numpy as np
+import torch
+
+from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.seeding import sample_seed
+
+
+def draw():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), np.random.randn(), random.gauss(0, 1)
+
+
+def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():
+    seed_generators(sample_seed(1, 2, 3))
+    first = draw()
+    draw()
+    seed_generators(sample_seed(1, 2, 3))
+    assert draw() == first
+
+
+def test_the_three_streams_are_not_copies_of_each_other():
+    seed_generators(12345)
+    drawn = torch.rand(1000, dtype=torch.float64).numpy(), np.random.rand(1000)
+    assert abs(np.corrcoef(*drawn)[0, 1]) < 0.15
+    assert not np.intersect1d(drawn[0].round(6), drawn[1].round(6)).size > 10
+
+
+def test_generators_go_on_as_if_nothing_had_been_drawn():
+    seed_generators(1)
+    np.random.randn()  # leaves a second number waiting in NumPy's generator
+    draw()
+    with generators_kept():
+        after_nothing = draw()
+    with generators_kept():
+        seed_generators(99)
+        draw()
+    assert draw() == after_nothing
+
+
+def test_uniforms_of_a_sample_do_not_depend_on_the_micro_batch_it_is_in():
+    together = SampleKeys(5, 1, np.array([3, 9, 4])).uniforms(7)
+    alone = SampleKeys(5, 1, np.array([9])).uniforms(7)
+    fewer = SampleKeys(5, 1, np.array([9])).uniforms(2)
+    assert np.array_equal(together[1], alone[0])
+    assert np.array_equal(fewer[0], alone[0, :2])
+
+
+def test_uniforms_differ_by_seed_epoch_and_sample():
+    drawn = {
+        tuple(SampleKeys(seed, epoch, np.array([index])).uniforms(4)[0])
+        for seed in (0, 1)
+        for epoch in (-1, 0, 1)
+        for index in (0, 1, 2)
+    }
+    assert len(drawn) == 18
+
+
+def test_uniforms_are_spread_evenly_over_zero_to_one():
+    drawn = SampleKeys(0, 0, np.arange(4000)).uniforms(5)
+    assert drawn.min() >= 0.0 and drawn.max() < 1.0
+    counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
+    assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-squared with 19 degrees of freedom, p about 0.0001
+    assert abs(np.corrcoef(drawn.T)[np.triu_indices(5, 1)]).max() < 0.06

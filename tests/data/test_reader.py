@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from lockstep.data.keyed import generators_kept
+from lockstep.data.reader import BrokenSample, SampleReader
+from lockstep.errors import DataError
+
+
+class Squares(Dataset):
+    def __init__(self, size=20, broken=()):
+        self.size, self.broken = size, broken
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise OSError("image file is truncated (3 bytes not processed)")
+        return torch.tensor([float(index), float(index) ** 2]) + torch.rand(2), index
+
+
+class Whole(Squares):
+    in_memory = True
+
+    def get_batch(self, indices, keys):
+        for position, index in enumerate(indices):
+            if index in self.broken:
+                raise BrokenSample(position) from OSError("cannot identify image file")
+        return torch.from_numpy(keys.uniforms(2)), torch.from_numpy(indices)
+
+
+class Listed(Squares):
+    def __getitems__(self, indices):
+        return [{"x": torch.rand(2), "number": index} for index in indices]
+
+
+class Files(Squares):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.root, self.samples = "/photos", [(f"/photos/roses/{i}.jpg", 0) for i in range(20)]
+
+
+def read(dataset, indices, epoch=0, **options):
+    return SampleReader(dataset, seed=4, **options).read(epoch, np.array(indices))
+
+
+def equal(a, b):
+    return type(a) is type(b) and len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_tensors_are_indexed_as_the_samples_would_be():
+    tensors = torch.rand(10, 3), torch.arange(10)
+    inputs, targets = read(TensorDataset(*tensors), [7, 2, 2])
+    assert torch.equal(inputs, tensors[0][[7, 2, 2]]) and targets.tolist() == [7, 2, 2]
+    each = read(TensorDataset(*tensors), [7, 2, 2], collate=torch.utils.data.default_collate)
+    assert equal(each, (inputs, targets))
+
+
+def test_a_custom_collate_gets_single_samples_of_a_tensor_dataset():
+    got = read(TensorDataset(torch.arange(4)), [3, 1], collate=lambda samples: [int(x) for (x,) in samples])
+    assert got == [3, 1]
+
+
+def test_pairs_are_collated_into_a_pair():
+    inputs, targets = read(Squares(), [1, 5])
+    assert inputs.shape == (2, 2) and targets.tolist() == [1, 5]
+    assert isinstance(read(Squares(), [1, 5]), tuple)
+
+
+def test_a_sample_is_the_same_in_any_micro_batch():
+    together, alone = read(Squares(), [3, 8, 5]), read(Squares(), [8])
+    assert torch.equal(together[0][1], alone[0][0])
+    assert not torch.equal(read(Squares(), [8], epoch=1)[0], alone[0])
+
+
+def test_a_batch_method_gets_the_rows_below_a_subset_and_the_keys_above_it():
+    chosen = Subset(Subset(Whole(), range(10, 20)), [4, 0, 2])
+    uniforms, rows = read(chosen, [1, 2])
+    assert rows.tolist() == [10, 12]
+    assert torch.equal(uniforms, read(Whole(), [1, 2])[0])
+
+
+def test_a_subset_without_batches_is_read_sample_by_sample():
+    _, numbers = read(Subset(Squares(), [9, 8, 7]), [2, 0])
+    assert numbers.tolist() == [7, 9]
+
+
+def test_list_access_is_used_and_its_random_numbers_are_keyed():
+    data = read(Listed(), [4, 6])
+    assert data["number"].tolist() == [4, 6]
+    torch.rand(1)
+    assert torch.equal(read(Listed(), [4, 6])["x"], data["x"])
+
+
+def test_reading_leaves_the_random_numbers_of_the_process_alone():
+    for dataset in (Squares(), Whole(), Listed(), TensorDataset(torch.arange(9))):
+        with generators_kept():
+            expected = torch.rand(2)
+        with generators_kept():
+            read(dataset, [1, 2])
+            assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("kind", [Squares, Whole])
+def test_a_broken_sample_is_named_with_its_cause(kind):
+    with pytest.raises(DataError, match=r"Sample 12 cannot be read: OSError: .*image file") as caught:
+        read(kind(broken={12}), [3, 12])
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.exit_code == 3
+
+
+def test_the_file_of_a_broken_sample_is_named_where_the_set_knows_it():
+    with pytest.raises(DataError, match=r"Sample 12 \(roses/12\.jpg\) cannot be read"):
+        read(Files(broken={12}), [12])
+    with pytest.raises(DataError, match=r"Sample 1 \(roses/12\.jpg\) cannot be read"):
+        read(Subset(Files(broken={12}), [11, 12]), [1])
+
+
+def test_samples_of_unequal_shape_are_named_with_what_to_do():
+    class Ragged(Squares):
+        def __getitem__(self, index):
+            return torch.zeros(index)
+
+    with pytest.raises(DataError, match=r"samples 1, 2 cannot be put into one micro-batch.*one shape"):
+        read(Ragged(), [1, 2])
+
+
+def test_only_sets_in_memory_are_kept_from_the_workers():
+    assert SampleReader(TensorDataset(torch.arange(3)), seed=0).in_memory
+    assert SampleReader(Whole(), seed=0).in_memory
+    assert not SampleReader(Whole(), seed=0, collate=list).in_memory
+    assert not SampleReader(Squares(), seed=0).in_memory
