@@ -112,7 +112,7 @@ def _launch(config: JobConfig, devices: Devices) -> int:
 
 
 def _payload(config: JobConfig) -> dict[str, object]:
-    """What the ranks are given: the job, and the words of this command, for the one that proves the result."""
+    """What the ranks are given: the job, and the words of this command for the one that proves it."""
     return {"config": config.to_json(), "command": ["lockstep", *sys.argv[1:]]}
 
 

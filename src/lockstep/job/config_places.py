@@ -66,6 +66,21 @@ def settle(
     return settled, filler.remarks(config)
 
 
+def with_lengths(scheduler: Component, *, epochs: int, steps_per_epoch: int) -> Component:
+    """A torch scheduler's component with ``{epochs}``, ``{steps}`` and ``{steps_per_epoch}`` filled in."""
+    lengths = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "steps": epochs * steps_per_epoch}
+    named = {f"{{{name}}}": length for name, length in lengths.items()}
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: fill(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [fill(item) for item in value]
+        return named.get(value, value) if isinstance(value, str) else value
+
+    return Component(target=scheduler.target, args=fill(scheduler.args))
+
+
 class _Filler:
     """Replaces placeholders in the arguments of components."""
 

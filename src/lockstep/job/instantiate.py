@@ -135,7 +135,7 @@ def check_arguments(
 
 def importable_from(folders: Iterable[str]) -> None:
     """Puts the folders of a job's own modules at the head of the import path, once, in the order given."""
-    for folder in reversed(tuple(folders)):
+    for folder in reversed(dict.fromkeys(folders)):
         if folder not in sys.path:
             sys.path.insert(0, folder)
 

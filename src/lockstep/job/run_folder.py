@@ -31,8 +31,8 @@ def run_folder(config: JobConfig) -> Path:
 def choose_run_folder(config: JobConfig) -> JobConfig:
     """Creates the run's folder, or takes up the one that is resumed; returns the job with both decided.
 
-    In the job that comes back, ``resume`` is empty, ``auto`` (the newest checkpoint of this run's folder) or the
-    path of one checkpoint. ``ConfigError`` if the folder exists or cannot be written; nothing was changed then.
+    In the job that comes back, ``resume`` is empty, ``auto`` (the newest checkpoint of the run's folder) or
+    the path of one checkpoint. ``ConfigError`` if the folder exists or cannot be written.
     """
     resume = config.checkpoint.resume
     if resume == "auto":

@@ -1,0 +1,71 @@
+"""``lockstep``: finds the command, and says a mistake in one sentence."""
+
+import pytest
+
+from lockstep.cli import command_line
+from lockstep.errors import DataError
+
+
+def test_the_version_is_told(command):
+    status, output, _ = command("--version")
+    assert status == 0
+    assert output.startswith("lockstep 0.")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("run", "--help")])
+def test_help_ends_well(command, arguments):
+    status, output, errors = command(*arguments)
+    assert (status, errors) == (0, "")
+    assert output.startswith("usage: lockstep")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "The following arguments are required: COMMAND."),
+        (("trian",), "'trian' is not a command of 'lockstep'. Did you mean 'train'?"),
+        (("train", "--epohcs", "3"), "--epohcs is not known to 'lockstep train'. Did you mean '--epochs'?"),
+        (("train", "--epohcs=3"), "Did you mean '--epochs'?"),
+        (("train", "digits", "--dat", "x"), "Did you mean '--data'?"),
+        (("train", "digits", "more"), "more is not known to 'lockstep train'."),
+        (("train", "--epochs"), "expected one argument."),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_two(command, arguments, expected):
+    status, output, errors = command(*arguments)
+    assert (status, output) == (2, "")
+    assert errors.startswith("lockstep: ")
+    assert errors.count("\n") == 1
+    assert expected in errors
+
+
+def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monkeypatch):
+    class Failing:
+        error: BaseException = DataError("the photo x.jpg ends early.")
+
+        @staticmethod
+        def add_arguments(parser):
+            pass
+
+        @classmethod
+        def main(cls, arguments):
+            raise cls.error
+
+    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Failing)
+    assert command("train")[::2] == (3, "lockstep: the photo x.jpg ends early.\n")
+    Failing.error = KeyboardInterrupt()
+    assert command("train")[::2] == (130, "")
+    Failing.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        command("train")
+
+
+def test_only_the_module_of_the_command_is_imported(process):
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from lockstep.cli import main; main(['run', '--help']);"
+        "assert 'lockstep.cli.train' not in sys.modules, 'train'; assert 'torch' not in sys.modules, 'torch'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,21 @@
+"""``lockstep train --dry-run``: says what would run, and leaves nothing behind."""
+
+from pathlib import Path
+
+
+def test_the_default_job_is_described_and_nothing_is_written(command):
+    status, output, errors = command("train", "--dry-run", "--devices", "cpu:3")
+    assert (status, errors) == (0, "")
+    assert "lockstep.data:Digits, 1,438 samples; evaluation: 359 samples" in output
+    assert "lockstep.models:digits_net" in output
+    assert "cpu:3 (3 ranks of 1 thread(s)" in output
+    assert "optimizer steps" in output
+    assert "learning rate over" in output
+    assert "runs/digits-001" in output
+    assert not list(Path().iterdir())
+
+
+def test_what_would_be_refused_is_refused_first(command):
+    status, output, errors = command("train", "--dry-run", "--set", "training.micro_batches=7")
+    assert (status, output) == (2, "")
+    assert "micro_batches=7 does not divide" in errors

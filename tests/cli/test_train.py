@@ -1,0 +1,92 @@
+"""``lockstep train``: options become settings, and nothing starts before all is checked."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import train
+from lockstep.job import JobConfig
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Keeps what would be started in a list, in place of starting it."""
+    orders = []
+    monkeypatch.setattr(train, "supervise", lambda target, options: orders.append((target, options)) or 0)
+    return orders
+
+
+def test_options_become_settings_and_win_over_set(command, started):
+    status, _, errors = command(
+        "train", "digits", "--devices", "cpu:3", "--strategy", "ddp", "--precision", "bf16", "--epochs", "4",
+        "--threads", "2", "--set", "optimizer.lr=0.5", "--set", "training.epochs=9",
+    )  # fmt: skip
+    assert (status, errors) == (0, "")
+    (target, options) = started[0]
+    config = JobConfig.from_json(target.payload["config"])
+    assert target.entry == "lockstep.job.rank:main"
+    assert (config.training.epochs, config.training.precision, config.run.threads) == (4, "bf16", 2)
+    assert config.optimizer.args["lr"] == 0.5
+    assert options.devices.names == ("cpu",) * 3
+    assert options.threads == 2
+    assert Path(config.run.directory, config.run.name) == Path("runs/digits-001")
+    assert Path("runs/digits-001").is_dir()
+
+
+def test_the_default_job_is_digits_on_two_devices(command, started):
+    assert command("train")[0] == 0
+    target, options = started[0]
+    assert JobConfig.from_json(target.payload["config"]).job == "digits"
+    assert options.devices.count == 2
+
+
+def test_a_run_that_is_resumed_goes_on_in_its_folder(command, started):
+    command("train")
+    Path("runs/digits-001/step-00000010").mkdir()
+    command("train", "--resume", "auto")
+    config = JobConfig.from_json(started[1][0].payload["config"])
+    assert (config.run.name, config.checkpoint.resume) == ("digits-001", "auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("digist",), "Did you mean 'digits'?"),
+        (
+            ("--set", "optimizer.lrr=1"),
+            "optimizer.lrr is not an argument of torch.optim:SGD. Did you mean 'lr'?",
+        ),
+        (("--set", "training.epohcs=1"), "Did you mean 'epochs'?"),
+        (("--epochs", "many"), "--epochs many: training.epochs should be a whole number and is 'many'."),
+        (("--strategy", "dpp"), "training.strategy 'dpp' is not known. Did you mean 'ddp'?"),
+        (("--precision", "fp61"), "Did you mean 'fp16'?"),
+        (("--devices", "9"), "9 devices cannot share micro_batches=8"),
+        (("--devices", "cpu:2", "--strategy", "single"), "strategy 'single' uses one"),
+        (("--resume", "nowhere"), "which does not exist"),
+        (("--data", "."), "no argument of job 'digits' uses it"),
+        (("flowers",), "Give it with --data DIR"),
+        (("flowers", "--data", "nowhere"), "does not exist"),
+        (("--set", "model.target=lockstep.models:digit_net"), "Did you mean 'digits_net'?"),
+        (("--set", "optimizer.lr"), "--set optimizer.lr=0.1"),
+    ],
+)
+def test_mistakes_end_with_status_two_and_nothing_is_started_or_written(
+    command, started, arguments, expected
+):
+    status, output, errors = command("train", *arguments)
+    assert (status, output) == (2, "")
+    assert expected in errors
+    assert not started
+    assert not list(Path().iterdir())
+
+
+def test_single_uses_one_device_of_those_that_auto_finds(command, started):
+    command("train", "--strategy", "single", "--devices", "cpu")
+    assert started[0][1].devices.count == 1
+
+
+def test_a_mistake_on_the_real_command_line(process):
+    result = process("train", "digits", "--epohcs", "3")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("lockstep: --epohcs is not known")

@@ -1,0 +1,112 @@
+"""Which folder a run writes to, and what it goes on from."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.job.run_folder import choose_run_folder, locked, planned_run_folder, run_folder
+
+
+@pytest.fixture
+def job(load, tmp_path):
+    return lambda *options: load(f"run.directory={tmp_path / 'runs'}", *options)
+
+
+def checkpoint(folder, step=1):
+    (folder / f"step-{step:08d}").mkdir(parents=True)
+
+
+def test_runs_are_numbered_and_their_folders_made(job, tmp_path):
+    for number in ("001", "002", "003"):
+        config = job()
+        planned = planned_run_folder(config)
+        chosen = choose_run_folder(config)
+        assert run_folder(chosen) == planned == tmp_path / "runs" / f"work-{number}"
+        assert planned.is_dir()
+        assert chosen.checkpoint.resume == ""
+
+
+def test_numbers_go_on_after_the_highest_and_other_names_do_not_count(job, tmp_path):
+    for name in ("work-007", "work-x", "other-050", "work-12"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert choose_run_folder(job()).run.name == "work-008"
+
+
+def test_runs_that_start_at_once_get_different_folders(job):
+    config = job()
+    with ThreadPoolExecutor(8) as pool:
+        names = [chosen.run.name for chosen in pool.map(lambda _: choose_run_folder(config), range(24))]
+    assert len(set(names)) == 24
+
+
+def test_a_name_is_taken_once(job, tmp_path):
+    config = job("run.name=mine")
+    assert run_folder(choose_run_folder(config)) == tmp_path / "runs" / "mine"
+    with pytest.raises(ConfigError, match="exists"):
+        choose_run_folder(config)
+
+
+def test_resume_auto_takes_the_latest_run_that_has_a_checkpoint(job, tmp_path):
+    runs = tmp_path / "runs"
+    checkpoint(runs / "work-001")
+    checkpoint(runs / "work-002")
+    (runs / "work-003").mkdir()
+    config = job("checkpoint.resume=auto")
+    assert planned_run_folder(config) == runs / "work-002"
+    chosen = choose_run_folder(config)
+    assert run_folder(chosen) == runs / "work-002"
+    assert chosen.checkpoint.resume == "auto"
+
+
+def test_resume_auto_starts_anew_where_there_is_nothing_to_resume(job, tmp_path):
+    chosen = choose_run_folder(job("checkpoint.resume=auto"))
+    assert (chosen.run.name, chosen.checkpoint.resume) == ("work-001", "")
+
+
+def test_resume_auto_goes_on_in_a_named_folder_with_or_without_a_checkpoint(job, tmp_path):
+    config = job("checkpoint.resume=auto", "run.name=mine")
+    assert choose_run_folder(config).checkpoint.resume == ""
+    assert choose_run_folder(config).checkpoint.resume == ""
+    checkpoint(tmp_path / "runs" / "mine")
+    assert choose_run_folder(config).checkpoint.resume == "auto"
+
+
+def test_resume_of_a_run_folder_goes_on_in_it(job, tmp_path):
+    checkpoint(tmp_path / "elsewhere" / "old")
+    chosen = choose_run_folder(job(f"checkpoint.resume={tmp_path}/elsewhere/old"))
+    assert run_folder(chosen) == tmp_path / "elsewhere" / "old"
+    assert chosen.checkpoint.resume == "auto"
+
+
+def test_resume_of_one_checkpoint_goes_on_in_a_new_folder(job, tmp_path):
+    checkpoint(tmp_path / "old", step=40)
+    one = tmp_path / "old" / "step-00000040"
+    chosen = choose_run_folder(job(f"checkpoint.resume={one}"))
+    assert chosen.run.name == "work-001"
+    assert chosen.checkpoint.resume == str(one)
+
+
+def test_a_directory_that_is_a_file_is_a_config_error(job, tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match=r"runs"):
+        choose_run_folder(job())
+
+
+def test_a_folder_in_use_is_refused_and_free_again_when_its_process_ended(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from lockstep.job.run_folder import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="still going on"), locked(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+    with locked(tmp_path):
+        pass

@@ -1,0 +1,78 @@
+"""What --dry-run says: numbers that agree with the sample plan, and a plot of the learning rate."""
+
+import pytest
+
+from lockstep.job.summary import Facts, describe, plot, sample_plan
+
+
+@pytest.fixture
+def text(load):
+    def describe_job(*options, **facts):
+        config = load("training.global_batch=64", "training.micro_batches=8", *options)
+        return describe(
+            config, Facts(**{"samples": 1438, "parameters": 12345, "ranks": 3, **facts}), "runs/work-001"
+        )
+
+    return describe_job
+
+
+def test_steps_and_the_ragged_tail_are_told(text):
+    said = text(validation_samples=359)
+    assert "3 epochs x 23 steps = 69 optimizer steps; a step is 64 samples = 8 micro-batches x 8." in said
+    assert "The last step of an epoch has 30 samples: 3 full micro-batches, one of 6, 4 empty" in said
+    assert "12,345 parameters" in said
+    assert "1,438 samples; evaluation: 359 samples" in said
+
+
+def test_a_full_last_batch_needs_no_word(text):
+    assert "The last step" not in text(samples=640)
+
+
+def test_each_rank_has_its_row_and_every_sample_is_in_one(text):
+    rows = [line.split() for line in text().splitlines() if line.startswith("    3  ")]
+    assert [row[1] for row in rows] == ["0", "1", "2"]
+    assert sum(int(row[-2]) for row in rows) == 64
+    assert sum(int(row[-1]) for row in rows) == 30
+
+
+def test_where_the_machine_decides_several_world_sizes_are_shown(text):
+    rows = [
+        line.split()[0] for line in text(ranks=None).splitlines() if line[:5].strip() in ("1", "2", "4", "8")
+    ]
+    assert [rows.count(size) for size in ("1", "2", "4", "8")] == [1, 2, 4, 8]
+
+
+def test_dropped_samples_are_told(text, load):
+    assert "left out  30 samples per epoch" in text("training.drop_last=true")
+    assert "left out  1 samples per epoch" in text(samples=641, batch_norm=True)
+    assert "left out" not in text(samples=641)
+    assert sample_plan(load(), Facts(samples=129, batch_norm=True)).steps_per_epoch == 1
+
+
+def test_the_level_of_equality_is_told(text):
+    assert "equality level A (bitwise)" in text()
+    assert "equality level B (tolerance)" in text("training.reduce=ring")
+
+
+def test_the_learning_rate_is_drawn_from_its_first_to_its_last_value(text):
+    said = text("schedule.kind=cosine", "schedule.final_factor=0.1", "schedule.warmup_steps=10")
+    assert "learning rate over 69 steps (cosine):" in said
+    last = next(line for line in said.splitlines() if line.startswith(" " * 12 + "0.01 "))
+    assert last.split() == ["0.01", "0.0101"]
+
+
+def test_a_torch_scheduler_is_named_instead(text):
+    assert "by torch.optim.lr_scheduler:StepLR" in text("schedule.target=torch.optim.lr_scheduler:StepLR")
+
+
+def test_files_are_told(text, tmp_path):
+    said = text("checkpoint.every_steps=5", "checkpoint.keep=2", f"checkpoint.resume={tmp_path}")
+    assert "runs/work-001/step-*, every 1 epoch(s), every 5 steps; the last 2 and the best are kept" in said
+    assert f"resumes      {tmp_path}" in said
+
+
+def test_a_plot_reaches_its_scale_and_stands_on_zero():
+    lines = plot([0.0, 1.0, 2.0, 4.0], height=4)
+    assert [line.partition("|")[2] for line in lines[:4]] == ["   #", "   #", "  ##", " ###"]
+    assert lines[0].split()[0] == "4"
+    assert plot([0.0], height=2)[0].endswith("|")
