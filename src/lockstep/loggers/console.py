@@ -12,8 +12,8 @@ class Console:
     """Shows loss, accuracy, samples per second and the time left.
 
     Args:
-        stream: where to write, standard error unless given. On a terminal a bar moves through the epoch; into a
-            file or pipe goes one line per epoch and nothing else.
+        stream: where to write, standard error unless given. On a terminal a bar moves through the epoch;
+            into a file or pipe goes one line per epoch and nothing else.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

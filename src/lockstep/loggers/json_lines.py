@@ -56,7 +56,7 @@ class JsonLines:
 
     def _open(self) -> IO[str]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.exists():
+        if self._path.is_file():
             aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
             try:
                 with aside.open("w", encoding="utf-8") as kept:

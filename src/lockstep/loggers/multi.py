@@ -14,8 +14,8 @@ _messages = logging.getLogger(__name__)
 class MultiLogger:
     """Passes every reading on to each of its loggers.
 
-    A logger that raises is warned about once and not called again: a full disk under a log, or a terminal that
-    was closed, must not end a run.
+    A logger that raises is warned about once and not called again: a full disk under a log, or a terminal
+    that was closed, must not end a run.
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:

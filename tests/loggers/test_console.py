@@ -1,0 +1,83 @@
+import io
+import threading
+
+import pytest
+
+from lockstep.loggers import Console, MultiLogger
+from lockstep.loggers.console import _duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def run(console, epochs=2):
+    for epoch in range(epochs):
+        console.begin(epoch, epochs=epochs, start=4 * epoch, steps=4)
+        for step in (1, 2, 3, 4):
+            console.log(4 * epoch + step, {"loss": 0.25, "accuracy": 0.875, "samples_per_second": 12345.6})
+        console.epoch(epoch, 4 * (epoch + 1), {"loss": 0.123456, "validation_accuracy": 0.9722})
+    console.close()
+
+
+def test_into_a_file_goes_one_line_per_epoch_and_nothing_else():
+    stream = io.StringIO()
+    run(Console(stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("epoch 1/2  loss 0.1235  validation accuracy 97.22 %  ")
+    assert lines[0].endswith(" s left")
+    assert lines[1] == "epoch 2/2  loss 0.1235  validation accuracy 97.22 %"
+    assert len(lines) == 2
+
+
+def test_on_a_terminal_a_bar_shows_readings_and_time_left():
+    stream = Terminal()
+    console = Console(stream)
+    console.begin(0, epochs=3, start=8, steps=4)
+    console.log(10, {"loss": 0.25, "accuracy": 0.875, "samples_per_second": 12345.6})
+    console._bar.refresh()
+    shown = stream.getvalue().split("\r")[-1]
+    assert "epoch 1/3:  50%" in shown
+    assert "2/4" in shown
+    assert "left, loss 0.25, accuracy 87.50 %, 12,346 samples/s" in shown
+    console.close()
+
+
+def test_a_bar_leaves_only_the_lines_of_the_epochs_behind():
+    stream = Terminal()
+    run(Console(stream))
+    settled = [line.split("\r")[-1] for line in stream.getvalue().split("\n")]
+    assert [line.split("  ")[0] for line in settled] == ["epoch 1/2", "epoch 2/2", ""]
+
+
+def test_a_bar_starts_no_thread():
+    before = threading.active_count()
+    console = Console(Terminal())
+    console.begin(0, epochs=1, start=0, steps=4)
+    assert threading.active_count() == before
+    console.close()
+
+
+def test_a_run_resumed_within_an_epoch_starts_its_bar_there():
+    console = Console(Terminal())
+    console.begin(1, epochs=2, start=4, steps=4)
+    console.log(7, {"loss": 1.0})
+    assert console._bar.n == 3
+    console.close()
+
+
+def test_a_closed_terminal_warns_once_and_training_goes_on(caplog):
+    stream = io.StringIO()
+    stream.close()
+    run(MultiLogger([Console(stream)]))
+    assert len(caplog.records) == 1
+    assert "Console cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (130, "2 min 10 s"), (3600, "1 h 00 min"), (7384, "2 h 03 min")],
+)
+def test_durations_are_readable(seconds, text):
+    assert _duration(seconds) == text

@@ -1,0 +1,89 @@
+import json
+import os
+
+import pytest
+
+from lockstep.loggers import JsonLines, MultiLogger
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(path, first, last, **options):
+    logger = JsonLines(path, first_step=first, **options)
+    for step in range(first + 1, last + 1):
+        if step % 3 == 1:
+            logger.begin(step // 3, epochs=4, start=step - 1, steps=3)
+        logger.log(step, {"loss": 1 / step})
+        if step % 3 == 0:
+            logger.epoch(step // 3 - 1, step, {"accuracy": 0.5})
+    return logger
+
+
+def test_each_record_can_be_read_at_once(tmp_path):
+    path = tmp_path / "runs" / "log.jsonl"
+    logger = run(path, 0, 3)
+    assert records(path) == [
+        {"kind": "step", "step": 1, "epoch": 0, "loss": 1.0},
+        {"kind": "step", "step": 2, "epoch": 0, "loss": 0.5},
+        {"kind": "step", "step": 3, "epoch": 0, "loss": 1 / 3},
+        {"kind": "epoch", "step": 3, "epoch": 0, "accuracy": 0.5},
+    ]
+    logger.close()
+    logger.close()
+
+
+@pytest.mark.parametrize("resumed_at", [0, 3, 4, 6, 8])
+def test_a_run_that_was_stopped_and_resumed_has_every_record_once(tmp_path, resumed_at):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    run(whole, 0, 12).close()
+    run(parts, 0, 8).close()
+    logger = run(parts, resumed_at, 12)
+    logger.close()
+    assert [(r["kind"], r["step"]) for r in records(parts)] == [
+        (r["kind"], r["step"]) for r in records(whole)
+    ]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_torn_line_of_a_killed_run_is_left_out(tmp_path):
+    path = tmp_path / "log.jsonl"
+    run(path, 0, 2).close()
+    with path.open("ab") as file:
+        file.write(b'{"kind": "step", "st\xff')
+    run(path, 2, 3).close()
+    assert [record["step"] for record in records(path)] == [1, 2, 3, 3]
+
+
+def test_values_that_json_does_not_have_are_null(tmp_path):
+    path = tmp_path / "log.jsonl"
+    logger = JsonLines(path)
+    logger.log(1, {"loss": float("nan"), "scale": float("inf"), "rate": 0.1})
+    logger.close()
+    assert records(path)[0] | {"kind": 0} == {
+        "kind": 0,
+        "step": 1,
+        "epoch": 0,
+        "loss": None,
+        "scale": None,
+        "rate": 0.1,
+    }
+
+
+def test_a_log_on_a_full_disk_warns_once_and_training_goes_on(caplog):
+    """/dev/full takes no byte."""
+    logger = MultiLogger([JsonLines("/dev/full")])
+    for step in range(3):
+        logger.log(step, {"loss": 1.0})
+    logger.close()
+    assert len(caplog.records) == 1
+    assert os.strerror(28) in caplog.text
+
+
+def test_a_log_in_a_place_that_cannot_be_made_warns_once(caplog):
+    logger = MultiLogger([JsonLines("/proc/run/log.jsonl")])
+    for step in range(3):
+        logger.log(step, {"loss": 1.0})
+    assert len(caplog.records) == 1
+    assert "JsonLines cannot be written" in caplog.text

@@ -1,0 +1,64 @@
+import os
+import sys
+
+import pytest
+
+from lockstep.loggers import MultiLogger, TensorBoard
+
+
+def scalars(directory):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(directory)).Reload()
+    return {
+        tag: [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def test_a_resumed_run_shows_every_step_once(tmp_path):
+    pytest.importorskip("tensorboard")
+    first = TensorBoard(tmp_path)
+    first.begin(0, epochs=1, start=0, steps=4)
+    for step in (1, 2, 3, 4):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    second = TensorBoard(tmp_path, first_step=2)
+    for step in (3, 4, 5):
+        second.log(step, {"loss": 10.0 * step})
+    second.epoch(0, 5, {"accuracy": 0.75})
+    second.close()
+    assert scalars(tmp_path) == {
+        "train/loss": [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)],
+        "epoch/accuracy": [(5, 0.75)],
+    }
+
+
+def test_results_can_be_seen_after_each_epoch_while_the_run_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
+    logger = TensorBoard(tmp_path)
+    logger.epoch(0, 5, {"accuracy": 0.75})
+    try:
+        assert scalars(tmp_path) == {"epoch/accuracy": [(5, 0.75)]}
+    finally:
+        logger.close()
+
+
+def test_a_missing_package_is_said_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    logger = MultiLogger([TensorBoard(tmp_path / "tb")])
+    for step in range(3):
+        logger.log(step, {"loss": 1.0})
+    logger.epoch(0, 3, {"accuracy": 1.0})
+    logger.close()
+    assert len(caplog.records) == 1
+    assert "pip install tensorboard" in caplog.text
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_folder_that_cannot_be_made_warns_once(caplog):
+    pytest.importorskip("tensorboard")
+    logger = MultiLogger([TensorBoard("/proc/run/tb")])
+    for step in range(3):
+        logger.log(step, {"loss": 1.0})
+    assert len(caplog.records) == 1
+    assert os.strerror(2) in caplog.text
