@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from lockstep.data import EvaluationLoader, StepLoader, adopt
+from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
 from lockstep.plan import SamplePlan
 from lockstep.run.options import RunOptions
 from lockstep.strategies import Strategy
@@ -25,70 +26,92 @@ class Feeder:
 
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
-        self._training: dict[tuple[Any, ...], tuple[StepLoader, Any, Any]] = {}
-        self._evaluation: dict[tuple[Any, ...], tuple[EvaluationLoader, Any, Any]] = {}
-        self._pin_memory = strategy.device.type == "cuda" and torch.cuda.is_available()
+        self._sources: dict[int, tuple[Source, Any]] = {}
+        self._training: dict[Hashable, StepLoader] = {}
+        self._evaluation: dict[Hashable, EvaluationLoader] = {}
+
+    def source(self, data: Any) -> Source:
+        """What ``data`` is and how its owner wants it read; says once what is taken over differently."""
+        if id(data) not in self._sources:
+            source, shape = adopt(data), self._options.shape
+            batch_note = check_batch_size(
+                source,
+                global_batch=shape.global_batch,
+                micro_batch_size=shape.micro_batch_size,
+                holders=self._strategy.holders,
+            )
+            for note in (*source.notes, batch_note):
+                if note and self._strategy.holder == 0:
+                    logger.warning("%s", note)
+            self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
+        return self._sources[id(data)][0]
+
+    def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
+        """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
+        source = self.source(data)
+        return SamplePlan(
+            samples=len(source.dataset),
+            shape=self._options.shape,
+            seed=self._options.seed,
+            shuffle=shuffle if source.shuffle is None else source.shuffle,
+            drop_last=drop_last or bool(source.drop_last),
+            smallest_micro_batch=smallest,
+        )
 
     def training(
         self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
-    ) -> tuple[StepLoader, Any]:
-        """The loader of a training set, and the set; ``smallest`` is the smallest micro-batch that can be computed."""
+    ) -> StepLoader:
+        """The loader of a training set for this process's micro-batches."""
         key = (id(data), shuffle, drop_last, workers)
         if key not in self._training:
-            source = adopt(data)
-            plan = SamplePlan(
-                samples=len(source.dataset),
-                shape=self._options.shape,
-                seed=self._options.seed,
-                shuffle=shuffle if source.shuffle is None else source.shuffle,
-                drop_last=drop_last or bool(source.drop_last),
-                smallest_micro_batch=smallest,
-            )
-            if plan.dropped_samples and not plan.drop_last:
+            plan = self.plan(data, shuffle, drop_last, smallest)
+            if plan.dropped_samples and not plan.drop_last and self._strategy.holder == 0:
                 logger.warning(
                     "The last micro-batch of each epoch would hold %d sample, too few for BatchNorm: it is left out.",
                     plan.dropped_samples,
                 )
-            loader = StepLoader(
+            source = self.source(data)
+            self._training[key] = StepLoader(
                 source.dataset,
                 plan,
                 holder=self._strategy.holder,
                 holders=self._strategy.holders,
                 seed=self._options.seed,
-                workers=source.workers if workers is None else workers,
+                workers=workers if workers is not None else source.workers or 0,
                 collate=source.collate,
                 prefetch=self._options.prefetch,
-                pin_memory=self._pin_memory,
-                timeout=self._options.loader_timeout,
+                pin_memory=self._pins(source),
+                timeout=source.timeout or self._options.loader_timeout,
             )
-            self._training[key] = (loader, source.dataset, data)
-        loader, dataset, _ = self._training[key]
-        return loader, dataset
+        return self._training[key]
 
-    def evaluation(self, data: Any, workers: int | None) -> tuple[EvaluationLoader, Any]:
-        """The loader of an evaluation set, and the set."""
+    def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
+        """The loader of an evaluation set for this process's micro-batches."""
         key = (id(data), workers)
         if key not in self._evaluation:
-            source = adopt(data)
-            loader = EvaluationLoader(
+            source = self.source(data)
+            self._evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
                 holder=self._strategy.holder,
                 holders=self._strategy.holders,
                 seed=self._options.seed,
-                workers=source.workers if workers is None else workers,
+                workers=workers if workers is not None else source.workers or 0,
                 collate=source.collate,
-                pin_memory=self._pin_memory,
+                pin_memory=self._pins(source),
+                timeout=source.timeout or self._options.loader_timeout,
             )
-            self._evaluation[key] = (loader, source.dataset, data)
-        reader, dataset, _ = self._evaluation[key]
-        return reader, dataset
+        return self._evaluation[key]
 
     def close(self) -> None:
         """Ends all worker processes."""
-        for loader, *_ in self._training.values():
+        for loader in self._training.values():
             loader.close()
-        for reader, *_ in self._evaluation.values():
+        for reader in self._evaluation.values():
             reader.close()
         self._training.clear()
         self._evaluation.clear()
+
+    def _pins(self, source: Source) -> bool:
+        on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
+        return on_gpu and source.pin_memory is not False

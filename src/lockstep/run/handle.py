@@ -15,7 +15,7 @@ from lockstep import checkpoint
 from lockstep.buffers import has_batch_norm
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.fingerprint import Context, combine, device_model, digest_tensors
+from lockstep.fingerprint import combine, digest_tensors
 from lockstep.launch.heartbeat import Stopped, StopReason
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
@@ -23,10 +23,11 @@ from lockstep.run import saving, start
 from lockstep.run.clipping import clip_gradients
 from lockstep.run.compiling import compile_blocks
 from lockstep.run.compute import Compute, note
+from lockstep.run.context import describe
 from lockstep.run.evaluation import Metric, evaluate
 from lockstep.run.feeding import Feeder
 from lockstep.run.options import RunOptions
-from lockstep.run.optimizer import PreparedOptimizer, hyperparameters, implementation
+from lockstep.run.optimizer import PreparedOptimizer, hyperparameters
 from lockstep.run.position import Position
 from lockstep.run.scaling import ScaledStep, require_finite
 from lockstep.run.session import Session
@@ -60,7 +61,8 @@ class Run:
         self._feeder = Feeder(options, self.strategy)
         self._scaled_step = ScaledStep(self._precision)
         self._saved: saving.Saved | None = None
-        self._backward_done = False
+        self._current: Batch | None = None
+        self._reduced = self._stepped = False
         self._stop = StopReason.NONE
         self._in_epochs = False
         self._session.heartbeat.will_poll()
@@ -94,8 +96,9 @@ class Run:
         self._session.heartbeat.mark("prepare")
         if self.options.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
-        self._context = self._describe(optimizers)
-        self._agree(model, optimizers, values_from_main)
+        context = describe(self.options, self._session, optimizers)
+        if self._session.group is not None:
+            start.agree(model, optimizers, context, self._session.group, self.device, values_from_main)
         placed = self.strategy.place(model)
         units = compile_blocks(placed) if self.options.compile else None
         self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
@@ -107,7 +110,7 @@ class Run:
             {str(number): each for number, each in enumerate(schedulers)},
             self._precision,
             self.position,
-            self._context,
+            context,
         )
         if self.options.resume:
             self._resume(self._saved)
@@ -138,17 +141,18 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = 2 if has_batch_norm(self._require_prepared().model) else 1
-        loader, dataset = self._feeder.training(data, shuffle, drop_last, workers, smallest)
-        self._compute.finish = getattr(dataset, "finish", None)
+        smallest = _smallest_micro_batch(self._require_prepared().model)
+        loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
+        self._compute.finish = self._feeder.source(data).finish
         position = self.position
         position.inside = True
         heartbeat = self._session.heartbeat
         note(heartbeat, "data", position.epoch, position.step)
         for batch in loader.batches(position.epoch, position.done):
+            self._current, self._reduced, self._stepped = batch, False, False
             yield batch
-            position.done = batch.plan.position + 1
-            self._after_step()
+            self._complete_step()
+            self._stop_if_agreed()
             note(heartbeat, "data", position.epoch, position.step)
         position.inside = False
         if not self._in_epochs:
@@ -192,7 +196,7 @@ class Run:
             require_finite(result.losses, result.gradients_finite, plan.step, indices, scaled)
             self._stop = StopReason(int(result.stop))
         self._scaled_step.unscale(self._optimizers)
-        self._backward_done = True
+        self._reduced, self._stepped = True, False
         note(heartbeat, "update", plan.epoch, plan.step)
         return fold_values(result.losses) / fold_values(result.weights)
 
@@ -224,8 +228,8 @@ class Run:
         model.eval()
         try:
             with torch.no_grad():
-                loader, dataset = self._feeder.evaluation(data, workers)
-                self._compute.finish = getattr(dataset, "finish", None)
+                loader = self._feeder.evaluation(data, workers)
+                self._compute.finish = self._feeder.source(data).finish
                 values = evaluate(loader, metrics, self._compute.output_and_target, self.strategy)
         finally:
             for module, training in modes:
@@ -241,8 +245,9 @@ class Run:
         saved = self._require_prepared()
         if self.options.directory is None:
             raise ConfigError("run.save() needs the run folder: give lockstep.init(..., directory='runs/NAME').")
-        if self._backward_done:
+        if self._reduced and not self._stepped:
             raise ConfigError("run.save() between backward and optimizer.step() would lose the gradients; save after it.")
+        self._complete_step()
         self._scaled_step.settle()
         self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         fingerprint = self.fingerprint()
@@ -278,21 +283,38 @@ class Run:
         """Steps that were skipped because a scaled gradient was not finite."""
         return self._scaled_step.skipped
 
+    def steps_per_epoch(self, data: Any, *, drop_last: bool = False, model: nn.Module | None = None) -> int:
+        """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.
+
+        Args:
+            data: as for ``batches``.
+            drop_last: as for ``batches``.
+            model: the model, where it has not been prepared yet.
+        """
+        smallest = _smallest_micro_batch(model or self._require_prepared().model)
+        return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
+
     def _step(self, optimizer: Optimizer) -> bool:
-        if not self._backward_done:
+        if not self._reduced:
             raise ConfigError(
                 "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
                 "rank's own and were not summed over the ranks."
             )
+        self._stepped = True
         return self._scaled_step.step(optimizer)
 
-    def _after_step(self) -> None:
-        """What happens between two steps: compare the replicas now and then, and stop if all agreed to."""
-        self._backward_done = False
+    def _complete_step(self) -> None:
+        """Counts the current step as done, and now and then compares the replicas. Once for each step."""
+        if self._current is None:
+            return
+        self.position.done = self._current.plan.position + 1
         self.position.step += 1
+        self._current = None
         every = self.options.fingerprint_every
         if every and self.position.step % every == 0:
             self.fingerprint()
+
+    def _stop_if_agreed(self) -> None:
         if self._stop is not StopReason.NONE:
             if self.options.directory is not None:
                 self.save()
@@ -307,37 +329,6 @@ class Run:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
         return self._saved
 
-    def _describe(self, optimizers: list[Optimizer]) -> Context:
-        options = self.options
-        return Context(
-            global_batch=options.global_batch,
-            micro_batches=options.micro_batches,
-            seed=options.seed,
-            precision=options.precision,
-            reduce=options.reduce,
-            threads=self._session.threads,
-            device=device_model(self.device),
-            torch=torch.__version__,
-            compiled=options.compile,
-            channels_last=options.channels_last,
-            deterministic=self.device.type == "cuda",
-            optimizers=tuple(implementation(each) for each in optimizers),
-        )
-
-    def _agree(self, model: nn.Module, optimizers: list[Optimizer], values_from_main: bool) -> None:
-        """Compares settings, structure and values over the ranks. Collective."""
-        group = self._session.group
-        if group is None:
-            return
-        settings = {
-            **self._context.as_dict(),
-            "strategy": self.options.strategy,
-            "optimizer groups": [hyperparameters(each) for each in optimizers],
-        }
-        start.require_equal_settings(settings, group, self.device)
-        start.require_equal_structure(model, group, self.device)
-        start.share_start(model, group, self.device, expected=values_from_main)
-
     def _resume(self, saved: saving.Saved) -> None:
         found = saving.find(self.options.resume, self.options.directory)
         if found is None:
@@ -349,4 +340,9 @@ class Run:
             self.position.epoch, self.position.done = self.position.epoch + 1, 0
         if self.fingerprint() != written:
             raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
-        logger.info("Resumed from %s: epoch %d, step %d.", path, self.position.epoch, self.position.step)
+        logger.info("Resumed from %s: epoch %d, step %d.", path, self.position.epoch + 1, self.position.step)
+
+
+def _smallest_micro_batch(model: nn.Module) -> int:
+    """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
+    return 2 if has_batch_norm(model) else 1

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError, ReplicaError
-from lockstep.fingerprint import combine, differing, digest_tensors
+from lockstep.fingerprint import Context, combine, differing, digest_tensors
+from lockstep.run.optimizer import hyperparameters
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
+
+
+def agree(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    context: Context,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    values_from_main: bool,
+) -> None:
+    """Compares settings, structure and values over the ranks, and gives all of them rank 0's values. Collective."""
+    settings = {**context.as_dict(), "optimizer groups": [hyperparameters(each) for each in optimizers]}
+    require_equal_settings(settings, group, device)
+    require_equal_structure(model, group, device)
+    share_start(model, group, device, expected=values_from_main)
 
 
 def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:

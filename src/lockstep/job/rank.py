@@ -1,0 +1,77 @@
+"""What a rank of ``lockstep train`` runs: assemble the job, train, say what came of it."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.job.assemble import assemble
+from lockstep.job.config import JobConfig
+from lockstep.trainer import Outcome
+from lockstep.world import World
+
+
+def main(payload: Any) -> None:
+    """Trains a job on this rank.
+
+    Args:
+        payload: ``{"config": JSON of the job, "command": the words that started it}``.
+    """
+    config = JobConfig.from_json(payload["config"])
+    world = World.from_environment()
+    logging.basicConfig(
+        level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
+    )
+    trainer = assemble(config, world)
+    outcome = trainer.fit()
+    if world.is_main:
+        print(report(outcome, prove(payload["command"], world.world_size)), flush=True)
+
+
+def report(outcome: Outcome, proof: str) -> str:
+    """The last lines of a run, for people and for scripts."""
+    rows = []
+    if outcome.metric in outcome.values:
+        value = outcome.values[outcome.metric]
+        shown = f"{100 * value:.2f} %" if outcome.metric.endswith("accuracy") else f"{value:.6g}"
+        best = (
+            f"{100 * outcome.best:.2f} %"
+            if outcome.metric.endswith("accuracy") and outcome.best
+            else outcome.best
+        )
+        rows.append(
+            (
+                outcome.metric.removeprefix("validation_"),
+                f"{shown} (best {best}, epoch {outcome.best_epoch + 1})",
+            )
+        )
+    if outcome.seconds:
+        speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
+        rows.append(("speed", speed))
+    if outcome.skipped_steps:
+        rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
+    if outcome.weights is not None:
+        rows.append(("weights", str(_shown(outcome.weights))))
+    rows.append(("fingerprint", outcome.fingerprint))
+    rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
+    return "\n".join(f"{name:12} {text}" for name, text in rows)
+
+
+def prove(command: list[str], ranks: int) -> str:
+    """The command that gives the same result on another number of devices."""
+    words, skip = [], False
+    for word in command:
+        if skip or word.startswith(("--devices=", "--resume=")):
+            skip = False
+        elif word in ("--devices", "--resume"):
+            skip = True
+        else:
+            words.append(word)
+    return shlex.join([*words, "--devices", "1" if ranks > 1 else "2"])
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

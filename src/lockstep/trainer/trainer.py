@@ -1,0 +1,212 @@
+"""Trains a whole job: epochs of steps, evaluation, checkpoints, early stop, one line per epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.data.batch import Batch
+from lockstep.loggers import Logger
+from lockstep.run import Run
+from lockstep.trainer.meter import Meter, accuracy
+from lockstep.trainer.progress import Progress
+
+
+class Settings(Protocol):
+    """How long and how often; the trainer's part of a job."""
+
+    @property
+    def epochs(self) -> int: ...  # noqa: D102  # fields of the job's [training]
+    @property
+    def clip_norm(self) -> float | None: ...  # noqa: D102
+    @property
+    def drop_last(self) -> bool: ...  # noqa: D102
+    @property
+    def evaluate_every(self) -> int: ...  # noqa: D102
+    @property
+    def early_stop(self) -> int: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rhythm:
+    """When a trainer saves and reads its meters."""
+
+    save_every_epochs: int = 1
+    """Epochs between checkpoints; 0: at the end only."""
+    save_every_steps: int = 0
+    """Steps between checkpoints, beside those of the epochs; 0: none."""
+    log_every: int = 10
+    """Steps between readings of loss and accuracy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What is trained, ready to be called."""
+
+    model: torch.nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    loss: Callable[..., Any]
+    classifies: bool
+    """Whether the model's outputs are class scores, so that accuracy means something."""
+    training_set: Sized
+    validation_set: Sized | None
+    workers: int
+    """Loader processes of each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a finished run came to."""
+
+    fingerprint: str
+    values: dict[str, float]
+    """Results of the last evaluation."""
+    best: float | None
+    best_epoch: int
+    metric: str
+    samples_per_second: float
+    """Over all training steps of this process, evaluation and checkpoints left out."""
+    seconds: float
+    """Spent on training steps."""
+    weights: Path | None
+    """The exported weights of the last step."""
+    skipped_steps: int
+
+
+class Trainer:
+    """Runs the loop of a job. Every rank makes the same calls.
+
+    Args:
+        run: the handle, prepared with the model and optimizer of ``parts``.
+        parts: what is trained.
+        settings: how long and how often.
+        rhythm: when to save and to read.
+        logger: where readings go; a null logger on all ranks but the main one.
+    """
+
+    def __init__(self, run: Run, parts: Prepared, settings: Settings, rhythm: Rhythm, logger: Logger) -> None:
+        self._run, self._parts, self._settings, self._rhythm, self._logger = run, parts, settings, rhythm, logger
+        self._meter = Meter(run.strategy, parts.loss, parts.classifies)
+        self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
+        self._progress.take_up(run.extra.get("trainer", {}))
+        self._values: dict[str, float] = dict(run.extra.get("values", {}))
+        self._samples, self._seconds = 0, 0.0
+        self._saved_step = run.position.step if run.position.step else -1
+
+    def fit(self) -> Outcome:
+        """Trains to the end, or until evaluation stops improving. Collective."""
+        if not self._is_over():
+            for epoch in self._run.epochs(self._settings.epochs):
+                trained = self.train_epoch(epoch)
+                self._finish_epoch(epoch, trained)
+                if self._is_over():
+                    break
+        return self._end()
+
+    def train_epoch(self, epoch: int) -> dict[str, float]:
+        """The steps of one epoch; returns the means of its readings."""
+        run, batches = self._run, self._batches()
+        start = run.position.step - run.position.done
+        self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self._steps)
+        readings: list[dict[str, float]] = []
+        began = time.monotonic()
+        self._meter.restart_clock()
+        last = self._steps - 1
+        for batch in batches:
+            self.train_step(batch)
+            self._samples += batch.plan.samples
+            if (batch.plan.step + 1) % self._rhythm.log_every == 0 or batch.plan.position == last:
+                readings.append(self._meter.read())
+                self._logger.log(batch.plan.step + 1, readings[-1])
+            every = self._rhythm.save_every_steps
+            if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
+                self._save(batch.plan.step + 1)
+        self._seconds += time.monotonic() - began
+        return _means(readings)
+
+    def train_step(self, batch: Batch) -> None:
+        """Forward, loss, backward and reduction; clip; update."""
+        parts = self._parts
+        loss = self._run.backward(batch, self._meter.observed_loss)
+        if self._settings.clip_norm is not None:
+            self._run.clip_gradients(self._settings.clip_norm)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+        parts.scheduler.step()
+        self._meter.add(loss, batch.plan.samples)
+
+    def _batches(self) -> Any:
+        parts, settings = self._parts, self._settings
+        return self._run.batches(parts.training_set, drop_last=settings.drop_last, workers=parts.workers)
+
+    @property
+    def _steps(self) -> int:
+        return self._run.steps_per_epoch(self._parts.training_set, drop_last=self._settings.drop_last)
+
+    def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:
+        last = epoch + 1 == self._settings.epochs
+        values = dict(trained)
+        best = False
+        if self._parts.validation_set is not None and ((epoch + 1) % self._settings.evaluate_every == 0 or last):
+            self._values = self._evaluate()
+            best = self._progress.judge(epoch, self._values)
+            values |= self._values
+        if (skipped := self._run.skipped_steps) > 0:
+            values["skipped_steps"] = float(skipped)
+        self._logger.epoch(epoch, self._run.position.step, values)
+        every = self._rhythm.save_every_epochs
+        if (every and (epoch + 1) % every == 0) or best or last:
+            self._save(self._run.position.step)
+        if best and self._run.is_main and self._run.options.directory is not None:
+            value = self._values[self._progress.metric]
+            record = checkpoint.Best(self._run.position.step, self._progress.metric, value)
+            checkpoint.write_best(Path(self._run.options.directory), record)
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics: dict[str, Callable[..., Any]] = {"validation_loss": self._parts.loss}
+        if self._parts.classifies:
+            metrics["validation_accuracy"] = accuracy
+        results = self._run.evaluate(self._parts.validation_set, metrics, workers=self._parts.workers)
+        return dict(results)
+
+    def _save(self, step: int) -> None:
+        if self._run.options.directory is None or step == self._saved_step:
+            return
+        self._run.extra = {"trainer": self._progress.as_dict(), "values": self._values}
+        self._run.save()
+        self._saved_step = step
+
+    def _is_over(self) -> bool:
+        patience = self._settings.early_stop
+        return bool(patience) and self._progress.since_best >= patience
+
+    def _end(self) -> Outcome:
+        run, weights = self._run, None
+        fingerprint = run.fingerprint()
+        if run.options.directory is not None and run.is_main:
+            weights = checkpoint.export(Path(run.options.directory) / "model.safetensors", run.strategy.model_state())
+        self._logger.close()
+        return Outcome(
+            fingerprint=fingerprint,
+            values=self._values,
+            best=self._progress.best,
+            best_epoch=self._progress.best_epoch,
+            metric=self._progress.metric,
+            samples_per_second=self._samples / self._seconds if self._seconds else 0.0,
+            seconds=self._seconds,
+            weights=weights,
+            skipped_steps=run.skipped_steps,
+        )
+
+
+def _means(readings: list[dict[str, float]]) -> dict[str, float]:
+    names = readings[0] if readings else {}
+    return {name: sum(reading[name] for reading in readings) / len(readings) for name in names}
