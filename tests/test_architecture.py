@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib
+import inspect
 import resource
 import subprocess
 import sys
@@ -95,17 +96,18 @@ def test_parts_of_one_layer_do_not_import_in_a_circle():
 def test_public_names_are_listed(path):
     tree = ast.parse(path.read_text())
     name = ".".join(("lockstep", *path.parent.relative_to(PACKAGE).parts))
-    listed = list(getattr(importlib.import_module(name), "__all__", []))
-    taken = [
+    module = importlib.import_module(name)
+    listed = list(getattr(module, "__all__", []))
+    taken = {
         alias.asname or alias.name
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{name}.")
         for alias in node.names
-    ]
-    public = {name for name in taken if not name.startswith("_")}
+        if not inspect.ismodule(getattr(module, alias.asname or alias.name))
+    }
+    public = {item for item in taken if not item.startswith("_")}
     assert public <= set(listed), f"{path}: imported but not in __all__: {sorted(public - set(listed))}"
     assert len(listed) == len(set(listed))
-    module = importlib.import_module(name)
     absent = [item for item in listed if not hasattr(module, item)]
     assert not absent, f"{path}: in __all__ but not there: {absent}"
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from lockstep.errors import ConfigError
+from lockstep.job import config
 from lockstep.job.component import Component
 from lockstep.job.config import DataConfig, JobConfig, RunConfig, ScheduleConfig, TrainingConfig
 
@@ -27,8 +28,8 @@ def test_a_job_comes_back_equal_from_json():
         training=TrainingConfig(clip_norm=0.5, evaluation_batch=7, seed=2**40),
         run=RunConfig(devices="0,5"),
     )
-    for config in (job(), full):
-        assert JobConfig.from_json(config.to_json()) == config
+    for one in (job(), full):
+        assert JobConfig.from_json(one.to_json()) == one
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', "null", "[" * 5000])
@@ -83,6 +84,15 @@ def test_a_target_that_is_no_import_path_is_refused(target):
 def test_a_dotted_path_is_answered_with_the_colon_in_its_place():
     with pytest.raises(ConfigError, match=r"Did you mean 'torchvision\.models:resnet34'\?"):
         Component(target="torchvision.models.resnet34")
+
+
+def test_the_known_names_are_those_of_the_parts_that_import_torch():
+    """They are written twice, since a job is checked without torch."""
+    from lockstep import precision, reduce, strategies
+
+    assert set(config.STRATEGIES) == set(strategies.STRATEGIES)
+    assert set(config.REDUCERS) == set(reduce.REDUCERS)
+    assert set(config.PRECISIONS) == set(precision.PRECISIONS)
 
 
 def test_epochs_of_the_schedule_become_optimizer_steps():
