@@ -37,8 +37,8 @@ def launch(
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
-            f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}, which "
-            "would start ranks within ranks. Call the function itself there."
+            f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}. "
+            "That would start ranks within ranks. Call the function itself there."
         )
     target = FunctionTarget.from_function(function, args, kwargs)
     options = LaunchOptions(devices=parse_devices(devices), threads=threads, log_directory=log_directory)

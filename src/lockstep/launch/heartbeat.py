@@ -210,6 +210,8 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         content = heartbeat_file(directory, rank).read_bytes()
     except OSError:
         return None
+    if len(content) < _SIZE:  # being made
+        return None
     phase, epoch, step, micro_batch, moment, pid = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None

@@ -13,6 +13,8 @@ from lockstep.launch.verdict import RankEnd, Verdict
 
 _MOST_OTHERS = 8
 _LAST_LOG_LINES = 5
+_CRASH, _CRASH_LINES = "Fatal Python error", 8
+"""What faulthandler writes first, and how much of it names the place."""
 _SHOWN_SAMPLES = 8
 
 
@@ -99,7 +101,8 @@ def _last_lines(end: RankEnd, logs: Path) -> Iterator[str]:
         lines = log_file(logs, end.rank).read_text(errors="replace").splitlines()
     except FileNotFoundError:  # rank 0 writes to the terminal
         return
-    for line in lines[-_LAST_LOG_LINES:]:
+    crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+    for line in lines[-_LAST_LOG_LINES:] if crash is None else lines[crash : crash + _CRASH_LINES]:
         yield f"  | {line}"
 
 
