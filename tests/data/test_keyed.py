@@ -8,7 +8,13 @@ from lockstep.seeding import sample_seed
 
 
 def draw():
-    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random(), np.random.randn(), random.gauss(0, 1)
+    return (
+        torch.rand(3).tolist(),
+        np.random.rand(3).tolist(),
+        random.random(),
+        np.random.randn(),
+        random.gauss(0, 1),
+    )
 
 
 def test_the_same_seed_gives_the_same_numbers_from_all_three_generators():

@@ -25,7 +25,9 @@ class Augmented(Dataset):
 
 
 def plan_of(dataset, **options):
-    return SamplePlan(samples=len(dataset), shape=BatchShape(global_batch=32, micro_batches=8), seed=5, **options)
+    return SamplePlan(
+        samples=len(dataset), shape=BatchShape(global_batch=32, micro_batches=8), seed=5, **options
+    )
 
 
 def loaded(dataset, epochs=(0,), first=0, **options):
@@ -124,7 +126,9 @@ def test_evaluation_reads_every_sample_once_and_in_order(workers, holders):
     dataset = Augmented(50)
     indices, rows, numbers = [], [], []
     for holder in range(holders):
-        loader = EvaluationLoader(dataset, micro_batch_size=8, holder=holder, holders=holders, workers=workers)
+        loader = EvaluationLoader(
+            dataset, micro_batch_size=8, holder=holder, holders=holders, workers=workers
+        )
         assert loader.count == 7
         for part in loader:
             numbers.append(part.k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
@@ -69,22 +70,15 @@ class StepLoader:
         Leaving the loop early is fine; beginning another iteration ends this one.
         """
         ahead, steps = tee(planned_steps(self._plan, epoch, first))
-        results = self._reading.read(self._requests(ahead))
+        results = self._reading.read(_requests(ahead, self._holder, self._holders))
         for step in steps:
-            parts = tuple(MicroBatch(k, step.indices[k], aligned(next(results))) for k in self._share(step))
+            held = share(step.leaves, self._holders, self._holder)
+            parts = tuple(MicroBatch(k, step.indices[k], aligned(next(results))) for k in held)
             yield Batch(step, parts)
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
         self._reading.close()
-
-    def _share(self, step: StepPlan) -> range:
-        return share(step.leaves, self._holders, self._holder)
-
-    def _requests(self, steps: Iterator[StepPlan]) -> Iterator[Request]:
-        for step in steps:
-            for k in self._share(step):
-                yield Request(step.epoch, step.indices[k])
 
 
 class EvaluationLoader:
@@ -141,17 +135,35 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches; ``k`` numbers all micro-batches of the set."""
-        results = self._reading.read(Request(EVALUATION_EPOCH, self._indices(k)) for k in self._share)
-        for k in self._share:
-            yield MicroBatch(k, self._indices(k), aligned(next(results)))
+        parts = [_Slice(k, self._micro_batch_size, self._samples) for k in self._share]
+        results = self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in parts)
+        for part in parts:
+            yield MicroBatch(part.k, part.indices, aligned(next(results)))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
         self._reading.close()
 
-    def _indices(self, k: int) -> Indices:
-        first = k * self._micro_batch_size
-        return np.arange(first, min(first + self._micro_batch_size, self._samples), dtype=np.int64)
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Micro-batch ``k`` of a set that is read in order."""
+
+    k: int
+    size: int
+    samples: int
+
+    @property
+    def indices(self) -> Indices:
+        first = self.k * self.size
+        return np.arange(first, min(first + self.size, self.samples), dtype=np.int64)
+
+
+def _requests(steps: Iterator[StepPlan], holder: int, holders: int) -> Iterator[Request]:
+    """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
+    for step in steps:
+        for k in share(step.leaves, holders, holder):
+            yield Request(step.epoch, step.indices[k])
 
 
 def open_reading(

@@ -12,7 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
 
 from lockstep.errors import RankError
 from lockstep.launch.parent_death import die_with_parent
@@ -37,32 +43,57 @@ class WorkerStacks:
         _obey_only_the_parent(signal.SIGTERM)
         faulthandler.register(_TELL_STACK, file=self._files[worker], all_threads=False, chain=False)
 
-    def report(self, workers: Sequence[int]) -> str:
-        """The stacks of those workers (process ids, in order) that are in the middle of reading."""
+    def report(self, workers: Sequence[BaseProcess]) -> str:
+        """The stacks of those workers (all of them are given, in order) that are in the middle of reading."""
         starts = [os.fstat(file).st_size for file in self._files]
-        for pid in workers:
-            os.kill(pid, _TELL_STACK)
+        asked = [worker for worker in workers if worker.pid is not None and worker.is_alive()]
+        for worker in asked:
+            os.kill(worker.pid or 0, _TELL_STACK)
         deadline = time.monotonic() + _ANSWER_WITHIN
         told = ""
-        for number, pid in enumerate(workers):
-            stack = _wait_for_text(self._files[number], starts[number], deadline)
+        for number, worker in enumerate(workers):
+            stack = _wait_for_text(self._files[number], starts[number], deadline) if worker in asked else ""
             if not stack:
-                told += (
-                    f"\nWorker {number} (pid {pid}) does not answer: it is stopped, or waits for a device."
-                )
+                told += f"\nWorker {number} (pid {worker.pid}) does not answer; it may wait for a device."
             elif "reader.py" in stack:
-                told += f"\nWorker {number} (pid {pid}) reads; {stack.strip()}"
+                told += f"\nWorker {number} (pid {worker.pid}) reads; {stack.strip()}"
         return told
 
 
-def explain_loss(error: RuntimeError, reading: str) -> RankError:
+def unwatched(iterator: Any) -> list[BaseProcess]:
+    """The workers of torch's iterator, whose end torch no longer reports.
+
+    torch raises a RuntimeError wherever the training process happens to be when it learns that a worker has died.
+    Where the loss is already being handled, or the workers are being ended, a second report would only disturb.
+    """
+    for _ in range(2):  # the report that is under way may arrive here once
+        with suppress(RuntimeError):
+            if getattr(iterator, "_worker_pids_set", False):
+                iterator._worker_pids_set = False
+                signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # not public
+    return list(getattr(iterator, "_workers", ()))
+
+
+def explain_loss(workers: Sequence[BaseProcess], error: Exception, reading: str) -> RankError:
     """The ``RankError`` for a worker that was killed or left, with the state of the memory it needs."""
-    found = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\) (.*?)(?:\.|$)", str(error))
-    what = f"a data loader worker (pid {found[1]}) {found[2].strip()}" if found else str(error).strip()
+    wait([worker.sentinel for worker in workers], timeout=_ANSWER_WITHIN)
+    lost = [_fate(worker) for worker in workers if worker.exitcode is not None]
+    what = (
+        f"a data loader worker {lost[0]}"
+        if lost
+        else f"the data loader failed ({type(error).__name__}: {error})"
+    )
     return RankError(
         f"While the loader read {reading}, {what}. {_memory()} "
         "A worker that is killed has usually run out of memory: use fewer workers or a smaller prefetch."
     )
+
+
+def _fate(worker: BaseProcess) -> str:
+    code = worker.exitcode or 0
+    if code >= 0:
+        return f"(pid {worker.pid}) ended with exit code {code}"
+    return f"(pid {worker.pid}) was killed by {signal.Signals(-code).name}"
 
 
 def _obey_only_the_parent(number: signal.Signals) -> None:

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
-from lockstep.data.worker_state import WorkerStacks, explain_loss
+from lockstep.data.worker_state import WorkerStacks, explain_loss, unwatched
 from lockstep.errors import DataError, StallError
 
 
@@ -78,7 +78,7 @@ class WorkerReading:
                 result = next(iterator)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 raise self._explained(error) from error
             self._requests.waiting.popleft()
             if isinstance(result, _Failure):
@@ -92,34 +92,30 @@ class WorkerReading:
         self._loader._iterator = None
         self._requests.replace(iter(()))
         if iterator is not None:
-            with suppress(RuntimeError):  # torch reports here that a worker had died before
-                iterator._shutdown_workers()
+            unwatched(iterator)
+            iterator._shutdown_workers()
 
     def _start(self) -> Iterator[Any]:
         with _hints_silenced():
             try:
                 return iter(self._loader)
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 raise self._explained(error) from error
 
-    def _explained(self, error: RuntimeError) -> Exception:
+    def _explained(self, error: Exception) -> Exception:
+        workers = unwatched(self._loader._iterator)
         reading = _described(self._requests.waiting)
         if "timed out" in str(error):
             found: Exception = StallError(
                 f"The data loader gave nothing for {self._timeout:g} s, while it read {reading}. "
-                f"If a sample may take so long, raise timeout=.{self._stuck()}"
+                f"If a sample may take so long, raise timeout=.{self._stacks.report(workers)}"
             )
         else:
-            found = explain_loss(error, reading)
-        self.close()
-        return found
-
-    def _stuck(self) -> str:
-        workers = list(getattr(self._loader._iterator, "_workers", ()))
-        report = self._stacks.report([worker.pid for worker in workers])
+            found = explain_loss(workers, error, reading)
         for worker in workers:
             worker.terminate()
-        return report
+        self.close()
+        return found
 
 
 @dataclass(frozen=True)
