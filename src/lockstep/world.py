@@ -63,9 +63,9 @@ class World:
         """
         variables = os.environ if environment is None else environment
         read = _Reader(variables)
-        if "RANK" in variables and "WORLD_SIZE" in variables:
-            world_size = read.number("WORLD_SIZE")
-            local_world_size = read.number("LOCAL_WORLD_SIZE", default=world_size)
+        if "RANK" in variables:
+            world_size = read.size("WORLD_SIZE")
+            local_world_size = read.size("LOCAL_WORLD_SIZE", default=world_size)
             return cls(
                 rank=read.number("RANK"),
                 world_size=world_size,
@@ -81,18 +81,7 @@ class World:
         if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:
             return _from_slurm(variables, read)
         if "OMPI_COMM_WORLD_RANK" in variables:
-            return cls(
-                rank=read.number("OMPI_COMM_WORLD_RANK"),
-                world_size=read.number("OMPI_COMM_WORLD_SIZE"),
-                local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK"),
-                local_world_size=read.number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-                node=read.number("OMPI_COMM_WORLD_NODE_RANK", default=0),
-                nodes=max(
-                    1, read.number("OMPI_COMM_WORLD_SIZE") // read.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
-                ),
-                launcher="mpi",
-                rendezvous="env://",
-            )
+            return _from_open_mpi(read)
         return cls()
 
 
@@ -104,29 +93,66 @@ class _Reader:
         text = self.variables.get(name)
         if text is None:
             if default is None:
-                raise ConfigError(f"The environment names a rank but not {name}. Start all ranks with one launcher.")
+                raise ConfigError(
+                    f"The environment names a rank but not {name}. Start all ranks with one launcher."
+                )
             return default
         if not re.fullmatch(r"\d+", text):
             raise ConfigError(f"The environment variable {name} should be a number and is {text!r}.")
         return int(text)
 
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number that counts processes or hosts, so one that is at least 1."""
+        value = self.number(name, default)
+        if value < 1:
+            raise ConfigError(f"The environment variable {name} should be at least 1 and is {value}.")
+        return value
+
+
+def _from_open_mpi(read: _Reader) -> World:
+    rank, world_size = read.number("OMPI_COMM_WORLD_RANK"), read.size("OMPI_COMM_WORLD_SIZE")
+    local_world_size = read.size("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local_world_size,
+        # Open MPI does not tell the host's number: OMPI_COMM_WORLD_NODE_RANK is another rank within the host.
+        node=rank // local_world_size,
+        nodes=-(-world_size // local_world_size),
+        launcher="mpi",
+        rendezvous="env://",
+    )
+
 
 def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:
-    tasks = read.number("SLURM_NTASKS")
-    nodes = read.number("SLURM_NNODES", default=1)
-    per_node = re.match(r"\d+", variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", "")))
-    local = int(per_node.group()) if per_node else max(1, tasks // nodes)
+    tasks, nodes = read.size("SLURM_NTASKS"), read.size("SLURM_NNODES", default=1)
+    node, local_rank = read.number("SLURM_NODEID", default=0), read.number("SLURM_LOCALID")
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", ""))
+    local_sizes = _tasks_of_nodes(text)
+    local = local_sizes[node] if node < len(local_sizes) else max(1, tasks // nodes)
     return World(
         rank=read.number("SLURM_PROCID"),
         world_size=tasks,
-        local_rank=read.number("SLURM_LOCALID"),
-        local_world_size=max(local, read.number("SLURM_LOCALID") + 1),
-        node=read.number("SLURM_NODEID", default=0),
+        local_rank=local_rank,
+        local_world_size=max(local, local_rank + 1),
+        node=node,
         nodes=nodes,
         launcher="slurm",
         rendezvous="env://" if tasks > 1 else "",
         run_id=variables.get("SLURM_JOB_ID", ""),
     )
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """The tasks of each host from SLURM's short form: ``4(x2),3`` is 4, 4, 3. Empty where it cannot be read."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def host_name() -> str:
