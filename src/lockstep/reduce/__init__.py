@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from lockstep.errors import ConfigError, nearest
 from lockstep.reduce import shared_memory
+from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
 from lockstep.reduce.contract import BucketShape, Holding, Reducer
 from lockstep.reduce.ordered import OrderedReducer
 from lockstep.reduce.ring import RingReducer
@@ -16,11 +17,13 @@ __all__ = [
     "REDUCERS",
     "BucketShape",
     "Holding",
+    "OrderedHookState",
     "OrderedReducer",
     "Reducer",
     "RingReducer",
     "SharedMemoryReducer",
     "open_reducer",
+    "ordered_hook",
 ]
 
 REDUCERS = ("ordered", "ring")

@@ -1,0 +1,151 @@
+"""The ordered all-reduce as a communication hook, for those who keep torch's DistributedDataParallel.
+
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    model.register_comm_hook(OrderedHookState(), ordered_hook)
+
+    bucket 0   all_to_all ----> fold, all_gather ---->
+    bucket 1         all_to_all ----> fold, all_gather ---->      backward goes on meanwhile
+    last             all_to_all, and all that is left is folded and gathered: backward is over
+
+The ranks' gradients are added as the tree over ranks has it and divided once, so for a given number of ranks the bits
+depend on neither backend nor topology: level A for a fixed world. With one micro-batch per rank they are those of
+Lockstep's own ``ddp`` (K = W). A world of another size gives other bits here, because there is no K.
+
+Nothing is chained with ``Future.then``: on gloo such a callback runs when the data arrives, so two ranks could issue
+the second collectives in different orders and wait for each other for ever. Here a hook call moves earlier buckets on,
+in bucket order, and the second collectives have a process group of their own.
+
+There is no ``from __future__ import annotations`` here: DDP compares the hook's annotations with the classes.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from lockstep.collectives import all_gather_flat
+from lockstep.errors import ConfigError
+from lockstep.tree import Node, fold
+
+
+class OrderedHookState:
+    """What ``ordered_hook`` keeps between its calls. Making one is collective: every rank must.
+
+    Args:
+        group: the ranks over which the model is replicated, as given to DistributedDataParallel; all by default.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = _default_group() if group is None else group
+        self.ranks = dist.get_world_size(self.group)
+        self._gather_group = dist.new_group(dist.get_process_group_ranks(self.group))
+        self._exchanges: dict[int, _Exchange] = {}
+        self._sent: list[_Exchange] = []
+        self._gathering: list[_Exchange] = []
+        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Sends a bucket's shards on their way. Collective, in bucket order."""
+        number, buffer = bucket.index(), bucket.buffer()
+        if number == 0:
+            self._sent, self._gathering = [], []
+        exchange = self._exchanges.get(number)
+        if exchange is None or not exchange.fits(buffer):
+            exchange = self._exchanges[number] = _Exchange(buffer, self.ranks)
+        future = exchange.send(buffer, self.group)
+        self._sent.append(exchange)
+        return future
+
+    def advance(self, *, everything: bool) -> None:
+        """Moves on the buckets whose data has arrived, the oldest first; or all of them, to their end."""
+        device = self._sent[0].device if self._sent else torch.device("cpu")
+        if device.type == "cuda":
+            with torch.cuda.stream(self._side_stream(device)):
+                self._advance(everything=True)  # nothing waits but the stream
+        else:
+            self._advance(everything=everything)
+
+    def _advance(self, *, everything: bool) -> None:
+        while self._sent and (everything or self._sent[0].has_arrived()):
+            exchange = self._sent.pop(0)
+            exchange.fold_and_gather(self._gather_group)
+            self._gathering.append(exchange)
+        while self._gathering and (everything or self._gathering[0].has_arrived()):
+            self._gathering.pop(0).complete()
+
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on which folding does not wait for backward's own kernels."""
+        if device not in self._side_streams:
+            self._side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
+        return self._side_streams[device]
+
+
+def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """The average of a bucket over the ranks, added in the tree's order. Called by DistributedDataParallel.
+
+    Overlaps with backward. Memory layouts (``channels_last``) do not matter: the flat buffer is summed.
+    """
+    if not isinstance(state, OrderedHookState):
+        raise ConfigError(
+            f"ordered_hook was registered with a {type(state).__name__} as its state. "
+            "Use ddp_model.register_comm_hook(OrderedHookState(), ordered_hook)."
+        )
+    future = state.begin(bucket)
+    state.advance(everything=bucket.is_last())
+    return future
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is None:
+        raise ConfigError("OrderedHookState needs a process group: call torch.distributed.init_process_group first.")
+    return group
+
+
+class _Exchange:
+    """The memory of one bucket and where its exchange stands."""
+
+    def __init__(self, buffer: Tensor, ranks: int) -> None:
+        self.device, self._ranks = buffer.device, ranks
+        self._identity = (buffer.numel(), buffer.dtype, buffer.device)
+        self._shard = -(-buffer.numel() // ranks)
+        self._outgoing = buffer.new_zeros(self._shard * ranks)
+        self._incoming = torch.empty_like(self._outgoing)
+        self._gathered = torch.empty_like(self._outgoing)
+        self._divisor = torch.tensor(float(ranks), device=buffer.device)
+        self._buffer = buffer
+        self._work: dist.Work | None = None
+        self._future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def fits(self, buffer: Tensor) -> bool:
+        """Whether the memory is right for this bucket; DDP re-buckets after the first step."""
+        return self._identity == (buffer.numel(), buffer.dtype, buffer.device)
+
+    def send(self, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+        self._buffer = buffer
+        self._future = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
+        self._outgoing[: buffer.numel()].copy_(buffer)
+        self._work = dist.all_to_all_single(self._incoming, self._outgoing, group=group, async_op=True)
+        return self._future
+
+    def has_arrived(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+    def fold_and_gather(self, group: dist.ProcessGroup) -> None:
+        self._wait()
+        shards = self._incoming.view(self._ranks, self._shard)
+        leaves = ((Node(rank, rank + 1), shards[rank]) for rank in range(self._ranks))
+        folded = fold(leaves, self._ranks, lambda left, right: left.add_(right))
+        self._work = all_gather_flat(self._gathered, folded, group, async_op=True)
+
+    def complete(self) -> None:
+        """Divides once, and hands the bucket back to DDP."""
+        self._wait()
+        total = self._gathered[: self._buffer.numel()]
+        torch.div(total, self._divisor, out=self._buffer)
+        self._future.set_result(self._buffer)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
