@@ -56,13 +56,15 @@ class RunningBuffers:
 
     def begin_step(self) -> None:
         """Remembers the step's old values."""
-        self._old.copy_(self._flat)
-        self._old_counts.copy_(self._counts)
+        if self._averaged:
+            self._old.copy_(self._flat)
+            self._old_counts.copy_(self._counts)
 
     def begin_micro_batch(self) -> None:
         """Puts the old values back before a forward pass."""
-        self._flat.copy_(self._old)
-        self._counts.copy_(self._old_counts)
+        if self._averaged:
+            self._flat.copy_(self._old)
+            self._counts.copy_(self._old_counts)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """What a forward pass left: values (numel,) and by how much each counter advanced (counters,), as copies."""

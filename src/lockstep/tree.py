@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -102,7 +103,9 @@ def fold(nodes: Mapping[Node, T] | Iterable[tuple[Node, T]], leaves: int, add: C
     return held[root]
 
 
+@lru_cache(maxsize=256)
 def _parents(leaves: int) -> dict[Node, Node]:
+    """The parent of every node of the tree but the root; must not be changed."""
     parents: dict[Node, Node] = {}
     open_nodes = [Node(0, leaves)]
     while open_nodes:
@@ -114,7 +117,8 @@ def _parents(leaves: int) -> dict[Node, Node]:
     return parents
 
 
-def merges_after_leaf(start: int, stop: int, leaves: int) -> list[int]:
+@lru_cache(maxsize=256)
+def merges_after_leaf(start: int, stop: int, leaves: int) -> tuple[int, ...]:
     """For a holder of the leaves ``[start, stop)`` that stacks them in order: how often the two topmost values merge
     after each leaf. Entry ``i`` belongs to leaf ``start + i``; in the end one value per node of ``nodes_within`` is left.
     """
@@ -126,7 +130,7 @@ def merges_after_leaf(start: int, stop: int, leaves: int) -> list[int]:
         while (parent := parents.get(node)) in inside and parent is not None and parent.stop == k + 1:
             node, merges = parent, merges + 1
         counts.append(merges)
-    return counts
+    return tuple(counts)
 
 
 def _below(node: Node) -> list[Node]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lockstep.sums import fold_rows
+
 
 def clip_gradients(parameters: Mapping[str, nn.Parameter], max_norm: float) -> Tensor:
     """Scales the gradients so that their total norm is at most ``max_norm``.
@@ -32,11 +34,3 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     rows = gradient.detach().reshape(gradient.shape[0] if gradient.dim() else 1, -1).double()
     return fold_rows(torch.linalg.vecdot(rows, rows))
 
-
-def fold_rows(rows: Tensor) -> Tensor:
-    """The tree sum of a one-dimensional tensor, neighbours first, 0-dim."""
-    while rows.numel() > 1:
-        pairs = rows.numel() // 2 * 2
-        folded = rows[0:pairs:2] + rows[1:pairs:2]
-        rows = folded if pairs == rows.numel() else torch.cat([folded, rows[pairs:]])
-    return rows[0]

@@ -13,7 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.plan import share
 from lockstep.run.loss import sum_and_weight
 from lockstep.strategies import Strategy
-from lockstep.strategies.replicated import fold_values
+from lockstep.sums import fold_rows
 
 Metric = Callable[[Any, Any], Any]
 Forward = Callable[[Any], tuple[Any, Any]]
@@ -46,7 +46,7 @@ def evaluate(
 
 
 def _mean(name: str, rows: Tensor) -> float:
-    weight = float(fold_values(rows[:, 1]))
+    weight = float(fold_rows(rows[:, 1]))
     if weight == 0:
         raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
-    return float(fold_values(rows[:, 0])) / weight
+    return float(fold_rows(rows[:, 0])) / weight

@@ -29,10 +29,9 @@ from lockstep.run.feeding import Feeder
 from lockstep.run.options import RunOptions
 from lockstep.run.optimizer import PreparedOptimizer, hyperparameters
 from lockstep.run.position import Position
-from lockstep.run.scaling import ScaledStep, require_finite
+from lockstep.run.scaling import ScaledStep, raise_non_finite
 from lockstep.run.session import Session
 from lockstep.strategies import Strategy, open_strategy
-from lockstep.strategies.replicated import fold_values
 from lockstep.world import World
 
 logger = logging.getLogger(__name__)
@@ -191,14 +190,13 @@ class Run:
         result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
         self._randomness.end_step(plan.step)
         if self._must_look(plan.step):
-            indices = tuple(part.tolist() for part in plan.indices)
-            scaled = self._precision.scaler is not None
-            require_finite(result.losses, result.gradients_finite, plan.step, indices, scaled)
+            if not bool(result.finite) and self._precision.scaler is None:
+                raise_non_finite(result.losses, plan)
             self._stop = StopReason(int(result.stop))
         self._scaled_step.unscale(self._optimizers)
         self._reduced, self._stepped = True, False
         note(heartbeat, "update", plan.epoch, plan.step)
-        return fold_values(result.losses) / fold_values(result.weights)
+        return result.loss
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.

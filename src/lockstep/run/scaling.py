@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.errors import NonFiniteError
+from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 
 _SMALLEST_SCALE = 2.0**-24
@@ -67,25 +69,27 @@ class ScaledStep:
             )
 
 
-def require_finite(
-    losses: Tensor, gradients_finite: Tensor, step: int, indices: tuple[list[int], ...], scaled: bool
-) -> None:
-    """Raises ``NonFiniteError`` naming step, micro-batch and samples; with a loss scaler, an overflow is not an error."""
-    if scaled:
-        return
+def raise_non_finite(losses: Tensor, plan: StepPlan) -> NoReturn:
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
+
+    Args:
+        losses: loss sum of each micro-batch, shape (leaves,).
+        plan: the step.
+    """
     bad = (~losses.isfinite()).nonzero().flatten().tolist()
     if bad:
         k = bad[0]
         raise NonFiniteError(
-            f"The loss of step {step} is {float(losses[k])} in micro-batch {k} (samples {_shorten(indices[k])}). No "
-            "update was made with it. Look at these samples, or lower the learning rate or clip gradients."
+            f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
+            f"{_shorten(plan.indices[k].tolist())}). No update was made with it. Look at these samples, lower the "
+            "learning rate, or clip gradients."
         )
-    if not bool(gradients_finite):
-        raise NonFiniteError(
-            f"The loss of step {step} is finite, but a gradient is NaN or infinite (samples "
-            f"{_shorten([i for part in indices for i in part])}). No update was made with it. Look for an operation "
-            "whose derivative is infinite, such as a square root at zero, or clip gradients."
-        )
+    samples = [index for part in plan.indices for index in part.tolist()]
+    raise NonFiniteError(
+        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {_shorten(samples)}). No "
+        "update was made with it. Look for an operation whose derivative is infinite, such as a square root at zero, "
+        "or clip gradients."
+    )
 
 
 def _shorten(numbers: list[int]) -> str:

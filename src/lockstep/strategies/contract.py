@@ -29,14 +29,14 @@ Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 class StepResult:
     """What the backward pass over one global batch gave; equal on every rank."""
 
+    loss: Tensor
+    """Mean loss over the global batch, float64, 0-dim."""
     losses: Tensor
     """Loss sum of each micro-batch, float64, shape (leaves,)."""
-    weights: Tensor
-    """Weight of each micro-batch (samples, or tokens), float64, shape (leaves,)."""
     stop: Tensor
     """The largest stop code that any process was given, 0-dim; 0 if none was."""
-    gradients_finite: Tensor
-    """Whether no gradient is NaN or infinite, 0-dim bool."""
+    finite: Tensor
+    """Whether no loss and no gradient is NaN or infinite, 0-dim bool."""
 
 
 class Strategy(ABC):

@@ -49,7 +49,7 @@ class GradientTree:
         self._slots = [_Slot(name, parameter) for name, parameter in parameters.items()]
         self._reducer = reducer
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
-        self._merges: list[int] = []
+        self._merges: tuple[int, ...] = ()
         self._leaf = 0
         self._waiting: list[int] = []
         self._members: list[list[_Slot]] = _fill_buckets(self._slots)
@@ -117,14 +117,14 @@ class GradientTree:
                 self._reducer.start(bucket)
             self._started = len(self._members)
 
-    def finish(self, used: list[int], weight: Tensor) -> Tensor:
+    def finish(self, used: list[int], weight: Tensor) -> list[Tensor]:
         """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
 
         A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
         was there before the step is added to, as autograd does.
 
         Returns:
-            Whether all gradients of the step are finite, 0-dim bool.
+            The sum of each part of the gradients, which is finite only if every entry is.
         """
         sums = []
         if self._reducer is not None:
@@ -140,8 +140,8 @@ class GradientTree:
             slot.stack = []
         for parameter, before in self._prior:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-        self._merges = []
-        return torch.stack(sums).isfinite().all() if sums else torch.tensor(True)
+        self._merges = ()
+        return sums
 
     def _take(self, slot: _Slot, parameter: Tensor) -> None:
         gradient = parameter.grad

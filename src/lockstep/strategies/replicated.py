@@ -14,7 +14,8 @@ from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.contract import most_slots
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.gradients import GradientTree
-from lockstep.tree import Node, TreeStack, fold
+from lockstep.sums import fold_rows
+from lockstep.tree import Node, TreeStack
 
 
 class Replicated(Strategy):
@@ -41,6 +42,7 @@ class Replicated(Strategy):
         self.device, self.holder, self.holders = device, holder, holders
         self._micro_batches, self._reducer = micro_batches, reducer
         self._declared = running_buffers
+        self._total_running: Tensor | None = None
         self._checked = False
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -71,9 +73,10 @@ class Replicated(Strategy):
         for micro_batch in batch.micro_batches:
             self._buffers.begin_micro_batch()
             loss, weight = compute(micro_batch)
-            values, counts = self._buffers.take()
-            running.push_leaf(micro_batch.k, values)
-            advanced += counts
+            if self._buffers.numel:
+                values, counts = self._buffers.take()
+                running.push_leaf(micro_batch.k, values)
+                advanced += counts
             (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
             self._tree.end_micro_batch()
             losses.append(loss.detach())
@@ -126,7 +129,7 @@ class Replicated(Strategy):
 
     def _reduce(self, header: Tensor, running: dict[Node, Tensor]) -> Tensor:
         if self._reducer is None:
-            self._total_running = next(iter(running.values()))
+            self._total_running = next(iter(running.values()), None)
             return header.unsqueeze(0)
         self._tree.start_all()
         if self._buffers.numel:
@@ -140,17 +143,19 @@ class Replicated(Strategy):
 
     def _finish(self, headers: Tensor, leaves: int) -> StepResult:
         sizes = [len(share(leaves, self.holders, rank)) for rank in range(self.holders)]
-        losses = torch.cat([row[:size] for row, size in zip(headers, sizes)])
-        weights = torch.cat([row[self._share : self._share + size] for row, size in zip(headers, sizes)])
+        losses = _in_order(headers, sizes, 0)
+        weight = fold_rows(_in_order(headers, sizes, self._share))
         sums = headers[:, 2 * self._share :].sum(0)
-        advanced = sums[len(self._trainable) : -1]
-        if self._buffers.numel:
+        if self._total_running is not None:
+            advanced = sums[len(self._trainable) : -1]
             self._buffers.finish_step(self._total_running, leaves, advanced)
-        finite = self._tree.finish(self._used(sums), fold_values(weights).float())
+        parts = self._tree.finish(self._used(sums), weight.float())
         if not self._checked:
             self._buffers.refuse_changed_others()
             self._checked = True
-        return StepResult(losses, weights, headers[:, -1].max(), finite)
+        loss = fold_rows(losses) / weight
+        finite = torch.stack([losses.sum().float(), *parts]).isfinite().all()
+        return StepResult(loss, losses, headers[:, -1].max(), finite)
 
     def _used(self, sums: Tensor) -> list[int]:
         """Uses of each parameter over all ranks; read back from the device only where this rank left one unused."""
@@ -160,8 +165,8 @@ class Replicated(Strategy):
         return [int(count) for count in sums[: len(mine)].tolist()]
 
 
-def fold_values(values: Tensor) -> Tensor:
-    """The tree sum of the entries of a one-dimensional tensor, 0-dim."""
-    leaves = ((node, values[node.start]) for node in (Node(k, k + 1) for k in range(len(values))))
-    return fold(leaves, len(values), torch.add)
-
+def _in_order(headers: Tensor, sizes: list[int], first: int) -> Tensor:
+    """The entries of all micro-batches, in order of k, from the ranks' columns that begin at ``first``."""
+    if len(sizes) == 1:
+        return headers[0, first : first + sizes[0]]
+    return torch.cat([row[first : first + size] for row, size in zip(headers, sizes)])
