@@ -48,8 +48,8 @@ $(VENV)/.train: $(PINS) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.train
-	$(PIP) -e '.[test]' huggingface_hub pyyaml
-	$(PIP) --no-deps torchvision timm
+	$(PIP) -e '.[test]' pyyaml
+	$(PIP) --no-deps torchvision timm huggingface_hub
 	@touch $@
 
 $(VENV)/.check: $(VENV)/.train
