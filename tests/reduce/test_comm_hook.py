@@ -45,7 +45,10 @@ def train_with_torch(world, *, hook=True, bucket_cap_mb=0.01, as_view=False, fin
     model = build()
     model.never.requires_grad_(find_unused)
     ddp = DistributedDataParallel(
-        model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view, find_unused_parameters=find_unused
+        model,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=as_view,
+        find_unused_parameters=find_unused,
     )
     if hook:
         ddp.register_comm_hook(OrderedHookState(), ordered_hook)
@@ -92,7 +95,9 @@ def all_ways(world):
         "lockstep": train_with_lockstep(world),
         "hook": train_with_torch(world),
         "one bucket": train_with_torch(world, bucket_cap_mb=25),
-        "many buckets, gradients as views of them": train_with_torch(world, bucket_cap_mb=0.001, as_view=True),
+        "many buckets, gradients as views of them": train_with_torch(
+            world, bucket_cap_mb=0.001, as_view=True
+        ),
         "a parameter without a gradient": train_with_torch(world, find_unused=True),
         "no hook": train_with_torch(world, hook=False),
         "channels_last": [channels_last_gradients(world, hook) for hook in (True, False)],

@@ -98,7 +98,9 @@ def ordered_hook(state: OrderedHookState, bucket: GradBucket) -> torch.futures.F
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None:
-        raise ConfigError("OrderedHookState needs a process group: call torch.distributed.init_process_group first.")
+        raise ConfigError(
+            "OrderedHookState needs a process group: call torch.distributed.init_process_group first."
+        )
     return group
 
 
