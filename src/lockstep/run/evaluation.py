@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
 from lockstep.plan import share
-from lockstep.run.loss import sum_and_weight
+from lockstep.run.loss import exact, sum_and_weight
 from lockstep.strategies import Strategy
 from lockstep.sums import fold_rows
 
@@ -34,9 +34,10 @@ def evaluate(
     longest = -(-loader.count // strategy.holders)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)
+    functions = [exact(metric) for metric in metrics.values()]
     for place, micro_batch in enumerate(loader):
         output, target = forward(micro_batch.data)
-        for column, metric in enumerate(metrics.values()):
+        for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
     gathered = strategy.gather(rows.view(-1)).view(strategy.holders, longest, len(metrics), 2)

@@ -26,6 +26,7 @@ from lockstep.run.compute import Compute, note
 from lockstep.run.context import describe
 from lockstep.run.evaluation import Metric, evaluate
 from lockstep.run.feeding import Feeder
+from lockstep.run.loss import exact
 from lockstep.run.options import RunOptions
 from lockstep.run.optimizer import PreparedOptimizer, hyperparameters
 from lockstep.run.position import Position
@@ -177,12 +178,12 @@ class Run:
         """
         self._require_prepared()
         self._scaled_step.settle()
-        plan, heartbeat = batch.plan, self._session.heartbeat
+        plan, heartbeat, exact_loss = batch.plan, self._session.heartbeat, exact(loss)
 
         def compute(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             note(heartbeat, "forward", plan.epoch, plan.step, micro_batch)
             self._randomness.begin_micro_batch(plan.step, micro_batch.k)
-            result = self._compute.loss(micro_batch, loss, forward, self._randomness)
+            result = self._compute.loss(micro_batch, exact_loss, forward, self._randomness)
             heartbeat.mark("backward", epoch=plan.epoch, step=plan.step, micro_batch=micro_batch.k)
             return result
 

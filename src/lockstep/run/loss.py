@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 
@@ -24,6 +26,33 @@ def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         f"A batch should be a pair (input, target), a longer tuple, or a dict; it is a {type(data).__name__}. "
         "Let the data set's samples be pairs, or pass forward= and take it apart there."
     )
+
+
+def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that gives sum and weight where the mean of ``function`` is not one over the samples.
+
+    torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
+    equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
+    function is returned as it is.
+    """
+    if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
+        return function
+    summing = copy.copy(function)
+    summing.reduction = "sum"
+
+    def sum_and_weight_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return summing(output, target), _weight(function, target, output.shape[0])
+
+    return sum_and_weight_of
+
+
+def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
+    if target.is_floating_point():  # class probabilities: torch divides by the number of samples
+        return torch.tensor(float(samples), device=target.device)
+    counted = target != function.ignore_index
+    if function.weight is None:
+        return counted.sum()
+    return function.weight[target.where(counted, 0)].mul(counted).sum()
 
 
 def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:

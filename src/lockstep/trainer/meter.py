@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.run.loss import exact
 from lockstep.strategies import Strategy
 
 
@@ -22,7 +23,7 @@ class Meter:
     """
 
     def __init__(self, strategy: Strategy, loss: Callable[..., Any], classifies: bool) -> None:
-        self._strategy, self._loss, self._classifies = strategy, loss, classifies
+        self._strategy, self._loss, self._classifies = strategy, exact(loss), classifies
         self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
         self._answers = 0
