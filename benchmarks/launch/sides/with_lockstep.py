@@ -18,7 +18,7 @@ def main() -> None:
     model, optimizer = run.prepare(model, workload.build_optimizer(model))
     dataset = workload.build_data("items")
     loss_fn = nn.CrossEntropyLoss()
-    for batch in run.batches(dataset):
+    for batch in run.batches(dataset, workers=0):
         run.backward(batch, loss_fn)
         optimizer.step()
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ def train(given: Arguments) -> None:
     dataset = workload.build_data("items")
     gate = Gate(given.control, world.rank)
     for _ in run.epochs(10**6):
-        for batch in run.batches(dataset):
+        for batch in run.batches(dataset, workers=0):
             run.backward(batch, loss_fn)
             optimizer.step()
             optimizer.zero_grad()
