@@ -104,6 +104,7 @@ def _launch(config: JobConfig, devices: Devices) -> int:
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
+        preload=("lockstep.job.rank",),
         log_directory=str(run_folder(config) / "ranks"),
         grace=config.run.grace,
     )
