@@ -18,7 +18,7 @@ BROKEN = {
         ["schedule.warmup_steps=5", "schedule.warmup_epochs=1"],
         "Give one of the two",
     ),
-    "the warm-up ends before the run": (["schedule.warmup_epochs=3"], "the warm-up would never end"),
+    "the warm-up ends before the run": (["schedule.warmup_epochs=4"], "the warm-up would never end"),
     "a schedule counts optimizer steps": (
         ["schedule.target=torch.optim.lr_scheduler:ReduceLROnPlateau"],
         "schedules count optimizer steps",

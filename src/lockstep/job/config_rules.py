@@ -105,7 +105,7 @@ def _one_warm_up(job: JobConfig) -> str | None:
 
 def _warm_up_ends(job: JobConfig) -> str | None:
     schedule, epochs = job.schedule, job.training.epochs
-    if isinstance(schedule, ScheduleConfig) and schedule.warmup_epochs >= epochs:
+    if isinstance(schedule, ScheduleConfig) and schedule.warmup_epochs > epochs:
         return (
             f"is {schedule.warmup_epochs}, but the job has {epochs} epochs, so the warm-up would never end."
         )
