@@ -10,6 +10,9 @@ the generator anew for the unit around it:
 
 so a unit draws the same numbers wherever the ones before it ran: on another rank, another device or another stage.
 Units that cannot draw (a Linear, a ReLU) are left alone, so the usual model pays for its dropouts only.
+
+Activation checkpointing runs units again, in backward. It first puts the generator back, whose seed then tells which
+call is meant: the units replay the keys they had when they were entered from that seed.
 """
 
 from __future__ import annotations
@@ -49,11 +52,19 @@ _NEVER_DRAW = (
 )
 
 
+_Key = tuple[str, int, int]
+"""Unit, call and segment."""
+
+
 @dataclass
 class _Frame:
+    """A unit that has been entered and not been left."""
+
     unit: str
-    call: int
-    draws_itself: bool
+    call: int = 0
+    draws_itself: bool = True
+    after: _Key | None = None
+    """What is planted when the unit has been left, for the draws of the one around it."""
     segment: int = 0
 
 
@@ -73,12 +84,12 @@ class KeyedRandomness:
         self._seed = seed
         self._generators = [torch.default_generator]
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's stub
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
+        self._entered: dict[tuple[str, int], _Frame] = {}
         self._where: tuple[int, int] | None = None
-        self._recomputing = False
         self._handles: list[RemovableHandle] = []
         for name, module in (find_units(model) if units is None else units).items():
             if _may_draw(module):
@@ -92,58 +103,70 @@ class KeyedRandomness:
 
     def begin_micro_batch(self, step: int, k: int) -> None:
         """Keys everything that is drawn from here on by global step ``step`` and micro-batch ``k``."""
-        self._where, self._recomputing = (step, k), False
+        self._where = (step, k)
         self._calls.clear()
-        self._frames.clear()
+        self._entered.clear()
+        self._begin("<forward>")
 
     def begin_loss(self) -> None:
-        """Keys what the loss function draws, and marks the end of the forward pass."""
-        self._frames.clear()
-        self._plant("<loss>", 0, 0)
-        self._recomputing = True
+        """Keys what the loss function draws."""
+        self._begin("<loss>")
 
     def end_step(self, step: int) -> None:
         """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
         self._where = None
         self._manual_seed(derive_seed(self._seed, "loop", step))
 
+    def _begin(self, outermost: str) -> None:
+        self._frames = [_Frame(outermost)]
+        self._plant((outermost, 0, 0))
+
     def _watch(self, name: str, module: nn.Module) -> None:
         draws_itself = not _passes_through(module)
 
         def enter(*_: object) -> None:
-            if self._where is not None:
-                frame = _Frame(name, self._count(name), draws_itself)
-                self._frames.append(frame)
-                if draws_itself:
-                    self._plant(name, frame.call, 0)
+            if self._where is None:
+                return
+            frame = self._replayed(name) if _in_backward() else self._entering(name, draws_itself)
+            self._frames.append(frame)
+            if draws_itself:
+                self._plant((name, frame.call, 0))
 
         def leave(*_: object) -> None:
-            if self._where is None or not self._frames:
+            if self._where is None or not self._frames or self._frames[-1].unit != name:
                 return
-            self._frames.pop()
-            if self._frames and self._frames[-1].draws_itself:
-                around = self._frames[-1]
-                around.segment += 1
-                self._plant(around.unit, around.call, around.segment)
+            after = self._frames.pop().after
+            if after is not None:
+                self._plant(after)
 
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
-    def _count(self, name: str) -> int:
-        calls = self._calls.get(name, 0)
-        if self._recomputing:
-            if calls > 1:
+    def _entering(self, name: str, draws_itself: bool) -> _Frame:
+        around = self._frames[-1]
+        around.segment += 1
+        after = (around.unit, around.call, around.segment) if around.draws_itself else None
+        frame = _Frame(name, self._calls.get(name, 0), draws_itself, after)
+        self._calls[name] = frame.call + 1
+        self._entered[name, self._generators[0].initial_seed()] = frame
+        return frame
+
+    def _replayed(self, name: str) -> _Frame:
+        """The frame of the call that backward runs again. Without the seed, there must have been one call only."""
+        frame = self._entered.get((name, self._generators[0].initial_seed()))
+        if frame is None:
+            frames = [entered for (unit, _), entered in self._entered.items() if unit == name]
+            if len(frames) != 1:
                 raise ConfigError(
-                    f"{name or 'the model'} was called {calls} times in one forward pass and is now recomputed by "
-                    "activation checkpointing: which call is meant cannot be told. Checkpoint a module that is called once."
+                    f"{name or 'the model'} was called {len(frames)} times in one forward pass and is run again in "
+                    "backward; which call is meant is not known. Checkpoint it with preserve_rng_state=True."
                 )
-            return 0
-        self._calls[name] = calls + 1
-        return calls
+            frame = frames[0]
+        return frame
 
-    def _plant(self, unit: str, call: int, segment: int) -> None:
+    def _plant(self, key: _Key) -> None:
         if self._where is not None:
-            step, k = self._where
+            (step, k), (unit, call, segment) = self._where, key
             self._manual_seed(unit_seed(self._seed, step, k, unit, call, segment))
 
     def _manual_seed(self, seed: int) -> None:
@@ -160,7 +183,13 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
         if isinstance(module, _CONTAINERS):
             for child, inner in module.named_children():
                 units.setdefault(f"{name}.{child}" if name else child, inner)
-    return units
+    first_names: dict[nn.Module, str] = {}
+    return {name: module for name, module in units.items() if first_names.setdefault(module, name) == name}
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread, as activation checkpointing asks too."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _may_draw(module: nn.Module) -> bool:
