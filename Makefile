@@ -31,9 +31,9 @@ format: $(VENV)/.check
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.test
-	@for folder in benchmarks/*/; do \
-		[ -x $$folder/run ] || continue; echo "== $$folder"; PATH="$(CURDIR)/$(BIN):$$PATH" $$folder/run || exit 1; done
+bench:
+	benchmarks/setup.sh
+	for b in step launch order; do .venv-bench/bin/python benchmarks/$$b/run.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
