@@ -24,7 +24,7 @@ from lockstep.checkpoint.encoding import canonical, encode
 from lockstep.checkpoint.folder import name_of, prune
 from lockstep.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, RECORD, Manifest
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.temporary import file_aside, folder_aside, make_durable
+from lockstep.checkpoint.temporary import clean, file_aside, folder_aside, make_durable
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.differences import shorten
 
@@ -44,7 +44,8 @@ def write(
 ) -> Path:
     """Writes ``state`` as the checkpoint of ``step`` and returns its folder; one process of the run calls it.
 
-    On any failure what was there before is untouched and nothing new is left.
+    On any failure what was there before is untouched and nothing new is left. What a process that was killed while
+    it wrote has left in the folder is removed first.
 
     Args:
         directory: the run folder; made if it does not exist.
@@ -67,6 +68,7 @@ def write(
     )
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        clean(directory)
         require_space(directory, state.tensor_bytes + len(record))
         path = name_of(directory, step)
         with folder_aside(path) as aside:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -57,7 +56,7 @@ class JsonLines:
     def _open(self) -> IO[str]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.is_file():
-            aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
+            aside = self._path.with_name(f".{self._path.name}.partial")
             try:
                 with aside.open("w", encoding="utf-8") as kept:
                     kept.writelines(f"{line}\n" for line in self._kept())
