@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.launch.heartbeat import read_beat
 
 LOOP = Path(__file__).with_name("faulty_loop.py")
-_COMMAND = [sys.executable, "-c", "import sys; from lockstep.cli import main; sys.exit(main())", "run"]
+COMMAND = [sys.executable, "-c", "import sys; from lockstep.cli import main; sys.exit(main())", "run"]
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Command:
         self.start_clock()
         with (self.folder / "stdout").open("w") as stdout, (self.folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
-                [*_COMMAND, "--devices", devices, *options, str(script), *map(str, arguments)],
+                [*COMMAND, "--devices", devices, *options, str(script), *map(str, arguments)],
                 env={**os.environ, **places, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

@@ -56,6 +56,7 @@ class Watch:
         self._ended: dict[int, RankEnd] = {}
         self._told: set[int] = set()
         self._schedule: dict[signal.Signals, float] = {}
+        self._sent: set[signal.Signals] = set()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
         self.broken = ""
@@ -144,7 +145,7 @@ class Watch:
 
     def _look_for_leavers(self) -> None:
         """Ends a run that waits for a rank which has left, or which is leaving while another still trains."""
-        if self._schedule or not self._running:
+        if self._schedule or self._sent or not self._running:
             return
         now = time.monotonic()
         if any(
@@ -159,9 +160,11 @@ class Watch:
             self._end_within(0.0, _FORCE)
 
     def _end_within(self, term: float, kill: float) -> None:
-        """Schedules SIGTERM and SIGKILL, in seconds from now; what is due earlier already stays."""
+        """Schedules SIGTERM and SIGKILL, once each, in seconds from now; what is due earlier already stays."""
         now = time.monotonic()
         for number, delay in ((signal.SIGTERM, term), (signal.SIGKILL, kill)):
+            if number in self._sent:
+                continue
             self._schedule[number] = min(self._schedule.get(number, float("inf")), now + delay)
 
     def _act(self) -> None:
@@ -169,7 +172,8 @@ class Watch:
         self._wait_for_saving(now)
         for number, due in list(self._schedule.items()):
             if due <= now and self._running:
-                self._schedule[number] = float("inf")
+                del self._schedule[number]
+                self._sent.add(number)
                 self._control.ending = True
                 self._told.update(self._running)
                 self._server.signal(number, self._running)
@@ -178,12 +182,14 @@ class Watch:
         """After one Ctrl-C, ranks that write a checkpoint get a few seconds more."""
         if self._reason is not StopReason.INTERRUPTED or self._asked_twice:
             return
-        if now > self._asked_at + _INTERRUPT_SAVE_LIMIT or min(self._schedule.values()) > now:
+        due = min(self._schedule.values(), default=float("inf"))
+        if due > now or now > self._asked_at + _INTERRUPT_SAVE_LIMIT:
             return
         beats = [read_beat(self._directory, rank) for rank in self._running]
         if any(beat and beat.phase == "save" for beat in beats):
             for number, more in ((signal.SIGTERM, _TICK), (signal.SIGKILL, _TICK + 1.0)):
-                self._schedule[number] = max(self._schedule[number], now + more)
+                if number in self._schedule:
+                    self._schedule[number] = max(self._schedule[number], now + more)
 
     def _close_the_books(self) -> None:
         """Notes an end for every rank that the lost server can no longer report."""

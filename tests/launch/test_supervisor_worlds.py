@@ -1,0 +1,157 @@
+"""What runs under the launcher: plain scripts, torch's own rendezvous, many runs at once, a world of torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.command import COMMAND, LOOP, Command
+
+PLAIN = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group()
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", int(value), "rank", os.environ["RANK"], flush=True)
+"""
+
+WORKERS = """
+import sys, torch
+from torch.utils.data import DataLoader
+
+class Squares:
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return Value(index)
+
+class Value:
+    def __init__(self, x):
+        self.x = x * x
+
+def collect(values):
+    return [value.x for value in values]
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        loader = DataLoader(Squares(), num_workers=1, collate_fn=collect, multiprocessing_context=method)
+        print(method, [x for values in loader for x in values])
+    print(__name__, sys.argv[1:], __file__ == sys.argv[0])
+"""
+
+
+def test_a_plain_torch_script_meets_without_an_address_and_may_forget_to_destroy(command):
+    script = command.folder / "plain.py"
+    script.write_text(PLAIN)
+    code, lines = command.start(script, options=["--logs", command.folder / "logs"]).end()
+    assert (code, lines) == (0, [])
+    assert command.stdout == "sum 3 rank 0\n"
+    assert (command.folder / "logs" / "rank-002.log").read_text() == "sum 3 rank 2\n"
+
+
+def test_a_script_is_a_real_main_whose_classes_its_loader_workers_can_pickle(command):
+    script = command.folder / "workers.py"
+    script.write_text(WORKERS)
+    code, lines = command.start(script, "--epochs", "3", devices="cpu:1").end()
+    assert (code, lines) == (0, [])
+    assert command.stdout.splitlines() == [
+        "fork [0, 1, 4, 9, 16, 25]",
+        "spawn [0, 1, 4, 9, 16, 25]",
+        "__main__ ['--epochs', '3'] True",
+    ]
+
+
+def test_rank_settings_do_not_depend_on_the_number_of_ranks(command):
+    script = command.folder / "threads.py"
+    script.write_text(
+        "import os, torch\nfrom lockstep.world import World\n"
+        "world = World.from_environment()\n"
+        "print(torch.get_num_threads(), world.launcher, world.local_world_size, os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    clean = {"OMP_NUM_THREADS": ""}
+    assert command.start(script, devices="cpu:3", environment=clean).end()[0] == 0
+    assert command.stdout == "1 lockstep 3 \n"
+    assert command.start(script, devices="cpu:1", options=["--threads", "2"]).end()[0] == 0
+    assert command.stdout == "2 lockstep 1 \n"
+
+
+def test_nothing_listens_off_the_loopback_interface(command):
+    command.loop()
+    command.wait_for_mark("running", 3)
+    listening = [address for process in command.processes() for address in listening_addresses(process)]
+    assert listening, "gloo listens somewhere"
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_eight_runs_at_once_all_succeed(tmp_path):
+    start_at_once(8, tmp_path)
+
+
+@pytest.mark.slow
+def test_sixty_runs_at_once_all_succeed(tmp_path):
+    start_at_once(60, tmp_path)
+
+
+def start_at_once(number, folder):
+    commands = []
+    try:
+        for one in range(number):
+            (folder / str(one)).mkdir()
+            commands.append(Command(folder / str(one)).loop(steps=5, devices="cpu:2"))
+        for one in commands:
+            assert one.end(timeout=150) == (0, [])
+            assert one.stdout == "rank 0 done\n"
+    finally:
+        for one in commands:
+            one.clean_up()
+
+
+@pytest.mark.slow
+def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
+    script = command.folder / "plain.py"
+    script.write_text(PLAIN)
+    assert [command.start(script).end() for _ in range(40)] == [(0, [])] * 40
+
+
+def test_a_script_under_torchrun_joins_its_world(tmp_path):
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    done = subprocess.run(
+        [*agent, *COMMAND, str(LOOP), str(tmp_path), "5"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
+
+
+def test_python_alone_is_a_world_of_one(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(LOOP), str(tmp_path), "5"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "rank 0 done\n")
+
+
+def listening_addresses(process):
+    """Local addresses on which a process listens, from /proc."""
+    sockets = set()
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        target = os.readlink(entry)
+        if target.startswith("socket:["):
+            sockets.add(target[8:-1])
+    for table, width in (("tcp", 8), ("tcp6", 32)):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                yield readable(fields[1].split(":")[0], width)
+
+
+def readable(text, width):
+    if width == 8:
+        return ".".join(str(byte) for byte in reversed(bytes.fromhex(text)))
+    return "::1" if text == "0" * 24 + "01000000" else text
