@@ -35,7 +35,7 @@ def modules():
 def part_of(path):
     """The name of the layer's member that a file belongs to; empty for the package's own ``__init__``."""
     first = path.relative_to(PACKAGE).parts[0]
-    return "" if first == "__init__.py" else first.removesuffix(".py")
+    return "" if first in ("__init__.py", "__main__.py") else first.removesuffix(".py")
 
 
 def imports(path, tree):

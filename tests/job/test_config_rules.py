@@ -4,7 +4,6 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.job.config_rules import RULES, device_count, machine_problems
-from lockstep.launch.devices import Devices
 
 BROKEN = {
     "global_batch is a multiple of micro_batches": (
@@ -78,8 +77,8 @@ def test_devices_are_counted_where_the_setting_says_it():
 
 def test_what_the_machine_adds_is_held_against_the_rules(load):
     auto = load()
-    assert not machine_problems(auto, Devices(kind="cuda", names=("0", "1")))
-    many = machine_problems(auto, Devices(kind="cuda", names=tuple(str(index) for index in range(16))))
+    assert not machine_problems(auto, 2, "cuda")
+    many = machine_problems(auto, 16, "cuda")
     assert "16 devices cannot share micro_batches=8" in many[0].text
-    no_gpu = machine_problems(load("training.precision=tf32"), Devices(kind="cpu", names=("cpu",)))
+    no_gpu = machine_problems(load("training.precision=tf32"), 1, "cpu")
     assert "tf32" in no_gpu[0].text

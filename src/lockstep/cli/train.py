@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
+from collections.abc import Sequence
 
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import PRECISIONS, STRATEGIES, JobConfig
 from lockstep.job.config_file import built_in_jobs, load_job
 from lockstep.job.config_overrides import Override, parse_set, toml_value
+from lockstep.job.config_reader import Problem
 from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
-from lockstep.launch.parent_death import arm, arm_future_children
-from lockstep.launch.run_target import run_target
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -65,13 +64,20 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
     config = load_job(arguments.job, overrides(arguments))
+    world, command = World.from_environment(), ["lockstep", *sys.argv[1:]]
+    if world.launcher != "python" and not arguments.dry_run:
+        _refuse(machine_problems(config, world.world_size))
+        from lockstep.cli.joined_rank import join
+
+        join(config, world, ENTRY, command)
+        return EXIT_DONE
     devices = resolve_devices(config)
     if arguments.dry_run:
         from lockstep.cli.dry_run import print_plan
 
         print_plan(config, devices)
         return EXIT_DONE
-    return _launch(config, devices)
+    return _supervise(config, devices, command)
 
 
 def overrides(arguments: argparse.Namespace) -> list[Override]:
@@ -90,37 +96,24 @@ def resolve_devices(config: JobConfig) -> Devices:
     devices = parse_devices(config.run.devices)
     if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
         devices = dataclasses.replace(devices, names=devices.names[:1])
-    problems = machine_problems(config, devices)
-    if problems:
-        raise ConfigError(" ".join(problem.text for problem in problems))
+    _refuse(machine_problems(config, devices.count, devices.kind))
     return devices
 
 
-def _launch(config: JobConfig, devices: Devices) -> int:
-    """Starts the ranks and waits for them; in a world that another launcher started, becomes a rank of it."""
-    if World.from_environment().launcher != "python":
-        return _join(config)
+def _supervise(config: JobConfig, devices: Devices, command: list[str]) -> int:
+    """Starts the ranks on this host and waits for them."""
     config = choose_run_folder(config)
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
-        preload=("lockstep.job.rank",),
         log_directory=str(run_folder(config) / "ranks"),
         grace=config.run.grace,
     )
+    target = EntryTarget(entry=ENTRY, payload={"config": config.to_json(), "command": command})
     with locked(run_folder(config)):
-        return supervise(EntryTarget(entry=ENTRY, payload=_payload(config)), options)
+        return supervise(target, options)
 
 
-def _payload(config: JobConfig) -> dict[str, object]:
-    """What the ranks are given: the job, and the words of this command for the one that proves it."""
-    return {"config": config.to_json(), "command": ["lockstep", *sys.argv[1:]]}
-
-
-def _join(config: JobConfig) -> int:
-    """Runs the job in this process, which torchrun, SLURM or MPI has made a rank already."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        arm(os.getppid())
-    arm_future_children()
-    run_target(EntryTarget(entry=ENTRY, payload=_payload(config)))
-    return EXIT_DONE
+def _refuse(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(" ".join(problem.text for problem in problems))

@@ -14,7 +14,6 @@ from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig, ScheduleConfig
 from lockstep.job.config_reader import KeyPath, Problem
-from lockstep.launch.devices import Devices
 from lockstep.plan import BatchShape
 
 
@@ -45,11 +44,12 @@ def broken_rules(job: JobConfig) -> list[Problem]:
     return [Problem(path, message) for path, message in found if message]
 
 
-def machine_problems(job: JobConfig, devices: Devices) -> list[Problem]:
-    """What does not fit between a job that breaks no rule and the devices that this machine gives it."""
-    run = dataclasses.replace(
-        job.run, devices=f"cpu:{devices.count}" if devices.kind == "cpu" else devices.count
-    )
+def machine_problems(job: JobConfig, count: int, kind: str = "") -> list[Problem]:
+    """What does not fit between a job that breaks no rule and the ``count`` devices it would get.
+
+    ``kind`` is ``cpu`` or ``cuda``; empty where it is not known yet.
+    """
+    run = dataclasses.replace(job.run, devices=f"cpu:{count}" if kind == "cpu" else count)
     return broken_rules(dataclasses.replace(job, run=run))
 
 

@@ -1,0 +1,89 @@
+"""``lockstep train`` as it is used: real processes, one result, one short report of what went wrong."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FINGERPRINT = re.compile(r"^fingerprint\s+([0-9a-f]{16,})$", re.MULTILINE)
+SHORT = ("--epochs", "1", "--set", "log.tensorboard=false", "--set", "checkpoint.every_epochs=0")
+
+OWN_MODEL = """
+import functools
+from torch import nn
+
+def passed_on(function):
+    @functools.wraps(function)
+    def call(**settings):
+        return function(**settings)
+    return call
+
+@passed_on
+def net(width=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+"""
+
+
+def fingerprint(result):
+    assert result.returncode == 0, result.stderr
+    return FINGERPRINT.search(result.stdout).group(1)
+
+
+@pytest.fixture
+def own_job(tmp_path):
+    from lockstep.job.config_file import BUILT_IN_JOBS
+
+    (tmp_path / "own_wrapped.py").write_text(OWN_MODEL)
+    text = (BUILT_IN_JOBS / "digits.toml").read_text()
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace("lockstep.models:digits_net", "own_wrapped:net"))
+    return path
+
+
+def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one(process):
+    on_three = process("train", "digits", *SHORT, "--devices", "cpu:3")
+    on_one = process("train", "digits", *SHORT, "--devices", "cpu:1")
+    alone = process("train", "digits", *SHORT, "--devices", "cpu:1", "--strategy", "single")
+    assert fingerprint(on_three) == fingerprint(on_one) == fingerprint(alone)
+    assert "prove it" in on_three.stdout
+
+
+def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint(process, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    joined = subprocess.run(
+        [*torchrun, "-m", "lockstep", "train", "digits", *SHORT],
+        capture_output=True, text=True, cwd=tmp_path, env=environment,
+    )  # fmt: skip
+    assert fingerprint(joined) == fingerprint(process("train", "digits", *SHORT, "--devices", "cpu:1"))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "digits-002"]
+
+
+def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):
+    result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
+    assert fingerprint(result)
+
+
+def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(process, own_job):
+    """The model's signature is hidden behind a decorator, so the look into its source says nothing."""
+    own_job.write_text(own_job.read_text().replace('own_wrapped:net"', 'own_wrapped:net"\nwidht = 4'))
+    result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
+    assert result.returncode == 2
+    assert (
+        "model: own_wrapped:net has no argument 'widht'. Did you mean 'width'?"
+        in result.stderr.splitlines()[0]
+    )
+    assert len(result.stderr.splitlines()) <= 6
+
+
+@pytest.mark.parametrize("name", ["broken", "missing"])
+def test_a_module_that_cannot_be_imported_is_named(process, own_job, name):
+    own_job.with_name("own_broken.py").write_text("import surely_not_installed\n\n\ndef net(): ...\n")
+    own_job.write_text(own_job.read_text().replace("own_wrapped:net", f"own_{name}:net"))
+    result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
+    assert result.returncode == 2
+    assert ("surely_not_installed" if name == "broken" else "own_missing") in result.stderr
+    assert (Path(own_job.parent) / "runs").exists() == (name == "broken")
