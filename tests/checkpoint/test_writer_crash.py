@@ -6,11 +6,14 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.checkpoint import clean, committed, latest, read, read_newest, write
+
+_SIZE = 300_000
 
 
 @pytest.fixture
@@ -42,11 +45,13 @@ def hidden_entries(directory):
 
 def test_thirty_kills_at_random_moments_always_leave_a_complete_checkpoint(writer, state_of, shown):
     ask, directory = writer
-    write(directory, state_of(0), step=0)
+    began = time.monotonic()
+    write(directory, state_of(0, _SIZE), step=0)
+    longest = min(0.25, max(0.03, 3 * (time.monotonic() - began)))
     moments, newest, seen_partial = random.Random(0), 0, 0
     for _ in range(30):
         child = int(ask(f"loop {newest + 1}"))
-        select.select([], [], [], moments.uniform(0.0, 0.06))
+        select.select([], [], [], moments.uniform(0.0, longest))
         os.kill(child, signal.SIGKILL)
         ask(f"wait {child}")
         seen_partial += bool(hidden_entries(directory))
