@@ -33,4 +33,3 @@ def clip_gradients(parameters: Mapping[str, nn.Parameter], max_norm: float) -> T
 def _sum_of_squares(gradient: Tensor) -> Tensor:
     rows = gradient.detach().reshape(gradient.shape[0] if gradient.dim() else 1, -1).double()
     return fold_rows(torch.linalg.vecdot(rows, rows))
-

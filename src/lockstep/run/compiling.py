@@ -26,6 +26,6 @@ def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_container(module: nn.Module) -> bool:
     """Whether the blocks are inside of this module rather than the module itself."""
-    return any(isinstance(inner, nn.Sequential | nn.ModuleList | nn.ModuleDict) for inner in module.children()) or (
-        isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    )
+    return any(
+        isinstance(inner, nn.Sequential | nn.ModuleList | nn.ModuleDict) for inner in module.children()
+    ) or (isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict))

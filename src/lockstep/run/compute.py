@@ -27,17 +27,28 @@ class Compute:
         channels_last: put image batches into channels-last order.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision, device: torch.device, channels_last: bool) -> None:
+    def __init__(
+        self, model: nn.Module, precision: Precision, device: torch.device, channels_last: bool
+    ) -> None:
         self.model = model
         self._precision, self._device = precision, device
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.finish: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
 
-    def output_and_target(self, data: Any) -> tuple[Any, Any]:
-        """The model's output on a micro-batch's data, and its target; without keys."""
+    def output_and_target(
+        self, data: Any, forward: Callable[..., Any] | None, model: nn.Module, finish: Prepare | None
+    ) -> tuple[Any, Any]:
+        """The output of ``model`` on a micro-batch's data, and its target.
+
+        Args:
+            data: of one micro-batch.
+            forward: gives the output, if ``model(input)`` does not.
+            model: what is called.
+            finish: applied to the input on the device.
+        """
         with self._precision.forward():
-            return self._forward(data, None)
+            return self._forward(data, forward, model, finish)
 
     def loss(
         self,
@@ -48,18 +59,20 @@ class Compute:
     ) -> tuple[Tensor, Tensor]:
         """Sum and weight of the loss; what is drawn is keyed by what ``randomness`` was set to."""
         with self._precision.forward():
-            output, target = self._forward(micro_batch.data, forward)
+            output, target = self._forward(micro_batch.data, forward, self.model, self.finish)
             randomness.begin_loss()
             return sum_and_weight(function(output, target), len(micro_batch))
 
-    def _forward(self, data: Any, forward: Callable[..., Any] | None) -> tuple[Any, Any]:
+    def _forward(
+        self, data: Any, forward: Callable[..., Any] | None, model: nn.Module, finish: Prepare | None
+    ) -> tuple[Any, Any]:
         data = self._to_device(data)
         if forward is not None:
             return forward(data), data
         inputs, named, target = split_batch(data)
-        if self.finish is not None and inputs:
-            inputs = (self.finish(inputs[0]), *inputs[1:])
-        return self.model(*(self._laid_out(value) for value in inputs), **named), target
+        if finish is not None and inputs:
+            inputs = (finish(inputs[0]), *inputs[1:])
+        return model(*(self._laid_out(value) for value in inputs), **named), target
 
     def _laid_out(self, value: Any) -> Any:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
@@ -78,7 +91,9 @@ class Compute:
         return data
 
 
-def note(heartbeat: Heartbeat, phase: str, epoch: int, step: int, micro_batch: MicroBatch | None = None) -> None:
+def note(
+    heartbeat: Heartbeat, phase: str, epoch: int, step: int, micro_batch: MicroBatch | None = None
+) -> None:
     """Writes down what this rank is about to do."""
     if micro_batch is None:
         heartbeat.mark(phase, epoch=epoch, step=step)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
 from lockstep.plan import share
@@ -16,8 +18,21 @@ from lockstep.strategies import Strategy
 from lockstep.sums import fold_rows
 
 Metric = Callable[[Any, Any], Any]
-Forward = Callable[[Any], tuple[Any, Any]]
-"""Runs the model on one micro-batch's data; gives (output, target)."""
+Forward = Callable[[MicroBatch], tuple[Any, Any]]
+"""Runs the model on one micro-batch; gives (output, target)."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def evaluate(
@@ -31,12 +46,16 @@ def evaluate(
         forward: runs the model.
         strategy: where the results of all processes are gathered.
     """
+    if loader.count == 0:
+        raise ConfigError(
+            "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
+        )
     longest = -(-loader.count // strategy.holders)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
     for place, micro_batch in enumerate(loader):
-        output, target = forward(micro_batch.data)
+        output, target = forward(micro_batch)
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from lockstep import checkpoint
 from lockstep.buffers import has_batch_norm
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import combine, digest_tensors
-from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.heartbeat import Stopped
+from lockstep.plan import SamplePlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
 from lockstep.run import saving, start
@@ -24,14 +25,18 @@ from lockstep.run.clipping import clip_gradients
 from lockstep.run.compiling import compile_blocks
 from lockstep.run.compute import Compute, note
 from lockstep.run.context import describe
-from lockstep.run.evaluation import Metric, evaluate
+from lockstep.run.course import Course
+from lockstep.run.evaluation import Metric, evaluate, evaluating
 from lockstep.run.feeding import Feeder
 from lockstep.run.loss import exact
-from lockstep.run.options import RunOptions
 from lockstep.run.optimizer import PreparedOptimizer, hyperparameters
+from lockstep.run.options import RunOptions
+from lockstep.run.parts import Parts
+from lockstep.run.pending import Pending
 from lockstep.run.position import Position
-from lockstep.run.scaling import ScaledStep, raise_non_finite
+from lockstep.run.scaling import ScaledStep
 from lockstep.run.session import Session
+from lockstep.run.unread import Unread
 from lockstep.strategies import Strategy, open_strategy
 from lockstep.world import World
 
@@ -51,26 +56,35 @@ class Run:
         self.options = options
         self._session = Session(world or World.from_environment(), options.threads, options.timeout)
         self.world, self.device = self._session.world, self._session.device
+        if self._session.group is not None:
+            start.require_equal_settings(options.as_text(), self._session.group, self.device)
         self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
         self._precision.configure_backend()
         self.strategy: Strategy = open_strategy(options, self._session.group, self.device)
         options.shape.check_holders(self.strategy.holders)
-        self.position = Position()
+        self._course = Course()
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self._feeder = Feeder(options, self.strategy)
         self._scaled_step = ScaledStep(self._precision)
         self._saved: saving.Saved | None = None
-        self._current: Batch | None = None
-        self._reduced = self._stepped = False
-        self._stop = StopReason.NONE
-        self._in_epochs = False
+        self._pending = Pending()
+        self._unread = Unread(
+            every=1 if self.device.type == "cpu" else _LOOK_EVERY,
+            overflow_expected=self._precision.scaler is not None,
+        )
+        self._agreed_plans: set[SamplePlan] = set()
         self._session.heartbeat.will_poll()
 
     @property
     def is_main(self) -> bool:
         """Whether this process logs, prints and writes."""
         return self.world.is_main
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands."""
+        return self._course.position
 
     def prepare(self, model: nn.Module, *others: Any, values_from_main: bool = False) -> Any:
         """Places the model and takes charge of optimizers and schedulers. Collective.
@@ -86,47 +100,31 @@ class Run:
         Returns:
             The model, and what stands for the others, in the order of the arguments; the model alone if it was.
         """
-        optimizers = [each for each in others if isinstance(each, Optimizer)]
-        schedulers = [each for each in others if not isinstance(each, Optimizer)]
-        if unknown := [each for each in schedulers if not hasattr(each, "state_dict") or isinstance(each, nn.Module)]:
-            raise ConfigError(
-                f"run.prepare takes one model, optimizers and schedulers; a {type(unknown[0]).__name__} is none of them. "
-                "Give data sets to run.batches and run.evaluate; put several models into one nn.ModuleDict."
-            )
+        parts = Parts.of(model, others)
+        if self._saved is not None:
+            raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
         self._session.heartbeat.mark("prepare")
         if self.options.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
-        context = describe(self.options, self._session, optimizers)
+        context = describe(self.options, self._session, parts.optimizers)
         if self._session.group is not None:
-            start.agree(model, optimizers, context, self._session.group, self.device, values_from_main)
+            start.agree(parts, context, self._session.group, self.device, values_from_main)
         placed = self.strategy.place(model)
+        for module in parts.modules:
+            module.to(self.device)
         units = compile_blocks(placed) if self.options.compile else None
         self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
         self._compute = Compute(placed, self._precision, self.device, self.options.channels_last)
-        self._optimizers = optimizers
-        self._saved = saving.Saved(
-            model,
-            {str(number): each for number, each in enumerate(optimizers)},
-            {str(number): each for number, each in enumerate(schedulers)},
-            self._precision,
-            self.position,
-            context,
-        )
+        self._parts, self._pending = parts, Pending(parts.optimizers)
+        self._saved = saving.Saved(parts, self._precision, self.position, context)
         if self.options.resume:
             self._resume(self._saved)
-        prepared = [PreparedOptimizer(o, self._step) if isinstance(o, Optimizer) else o for o in others]
-        return (placed, *prepared) if others else placed
+        stand_ins = {id(o): PreparedOptimizer(o, self._step, self._pending.forget) for o in parts.optimizers}
+        return (placed, *(stand_ins.get(id(each), each) for each in others)) if others else placed
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
-        self._in_epochs = True
-        try:
-            while self.position.epoch < count:
-                yield self.position.epoch
-                self.position.epoch += 1
-                self.position.done, self.position.inside = 0, False
-        finally:
-            self._in_epochs = False
+        return self._course.epochs(count)
 
     def batches(
         self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
@@ -141,22 +139,12 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = _smallest_micro_batch(self._require_prepared().model)
+        smallest = _smallest_micro_batch(self._require_prepared().parts.model)
+        self._agree_on(self._feeder.plan(data, shuffle, drop_last, smallest))
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
-        position = self.position
-        position.inside = True
-        heartbeat = self._session.heartbeat
-        note(heartbeat, "data", position.epoch, position.step)
-        for batch in loader.batches(position.epoch, position.done):
-            self._current, self._reduced, self._stepped = batch, False, False
-            yield batch
-            self._complete_step()
-            self._stop_if_agreed()
-            note(heartbeat, "data", position.epoch, position.step)
-        position.inside = False
-        if not self._in_epochs:
-            position.epoch, position.done = position.epoch + 1, 0
+        note(self._session.heartbeat, "data", self.position.epoch, self.position.step)
+        return self._course.steps(loader.batches, self._between_steps)
 
     def backward(
         self, batch: Batch, loss: Callable[..., Any], *, forward: Callable[[Any], Any] | None = None
@@ -176,13 +164,14 @@ class Run:
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
-        self._require_prepared()
+        self._require_prepared().require_accumulable(bool(self._pending))
+        turn = self._course.begin_backward()
         self._scaled_step.settle()
         plan, heartbeat, exact_loss = batch.plan, self._session.heartbeat, exact(loss)
 
         def compute(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
             note(heartbeat, "forward", plan.epoch, plan.step, micro_batch)
-            self._randomness.begin_micro_batch(plan.step, micro_batch.k)
+            self._randomness.begin_micro_batch(plan.step, micro_batch.k + turn * self.options.micro_batches)
             result = self._compute.loss(micro_batch, exact_loss, forward, self._randomness)
             heartbeat.mark("backward", epoch=plan.epoch, step=plan.step, micro_batch=micro_batch.k)
             return result
@@ -190,12 +179,9 @@ class Run:
         stop = int(heartbeat.stop_reason)
         result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
         self._randomness.end_step(plan.step)
-        if self._must_look(plan.step):
-            if not bool(result.finite) and self._precision.scaler is None:
-                raise_non_finite(result.losses, plan)
-            self._stop = StopReason(int(result.stop))
-        self._scaled_step.unscale(self._optimizers)
-        self._reduced, self._stepped = True, False
+        self._unread.add(result, plan)
+        self._scaled_step.unscale(self._parts.optimizers)
+        self._pending.take_reduced()
         note(heartbeat, "update", plan.epoch, plan.step)
         return result.loss
 
@@ -207,13 +193,21 @@ class Run:
         return clip_gradients(self.strategy.trainable(), max_norm)
 
     def evaluate(
-        self, data: Any, metric: Metric | Mapping[str, Metric], *, workers: int | None = None
+        self,
+        data: Any,
+        metric: Metric | Mapping[str, Metric],
+        *,
+        model: nn.Module | None = None,
+        forward: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
     ) -> Any:
         """The mean of a metric over every sample, each counted once. Collective.
 
         Args:
             data: a map-style data set or a DataLoader.
             metric: a function of (output, target), or several by name; see ``backward`` for what it may return.
+            model: another model than the trained one, such as a moving average of its weights.
+            forward: as in ``backward``.
             workers: as in ``batches``.
 
         Returns:
@@ -221,32 +215,42 @@ class Run:
         """
         self._require_prepared()
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        model, heartbeat = self._compute.model, self._session.heartbeat
-        note(heartbeat, "evaluate", self.position.epoch, self.position.step)
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
+        position, compute = self.position, self._compute
+        note(self._session.heartbeat, "evaluate", position.epoch, position.step)
+        evaluated = compute.model if model is None else model
+        loader, finish = self._feeder.evaluation(data, workers), self._feeder.source(data).finish
+
+        def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
+            self._randomness.begin_micro_batch(-1 - position.step, micro_batch.k)
+            return compute.output_and_target(micro_batch.data, forward, evaluated, finish)
+
         try:
-            with torch.no_grad():
-                loader = self._feeder.evaluation(data, workers)
-                self._compute.finish = self._feeder.source(data).finish
-                values = evaluate(loader, metrics, self._compute.output_and_target, self.strategy)
+            with evaluating(evaluated):
+                values = evaluate(loader, metrics, outputs, self.strategy)
         finally:
-            for module, training in modes:
-                module.training = training
+            self._randomness.end_step(-1 - position.step)
         return values if isinstance(metric, Mapping) else values["metric"]
 
     def save(self) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
+
+        Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done.
 
         Returns:
             The checkpoint's folder on the main process, None on the others.
         """
         saved = self._require_prepared()
         if self.options.directory is None:
-            raise ConfigError("run.save() needs the run folder: give lockstep.init(..., directory='runs/NAME').")
-        if self._reduced and not self._stepped:
-            raise ConfigError("run.save() between backward and optimizer.step() would lose the gradients; save after it.")
-        self._complete_step()
+            raise ConfigError(
+                "run.save() needs the run folder: give lockstep.init(..., directory='runs/NAME')."
+            )
+        if self._pending:
+            raise ConfigError(
+                "run.save() between run.backward and optimizer.step() would lose gradients; save after."
+            )
+        saved.parts.require_all_saved()
+        self._unread.look()
+        self._course.count_step()
         self._scaled_step.settle()
         self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         fingerprint = self.fingerprint()
@@ -254,7 +258,9 @@ class Run:
         path = None
         if self.is_main:
             state = saved.capture(fingerprint)
-            path = checkpoint.write(self.options.directory, state, step=self.position.step, keep=self.options.keep)
+            path = checkpoint.write(
+                self.options.directory, state, step=self.position.step, keep=self.options.keep
+            )
         return path
 
     def fingerprint(self) -> str:
@@ -262,8 +268,11 @@ class Run:
         self._require_prepared()
         digests = digest_tensors(self.strategy.model_state())
         if self._session.group is not None:
-            for number, optimizer in enumerate(self._optimizers):
+            for number, optimizer in enumerate(self._parts.optimizers):
                 digests[f"<hyperparameters of optimizer {number}>"] = repr(hyperparameters(optimizer))
+            for number, module in enumerate(self._parts.modules):
+                own = digest_tensors(module.state_dict())
+                digests.update({f"<module {number}> {name}": digest for name, digest in own.items()})
             start.require_equal_replicas(digests, self.position.step, self._session.group, self.device)
         return combine({name: digest for name, digest in digests.items() if not name.startswith("<")})
 
@@ -290,38 +299,37 @@ class Run:
             drop_last: as for ``batches``.
             model: the model, where it has not been prepared yet.
         """
-        smallest = _smallest_micro_batch(model or self._require_prepared().model)
+        smallest = _smallest_micro_batch(model or self._require_prepared().parts.model)
         return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
 
     def _step(self, optimizer: Optimizer) -> bool:
-        if not self._reduced:
-            raise ConfigError(
-                "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
-                "rank's own and were not summed over the ranks."
-            )
-        self._stepped = True
-        return self._scaled_step.step(optimizer)
+        return self._pending.step(optimizer, self._scaled_step.step)
 
-    def _complete_step(self) -> None:
-        """Counts the current step as done, and now and then compares the replicas. Once for each step."""
-        if self._current is None:
-            return
-        self.position.done = self._current.plan.position + 1
-        self.position.step += 1
-        self._current = None
-        every = self.options.fingerprint_every
-        if every and self.position.step % every == 0:
+    def _between_steps(self) -> None:
+        """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
+        self._pending.begin_batch()
+        every, position = self.options.fingerprint_every, self.position
+        if every and position.step % every == 0:
             self.fingerprint()
-
-    def _stop_if_agreed(self) -> None:
-        if self._stop is not StopReason.NONE:
+        if self._unread.stop and not self._pending:
             if self.options.directory is not None:
                 self.save()
-            raise Stopped(self._stop)
+            raise Stopped(self._unread.stop)
+        note(self._session.heartbeat, "data", position.epoch, position.step)
 
-    def _must_look(self, step: int) -> bool:
-        """Whether results are read back: always on a CPU; on a GPU now and then, since that waits for the device."""
-        return self.device.type == "cpu" or step % _LOOK_EVERY == 0
+    def _agree_on(self, plan: SamplePlan) -> None:
+        """Compares what will be read over the ranks, once, and with what a checkpoint says was read."""
+        position = self.position
+        if position.done and position.samples not in (0, plan.samples):
+            raise CheckpointMismatch(
+                f"The checkpoint stands at step {position.done} of an epoch over {position.samples} samples, and the "
+                f"data set has {plan.samples}. Resume with the data set that was trained on."
+            )
+        position.samples = plan.samples
+        if self._session.group is not None and plan not in self._agreed_plans:
+            seen = {"samples": plan.samples, "shuffle": plan.shuffle, "drop_last": plan.drop_last}
+            start.require_equal_settings(seen, self._session.group, self.device)
+            self._agreed_plans.add(plan)
 
     def _require_prepared(self) -> saving.Saved:
         if self._saved is None:

@@ -65,7 +65,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     """
     if isinstance(value, tuple) and len(value) == 2:
         total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]))
-        weight = value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
+        weight = (
+            value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
+        )
         return total.sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
         raise ConfigError(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lockstep.errors import ConfigError
+
 
 class PreparedOptimizer(Optimizer):
     """Stands for the user's optimizer; groups, state and hyperparameters are the very same objects.
@@ -15,11 +17,14 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the user's optimizer.
         step: carries out one step of it; returns whether it was taken (a loss scaler may skip it).
+        forget: is told that the gradients were thrown away.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], bool]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, step: Callable[[Optimizer], bool], forget: Callable[[Optimizer], None]
+    ) -> None:
         self.wrapped = optimizer
-        self._step = step
+        self._step, self._forget = step, forget
         self.step_was_skipped = False
 
     @property
@@ -40,12 +45,16 @@ class PreparedOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures run several forwards
         """Takes one step from the reduced gradients. Every rank must call this."""
         if closure is not None:
-            raise TypeError("optimizer.step(closure) evaluates the loss several times; call run.backward() instead.")
+            raise ConfigError(
+                "optimizer.step(closure) evaluates the loss several times per step, as LBFGS needs, and is not "
+                "supported. Call run.backward(batch, loss) and then optimizer.step()."
+            )
         self.step_was_skipped = not self._step(self.wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
         self.wrapped.zero_grad(set_to_none)
+        self._forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
         """The user's optimizer's state."""

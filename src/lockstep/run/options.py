@@ -76,6 +76,10 @@ class RunOptions:
         """Global batch and micro-batches."""
         return BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
 
+    def as_text(self) -> dict[str, str]:
+        """Every field as text, to compare over ranks."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
     @classmethod
     def of(cls, **options: Any) -> RunOptions:
         """Makes options from keywords; ``ConfigError`` names an unknown one and its nearest known name."""
@@ -84,5 +88,7 @@ class RunOptions:
             if name not in known:
                 raise ConfigError(f"lockstep.init has no option {name!r}.{nearest(name, known)}")
         if "global_batch" not in options:
-            raise ConfigError("lockstep.init needs global_batch: the samples per optimizer step over all devices.")
+            raise ConfigError(
+                "lockstep.init needs global_batch: the samples per optimizer step over all devices."
+            )
         return cls(**options)

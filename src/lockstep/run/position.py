@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass
@@ -18,6 +18,9 @@ class Position:
     inside: bool = False
     """Whether the epoch's batches are being read; if so, the code after them has not run yet."""
 
+    samples: int = 0
+    """Size of the data set that the epoch reads; 0 before the first."""
+
     def as_dict(self) -> dict[str, int | bool]:
         """The entries, ready for JSON."""
-        return {"epoch": self.epoch, "done": self.done, "step": self.step, "inside": self.inside}
+        return asdict(self)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
-from lockstep.errors import CheckpointMismatch
+from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
+from lockstep.run.parts import Parts
 from lockstep.run.position import Position
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 class Saved:
     """All that a checkpoint of a run covers."""
 
-    model: nn.Module
-    optimizers: dict[str, Optimizer]
-    schedulers: dict[str, Any]
+    parts: Parts
     precision: Precision
     position: Position
     context: Context
@@ -38,18 +36,23 @@ class Saved:
     def capture(self, fingerprint: str) -> CheckpointState:
         """The state as it stands; shares memory with the run."""
         scaler = self.precision.scaler
-        return checkpoint.capture(
-            self.model,
-            self.optimizers,
+        state = checkpoint.capture(
+            self.parts.model,
+            _numbered(self.parts.optimizers),
             {
                 "position": self.position.as_dict(),
                 "fingerprint": fingerprint,
                 "context": self.context.as_dict(),
                 "scaler": scaler.state_dict() if scaler is not None else {},
-                "schedulers": {name: _plain(each.state_dict()) for name, each in self.schedulers.items()},
+                "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
+                "modules": len(self.parts.modules),
                 "extra": self.extra,
             },
         )
+        for number, module in enumerate(self.parts.modules):
+            tensors, _ = checkpoint.model_state(module)
+            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
+        return state
 
     def restore(self, state: CheckpointState, force_context: bool) -> str:
         """Takes up a state; returns the fingerprint it was written with.
@@ -65,16 +68,47 @@ class Saved:
                 + "\n  ".join(differences)
                 + "\nRestore these, or go on at level B with force_context=True (--force-context)."
             )
-        checkpoint.restore(state, self.model, self.optimizers)
+        self._require_equal_counts(written)
+        checkpoint.restore(state, self.parts.model, _numbered(self.parts.optimizers))
+        for number, module in enumerate(self.parts.modules):
+            prefix = f"module{number}|"
+            own = {
+                key.removeprefix(prefix): t for key, t in state.optimizer.items() if key.startswith(prefix)
+            }
+            checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
         if self.precision.scaler is not None and written["scaler"]:
             self.precision.scaler.load_state_dict(written["scaler"])
-        for name, scheduler in self.schedulers.items():
-            if name in written["schedulers"]:
-                scheduler.load_state_dict(_like(scheduler.state_dict(), written["schedulers"][name]))
+        for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
+            scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         for key, value in written["position"].items():
             setattr(self.position, key, value)
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
+
+    def require_accumulable(self, pending: bool) -> None:
+        """Raises ``ConfigError`` where a backward pass could not use the loss scale rightly."""
+        if self.precision.scaler is None:
+            return
+        if not self.parts.optimizers:
+            raise ConfigError(
+                "precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer)."
+            )
+        if pending:
+            raise ConfigError(
+                "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
+                "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add losses, add "
+                "them in one loss function; or use bf16 or fp32."
+            )
+
+    def _require_equal_counts(self, written: Mapping[str, Any]) -> None:
+        for kind, stored, here in (
+            ("schedulers", len(written["schedulers"]), len(self.parts.schedulers)),
+            ("further modules", written["modules"], len(self.parts.modules)),
+        ):
+            if stored != here:
+                raise CheckpointMismatch(
+                    f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
+                )
 
 
 def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:
@@ -83,6 +117,10 @@ def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointSta
         newest = checkpoint.read_newest(Path(directory)) if directory is not None else None
         return (newest.path, newest.state) if newest is not None else None
     return Path(resume), checkpoint.read(resume)
+
+
+def _numbered(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
+    return {str(number): each for number, each in enumerate(optimizers)}
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,5 +138,7 @@ def _like(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """The stored state in the types of the scheduler's own."""
     merged = dict(own)
     for key, value in stored.items():
-        merged[key] = Counter({int(k): v for k, v in value.items()}) if isinstance(own.get(key), Counter) else value
+        merged[key] = (
+            Counter({int(k): v for k, v in value.items()}) if isinstance(own.get(key), Counter) else value
+        )
     return merged

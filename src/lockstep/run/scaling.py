@@ -63,32 +63,38 @@ class ScaledStep:
         self._scaler.update()
         if self.scale < _SMALLEST_SCALE:
             raise NonFiniteError(
-                f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or infinite "
-                "at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or try "
+                f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or "
+                "infinite at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or try "
                 "precision bf16 or fp32."
             )
 
 
-def raise_non_finite(losses: Tensor, plan: StepPlan) -> NoReturn:
+def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> NoReturn:
     """Raises ``NonFiniteError`` naming step, micro-batch and samples.
 
     Args:
         losses: loss sum of each micro-batch, shape (leaves,).
         plan: the step.
+        later_updates: steps that were taken before anybody looked; on a GPU results are read back now and then only.
     """
+    update = (
+        "No update was made with it."
+        if later_updates == 0
+        else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
+    )
     bad = (~losses.isfinite()).nonzero().flatten().tolist()
     if bad:
         k = bad[0]
         raise NonFiniteError(
             f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
-            f"{_shorten(plan.indices[k].tolist())}). No update was made with it. Look at these samples, lower the "
-            "learning rate, or clip gradients."
+            f"{_shorten(plan.indices[k].tolist())}). {update} Look at these samples, lower the learning rate, or "
+            "clip gradients."
         )
     samples = [index for part in plan.indices for index in part.tolist()]
     raise NonFiniteError(
-        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {_shorten(samples)}). No "
-        "update was made with it. Look for an operation whose derivative is infinite, such as a square root at zero, "
-        "or clip gradients."
+        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {_shorten(samples)}). "
+        f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "
+        "gradients."
     )
 
 

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.fingerprint import Context, combine, differing, digest_tensors
 from lockstep.run.optimizer import hyperparameters
+from lockstep.run.parts import Parts
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
 
 
 def agree(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
+    parts: Parts,
     context: Context,
-    group: dist.ProcessGroup,
+    group_of_ranks: dist.ProcessGroup,
     device: torch.device,
     values_from_main: bool,
 ) -> None:
     """Compares settings, structure and values over the ranks, and gives all of them rank 0's values. Collective."""
-    settings = {**context.as_dict(), "optimizer groups": [hyperparameters(each) for each in optimizers]}
-    require_equal_settings(settings, group, device)
-    require_equal_structure(model, group, device)
-    share_start(model, group, device, expected=values_from_main)
+    settings = dict(context.as_dict())
+    for number, optimizer in enumerate(parts.optimizers):
+        for position, group in enumerate(hyperparameters(optimizer)):
+            settings |= {
+                f"{key} of optimizer {number}, group {position}": value for key, value in group.items()
+            }
+    require_equal_settings(settings, group_of_ranks, device)
+    for module in (parts.model, *parts.modules):
+        require_equal_structure(module, group_of_ranks, device)
+        share_start(module, group_of_ranks, device, expected=values_from_main)
 
 
-def require_equal_settings(settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device) -> None:
+def require_equal_settings(
+    settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
     everyone = gather_json(dict(settings), group, device)
     lines = []
@@ -117,7 +124,8 @@ def _by_rank(values: list[Any]) -> str:
     for rank, value in enumerate(values):
         groups.setdefault(str(value), []).append(str(rank))
     return "; ".join(
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}" for value, ranks in groups.items()
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        for value, ranks in groups.items()
     )
 
 

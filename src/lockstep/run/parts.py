@@ -1,0 +1,67 @@
+"""Tells apart what ``run.prepare`` was given, and refuses what cannot be trained or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.run.pending import require_own_parameters
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects of a run, as the user made them."""
+
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...] = ()
+    schedulers: tuple[Any, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+    """Not trained by gradients but kept beside the model, such as a moving average of its weights."""
+
+    @classmethod
+    def of(cls, model: Any, others: Sequence[Any]) -> Parts:
+        """The parts in the order in which they were given; ``ConfigError`` names what is none."""
+        _require_plain_model(model)
+        optimizers = tuple(each for each in others if isinstance(each, Optimizer))
+        modules = tuple(each for each in others if isinstance(each, nn.Module))
+        schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
+        for each in schedulers:
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise ConfigError(
+                    f"run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
+                    f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
+                )
+        require_own_parameters(optimizers, list(model.parameters()))
+        return cls(model, optimizers, schedulers, modules)
+
+    def require_all_saved(self) -> None:
+        """Raises ``ConfigError`` where a scheduler steps an optimizer and no checkpoint would hold it."""
+        known = {id(optimizer) for each in self.schedulers for optimizer in _stepped_by(each)}
+        for number, optimizer in enumerate(self.optimizers):
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
+                raise ConfigError(
+                    f"Optimizer {number} ({type(optimizer).__name__}) has a scheduler that run.prepare was not given, "
+                    "so a checkpoint would not hold it. Write run.prepare(model, optimizer, scheduler)."
+                )
+
+
+def _require_plain_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"run.prepare takes the model first, and was given a {type(model).__name__}.")
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ConfigError(
+            f"The model is wrapped in {type(model).__name__}, which would sum its gradients a second time. Give "
+            "run.prepare the model itself: model.module."
+        )
+
+
+def _stepped_by(scheduler: Any) -> list[Any]:
+    """The optimizers whose learning rate a scheduler sets, its inner schedulers' included."""
+    inner = [optimizer for each in getattr(scheduler, "_schedulers", []) for optimizer in _stepped_by(each)]
+    return [getattr(scheduler, "optimizer", None), *inner]
