@@ -24,7 +24,7 @@ BROKEN = {
     ),
     "the optimizer's parameters come from the model": (["optimizer.params=3"], "given by the model"),
     "early stopping has something to judge by": (["training.early_stop=2"], "no [data.validation]"),
-    "the data folder exists": (
+    "the data exists": (
         ["data.root=/no/such", "data.train.root={data}"],
         "'/no/such', which does not exist",
     ),

@@ -52,7 +52,7 @@ class DataConfig(_Checked):
     """Table ``[data]``: the data sets and how they are read."""
 
     root: str = ""
-    """Folder of the data, usually given by ``--data``; arguments refer to it as ``{data}``."""
+    """Folder (or archive) of the data, usually given by ``--data``; arguments refer to it as ``{data}``."""
     train: Component
     """The data set that is trained on."""
     validation: Component | None = None

@@ -131,11 +131,9 @@ def _early_stop_has_validation(job: JobConfig) -> str | None:
     return None
 
 
-def _data_folder_exists(job: JobConfig) -> str | None:
-    root = Path(job.data.root)
-    if job.data.root and not root.is_dir():
-        what = "is not a folder" if root.exists() else "does not exist"
-        return f"is '{root}', which {what}. Give the folder of the data with --data DIR."
+def _data_exists(job: JobConfig) -> str | None:
+    if job.data.root and not Path(job.data.root).exists():
+        return f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
     return None
 
 
@@ -171,7 +169,7 @@ RULES = (
         "the optimizer's parameters come from the model", ("optimizer", "params"), _optimizer_gets_parameters
     ),
     Rule("early stopping has something to judge by", ("training", "early_stop"), _early_stop_has_validation),
-    Rule("the data folder exists", ("data", "root"), _data_folder_exists),
+    Rule("the data exists", ("data", "root"), _data_exists),
     Rule("the weights exist", ("weights", "path"), _weights_exist),
     Rule("what is resumed exists", ("checkpoint", "resume"), _resume_exists),
     Rule("a run never writes over another", ("run", "name"), _run_folder_is_free),
