@@ -73,9 +73,9 @@ def adopt(source: Any) -> Source:
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
     _check_map_style(loader.dataset)
-    _check_batches(loader)
-    dataset, shuffle, notes = _adopt_sampler(loader)
-    drop_last = loader.drop_last or bool(getattr(loader.sampler, "drop_last", False))
+    batches = _batches(loader)
+    dataset, shuffle, notes = _adopt_sampler(batches.sampler, loader.dataset)
+    drop_last = batches.drop_last or bool(getattr(batches.sampler, "drop_last", False))
     return Source(
         dataset=dataset,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
@@ -84,15 +84,14 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         drop_last=drop_last,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or None,
-        batch_size=loader.batch_size,
+        batch_size=batches.batch_size,
         finish=_finish(dataset),
         notes=(*notes, *_notes_on_loader(loader)),
     )
 
 
-def _adopt_sampler(loader: DataLoader[Any]) -> tuple[Any, bool, tuple[str, ...]]:
+def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ...]]:
     """The data set, narrowed to what the sampler visits; whether it is shuffled; and what to say about it."""
-    sampler, dataset = loader.sampler, loader.dataset
     if type(sampler) is SequentialSampler:
         return dataset, False, ()
     if type(sampler) is RandomSampler:
@@ -138,7 +137,8 @@ def _check_map_style(dataset: Any) -> None:
         )
 
 
-def _check_batches(loader: DataLoader[Any]) -> None:
+def _batches(loader: DataLoader[Any]) -> BatchSampler:
+    """What cuts the loader's samples into batches, if that is torch's own way."""
     if loader.batch_size is None and loader.batch_sampler is None:
         raise ConfigError(
             "The DataLoader has batch_size=None, so its data set makes its own batches. Give single samples: "
@@ -149,6 +149,7 @@ def _check_batches(loader: DataLoader[Any]) -> None:
             f"The DataLoader's batch_sampler {type(loader.batch_sampler).__name__} decides the batches, "
             "and so does the run's global_batch. Write run.batches(dataset)."
         )
+    return loader.batch_sampler
 
 
 def _notes_on_loader(loader: DataLoader[Any]) -> tuple[str, ...]:

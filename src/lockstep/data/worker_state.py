@@ -11,8 +11,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.utils.data._utils import signal_handling
 from lockstep.errors import RankError
 from lockstep.launch.parent_death import die_with_parent
 
-_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP, signal.SIGUSR1})
 _TELL_STACK = signal.SIGUSR2
 _ANSWER_WITHIN = 1.0
 
@@ -38,7 +38,7 @@ class WorkerStacks:
     def prepare_worker(self, worker: int) -> None:
         """Runs in each worker before it reads: ties it to the rank, and leaves the signals to the rank."""
         die_with_parent()
-        for number in _LEFT_TO_THE_RANK:
+        for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
         _obey_only_the_parent(signal.SIGTERM)
         faulthandler.register(_TELL_STACK, file=self._files[worker], all_threads=False, chain=False)
@@ -60,6 +60,16 @@ class WorkerStacks:
         return told
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Holds signals back while workers are forked: they inherit that, until each has decided what it obeys."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED | {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def unwatched(iterator: Any) -> list[BaseProcess]:
     """The workers of torch's iterator, whose end torch no longer reports.
 
@@ -76,8 +86,8 @@ def unwatched(iterator: Any) -> list[BaseProcess]:
 
 def explain_loss(workers: Sequence[BaseProcess], error: Exception, reading: str) -> RankError:
     """The ``RankError`` for a worker that was killed or left, with the state of the memory it needs."""
-    wait([worker.sentinel for worker in workers], timeout=_ANSWER_WITHIN)
-    lost = [_fate(worker) for worker in workers if worker.exitcode is not None]
+    ended = wait([worker.sentinel for worker in workers], timeout=_ANSWER_WITHIN)
+    lost = [_fate(worker) for worker in workers if worker.sentinel in ended]
     what = (
         f"a data loader worker {lost[0]}"
         if lost
@@ -90,6 +100,7 @@ def explain_loss(workers: Sequence[BaseProcess], error: Exception, reading: str)
 
 
 def _fate(worker: BaseProcess) -> str:
+    worker.join(_ANSWER_WITHIN)  # it has closed its files, and ends at once
     code = worker.exitcode or 0
     if code >= 0:
         return f"(pid {worker.pid}) ended with exit code {code}"
@@ -103,7 +114,7 @@ def _obey_only_the_parent(number: signal.Signals) -> None:
     needs its workers; torch on the other hand ends a worker that does not leave by itself with SIGTERM.
     """
     parent = os.getppid()
-    others = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
     def wait() -> None:
         while True:
@@ -111,7 +122,7 @@ def _obey_only_the_parent(number: signal.Signals) -> None:
                 os._exit(0)
 
     threading.Thread(target=wait, name="lockstep-sigterm", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_SETMASK, {*others, number})
+    signal.pthread_sigmask(signal.SIG_SETMASK, {number})
 
 
 def _nameless_file() -> int:

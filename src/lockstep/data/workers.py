@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
-from lockstep.data.worker_state import WorkerStacks, explain_loss, unwatched
+from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatched
 from lockstep.errors import DataError, StallError
 
 
@@ -96,7 +96,7 @@ class WorkerReading:
             iterator._shutdown_workers()
 
     def _start(self) -> Iterator[Any]:
-        with _hints_silenced():
+        with _hints_silenced(), signals_held() if self._loader._iterator is None else nullcontext():
             try:
                 return iter(self._loader)
             except (RuntimeError, OSError, EOFError) as error:
