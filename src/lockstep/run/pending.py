@@ -76,6 +76,6 @@ def require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequence
         if foreign:
             raise ConfigError(
                 f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
-                f"not have, the first of shape {tuple(foreign[0].shape)}; nobody would sum their gradients over the ranks. "
-                "Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
+                f"not have, the first of shape {tuple(foreign[0].shape)}; nobody would sum their gradients over the "
+                "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
             )

@@ -96,8 +96,8 @@ class Saved:
         if pending:
             raise ConfigError(
                 "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
-                "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add losses, add "
-                "them in one loss function; or use bf16 or fp32."
+                "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add "
+                "losses, add them in one loss function; or use bf16 or fp32."
             )
 
     def _require_equal_counts(self, written: Mapping[str, Any]) -> None:

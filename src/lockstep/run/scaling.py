@@ -64,8 +64,8 @@ class ScaledStep:
         if self.scale < _SMALLEST_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or "
-                "infinite at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or try "
-                "precision bf16 or fp32."
+                "infinite at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or "
+                "try precision bf16 or fp32."
             )
 
 
