@@ -60,6 +60,10 @@ class Reducer(ABC):
     """
 
     level: Level
+    turns: int = 1
+    """How many staging memories there are, used in turn, step by step."""
+    turn: int = 0
+    """Which of them the current step uses."""
     bytes_sent: int = 0
     """Bytes this rank has given to others since the run began, by the algorithm's own count."""
 
@@ -72,8 +76,14 @@ class Reducer(ABC):
         """Starts a step whose tree has ``leaves`` leaves."""
 
     @abstractmethod
-    def staging(self, bucket: int, slot: int) -> Tensor:
-        """The flat tensor into which this rank writes its node number ``slot`` of a bucket. Stays valid."""
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
+        """The flat tensor into which this rank writes its node number ``slot`` of a bucket.
+
+        Args:
+            bucket: number of the bucket.
+            slot: number of the node among this rank's.
+            turn: of which staging memory, which stays the same over the run; by default the current step's.
+        """
 
     @abstractmethod
     def start(self, bucket: int) -> None:

@@ -47,8 +47,11 @@ class Word:
         return self._word.value
 
     def advance(self) -> None:
-        """Adds one and wakes everyone who waits. Only the owner may call it."""
+        """Adds one, without waking anyone. Only the owner may call it."""
         self._word.value += 1
+
+    def wake(self) -> None:
+        """Wakes everyone who waits for this counter."""
         self._call(self._number, self._address, _WAKE, _ALL, None, None, 0)
 
     def wait_until(self, reached: int, deadline: float, look: Callable[[], float] = time.monotonic) -> bool:

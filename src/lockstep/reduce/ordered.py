@@ -55,7 +55,7 @@ class OrderedReducer(Reducer):
         self._holding = Holding.of(leaves, self._ranks)
         self._started = self._folded = 0
 
-    def staging(self, bucket: int, slot: int) -> Tensor:
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
         """See ``Reducer.staging``."""
         return self._buckets[bucket].staging(slot)
 

@@ -39,7 +39,7 @@ class RingReducer(Reducer):
         self._nodes = len(Holding.of(leaves, self._ranks).ranks[self._rank])
         self._work = []
 
-    def staging(self, bucket: int, slot: int) -> Tensor:
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
         """See ``Reducer.staging``."""
         return self._staging[bucket][slot]
 

@@ -1,13 +1,19 @@
 """Ordered all-reduce through shared memory: for CPU ranks of one host, at about the cost of the copies.
 
     slots     | rank 0: node, node | rank 1: node, node | ...      every rank copies its tree nodes in, then says so
-    result    | shard 0 | shard 1 | ...                            rank j folds shard j of all nodes, then says so
-                                                                   every rank copies the result out
+
+    a small bucket, or two ranks:                                  every rank folds all nodes for itself
+    result    | shard 0 | shard 1 | ...                            else rank j folds shard j, then says so,
+                                                                   and every rank copies the result out
 
 The adds are those of ``OrderedReducer``, one by one, so the bits are too. Nobody waits while backward still runs:
-each step of a bucket is done when its turn has come and the others are found to be ready. The memory belongs to no
-file: it is an anonymous one that rank 0 opens and the others reach through /proc, so nothing is left behind
-whatever kills the ranks.
+a shard is folded there only if the others are found to be ready. A step waits once for the others' nodes, and once
+more only if it has a sharded bucket; each wait costs a turn of the scheduler where ranks outnumber cores. Buckets that
+everyone folds have two sets of slots, used in turn, since a rank that is ahead may write the next step's nodes while
+another still reads this step's.
+
+The memory belongs to no file: it is an anonymous one that rank 0 opens and the others reach through /proc, so nothing
+is left behind whatever kills the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +21,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,6 +35,7 @@ from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
 from lockstep.tree import fold
 
 _LINE = 64
+_FOLDED_BY_ALL_BYTES = 4 << 20
 
 
 class SharedMemoryReducer(Reducer):
@@ -41,14 +47,15 @@ class SharedMemoryReducer(Reducer):
     """
 
     level = Level.BITWISE
+    turns = 2
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group, self._timeout = group, timeout
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._buckets: list[_Bucket] = []
         self._holding = Holding(0, ())
-        self._started = self._folded = self._copied = 0
-        self._turn = 0
+        self._started = self._folded = 0
+        self._steps = 0
         self._before = 0
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
@@ -68,59 +75,62 @@ class SharedMemoryReducer(Reducer):
         self._buckets = [
             _Bucket(shape, self._rank, self._ranks, slots, memory, place) for shape, place in zip(buckets, places)
         ]
+        self._sharded = [bucket for bucket in self._buckets if bucket.sharded]
         dist.barrier(group=self._group)
 
     def begin(self, leaves: int) -> None:
         """See ``Reducer.begin``."""
         self._holding = Holding.of(leaves, self._ranks)
         self._before += self._started
-        self._started = self._folded = self._copied = 0
+        self._started = self._folded = 0
+        self.turn = self._steps % 2
 
-    def staging(self, bucket: int, slot: int) -> Tensor:
+    def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
         """See ``Reducer.staging``."""
-        return self._buckets[bucket].slots[self._rank, slot]
+        return self._buckets[bucket].slots(self.turn if turn is None else turn)[self._rank, slot]
 
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
         self._started += 1
         self._written[self._rank].advance()
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._holding.ranks[self._rank]))
-        while self._folded < bucket and self._all_reached(self._written, self._folded):
+        while self._folded < bucket and all(
+            word.value > self._before + self._folded for word in self._written
+        ):
             self._fold_next()
 
     def finish(self, header: Tensor) -> Tensor:
         """See ``Reducer.finish``."""
-        self._turn += 1
-        headers = self._headers[self._turn % 2]
+        self._steps += 1
+        headers = self._headers[self._steps % 2]
         headers[self._rank] = header
         self._announced[self._rank].advance()
+        self._announced[self._rank].wake()
         deadline = time.monotonic() + self._timeout
+        self._wait(self._announced, deadline)
         while self._folded < self._started:
-            self._wait(self._written, self._before + self._folded + 1, deadline)
             self._fold_next()
-        while self._copied < self._started:
-            self._wait(self._reduced, self._before + self._copied + 1, deadline)
-            self._buckets[self._copied].copy_out()
-            self._copied += 1
-        self._wait(self._announced, self._turn, deadline)
+        if self._sharded:
+            self._reduced[self._rank].advance()
+            self._reduced[self._rank].wake()
+            self._wait(self._reduced, deadline)
+            for bucket in self._sharded:
+                bucket.copy_out()
         return headers.clone()
 
     def total(self, bucket: int) -> Tensor:
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
-    def _all_reached(self, words: list[futex.Word], bucket: int) -> bool:
-        return all(word.value > self._before + bucket for word in words)
-
     def _fold_next(self) -> None:
-        self._buckets[self._folded].fold_shard(self._holding)
+        self._buckets[self._folded].fold(self._holding, self.turn)
         self._folded += 1
-        self._reduced[self._rank].advance()
 
-    def _wait(self, words: list[futex.Word], reached: int, deadline: float) -> None:
+    def _wait(self, words: list[futex.Word], deadline: float) -> None:
+        """Waits until every rank's counter has come to the current step."""
         for rank, word in enumerate(words):
-            if word.value < reached and not word.wait_until(reached, deadline):
-                missing = [other for other, counter in enumerate(words) if counter.value < reached]
+            if word.value < self._steps and not word.wait_until(self._steps, deadline):
+                missing = [other for other, counter in enumerate(words) if counter.value < self._steps]
                 raise StallError(
                     f"Rank {self._rank} waited {self._timeout:.0f} s for the gradients of rank {rank}. "
                     f"Missing: {missing}. They hang, or have left the loop early."
@@ -128,37 +138,58 @@ class SharedMemoryReducer(Reducer):
 
 
 class _Bucket:
-    """The shared memory of one bucket: slots[rank, node, numel], then result[numel]."""
+    """The shared memory of one bucket: slots[turn, rank, node, numel], then result[numel] where it is sharded."""
 
     def __init__(
         self, shape: BucketShape, rank: int, ranks: int, slots: int, memory: mmap.mmap, place: int
     ) -> None:
-        count = (ranks * slots + 1) * shape.numel
-        everything = torch.frombuffer(memory, dtype=shape.dtype, count=count, offset=place)
-        self.slots = everything[: ranks * slots * shape.numel].view(ranks, slots, shape.numel)
+        self.sharded = _is_sharded(shape, ranks)
+        turns = 1 if self.sharded else 2
+        held = turns * ranks * slots * shape.numel
+        everything = torch.frombuffer(
+            memory, dtype=shape.dtype, count=held + self.sharded * shape.numel, offset=place
+        )
+        self._slots = everything[:held].view(turns, ranks, slots, shape.numel)
         self.total = torch.empty(shape.numel, dtype=shape.dtype)
-        self._result = everything[ranks * slots * shape.numel :]
-        first, last = (_boundary(shape.numel, ranks, edge) for edge in (rank, rank + 1))
-        self._shard = slice(first, last)
+        self._result = everything[held:] if self.sharded else self.total
+        self._shard = slice(0, shape.numel)
+        if self.sharded:
+            self._shard = slice(*(_boundary(shape.numel, ranks, edge) for edge in (rank, rank + 1)))
 
     @staticmethod
     def size(shape: BucketShape, ranks: int, slots: int) -> int:
-        return (ranks * slots + 1) * shape.numel * shape.dtype.itemsize
+        copies = ranks * slots + 1 if _is_sharded(shape, ranks) else 2 * ranks * slots
+        return copies * shape.numel * shape.dtype.itemsize
+
+    def slots(self, turn: int) -> Tensor:
+        return self._slots[turn % self._slots.shape[0]]
 
     def bytes_sent(self, nodes: int) -> int:
-        return nodes * self._result.nbytes + (self._shard.stop - self._shard.start) * self._result.element_size()
+        result = self._shard.stop - self._shard.start if self.sharded else 0
+        return (nodes * self.total.numel() + result) * self.total.element_size()
 
-    def fold_shard(self, holding: Holding) -> None:
+    def fold(self, holding: Holding, turn: int) -> None:
+        """Folds this rank's shard of all nodes into the result. The slots themselves are only read."""
         if self._shard.start == self._shard.stop:
             return
-        parts = chain.from_iterable(
-            ((node, self.slots[rank, slot, self._shard]) for slot, node in enumerate(nodes))
+        slots, target = self.slots(turn), self._result[self._shard]
+        nodes = [
+            (node, slots[rank, slot, self._shard])
             for rank, nodes in enumerate(holding.ranks)
-        )
-        self._result[self._shard] = fold(parts, holding.leaves, lambda left, right: left.add_(right))
+            for slot, node in enumerate(nodes)
+        ]
+        if len(nodes) == 2:
+            torch.add(nodes[0][1], nodes[1][1], out=target)
+        else:
+            target.copy_(fold(nodes, holding.leaves, torch.add))
 
     def copy_out(self) -> None:
         self.total.copy_(self._result)
+
+
+def _is_sharded(shape: BucketShape, ranks: int) -> bool:
+    """Whether folding is shared out: not where it costs less than waiting for the others' shards."""
+    return ranks > 2 and ranks * shape.numel * shape.dtype.itemsize > _FOLDED_BY_ALL_BYTES
 
 
 class _Layout:

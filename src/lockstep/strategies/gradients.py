@@ -33,7 +33,7 @@ class _Slot:
         self.pushed = 0
         self.used = 0
         self.bucket = -1
-        self.staging: list[Tensor] = []
+        self.staging: list[list[Tensor]] = []
         self.total: Tensor | None = None
 
 
@@ -81,7 +81,11 @@ class GradientTree:
                 slot.bucket = bucket
                 place = slice(offset, offset + slot.parameter.numel())
                 slot.staging = [
-                    _shaped_like(slot.parameter, self._reducer.staging(bucket, node)[place]) for node in range(slots)
+                    [
+                        _shaped_like(slot.parameter, self._reducer.staging(bucket, node, turn)[place])
+                        for node in range(slots)
+                    ]
+                    for turn in range(self._reducer.turns)
                 ]
                 slot.total = _shaped_like(slot.parameter, self._reducer.total(bucket)[place])
                 offset += slot.parameter.numel()
@@ -169,7 +173,7 @@ class GradientTree:
             self._hand_over(slot, self._reducer)
 
     def _hand_over(self, slot: _Slot, reducer: Reducer) -> None:
-        for place, node in zip(slot.staging, slot.stack):
+        for place, node in zip(slot.staging[reducer.turn], slot.stack):
             place.copy_(node)
         slot.stack = []
         self._waiting[slot.bucket] -= 1
