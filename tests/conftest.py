@@ -108,7 +108,8 @@ def _restore_torch(settings):
     if torch.get_num_threads() != settings["threads"]:
         torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["dtype"])
-    torch.use_deterministic_algorithms(settings["deterministic"])
+    if torch.are_deterministic_algorithms_enabled() != settings["deterministic"]:  # imports torch._inductor
+        torch.use_deterministic_algorithms(settings["deterministic"])
     torch.set_grad_enabled(settings["grad"])
 
 

@@ -32,38 +32,47 @@ def settle(
         folder: that of the job file; None for a built-in job.
         from_command_line: whether the value at a key path was given on the command line.
     """
-
-    def absolute(path: KeyPath, value: str) -> str:
-        start = Path.cwd() if folder is None or from_command_line(path) else folder.resolve()
-        return str(start / Path(value).expanduser()) if value else ""
-
-    root = absolute(("data", "root"), config.data.root)
-    resume = config.checkpoint.resume
-    if resume != "auto":
-        resume = absolute(("checkpoint", "resume"), resume)
-    filler = _Filler(root, config.training.seed)
-    code = dict.fromkeys(str(place) for place in (folder and folder.resolve(), Path.cwd()) if place)
+    config = _absolute(config, folder, from_command_line)
+    fill = _Filler(config.data.root, config.training.seed)
     data = dataclasses.replace(
         config.data,
-        root=root,
-        train=filler.component(config.data.train, ("data", "train")),
-        validation=filler.optional(config.data.validation, ("data", "validation")),
+        train=fill.component(config.data.train, ("data", "train")),
+        validation=config.data.validation and fill.component(config.data.validation, ("data", "validation")),
     )
     schedule = config.schedule
     if isinstance(schedule, Component):
-        schedule = filler.component(schedule, ("schedule",), SCHEDULE_PLACEHOLDERS)
+        schedule = fill.component(schedule, ("schedule",), SCHEDULE_PLACEHOLDERS)
     settled = dataclasses.replace(
         config,
-        code=tuple(code),
-        model=filler.component(config.model, ("model",)),
-        weights=dataclasses.replace(config.weights, path=absolute(("weights", "path"), config.weights.path)),
+        model=fill.component(config.model, ("model",)),
         data=data,
-        loss=filler.component(config.loss, ("loss",)),
-        optimizer=filler.component(config.optimizer, ("optimizer",)),
+        loss=fill.component(config.loss, ("loss",)),
+        optimizer=fill.component(config.optimizer, ("optimizer",)),
         schedule=schedule,
+    )
+    return settled, fill.remarks(config)
+
+
+def _absolute(
+    config: JobConfig, folder: Path | None, from_command_line: Callable[[KeyPath], bool]
+) -> JobConfig:
+    """The job with absolute paths, and the folders of the user's own modules."""
+
+    def place(value: str, *path: str) -> str:
+        start = Path.cwd() if folder is None or from_command_line(path) else folder.resolve()
+        return str(start / Path(value).expanduser()) if value else ""
+
+    resume = config.checkpoint.resume
+    if resume != "auto":
+        resume = place(resume, "checkpoint", "resume")
+    own = [folder.resolve(), Path.cwd()] if folder is not None else [Path.cwd()]
+    return dataclasses.replace(
+        config,
+        code=tuple(dict.fromkeys(map(str, own))),
+        data=dataclasses.replace(config.data, root=place(config.data.root, "data", "root")),
+        weights=dataclasses.replace(config.weights, path=place(config.weights.path, "weights", "path")),
         checkpoint=dataclasses.replace(config.checkpoint, resume=resume),
     )
-    return settled, filler.remarks(config)
 
 
 def with_lengths(scheduler: Component, *, epochs: int, steps_per_epoch: int) -> Component:
@@ -93,10 +102,6 @@ class _Filler:
     def component(self, component: Component, path: KeyPath, later: tuple[str, ...] = ()) -> Component:
         """The component with its placeholders filled in; those in ``later`` are left to the run."""
         return Component(target=component.target, args=self._value(component.args, path, later))
-
-    def optional(self, component: Component | None, path: KeyPath) -> Component | None:
-        """The same where there may be none."""
-        return component and self.component(component, path)
 
     def remarks(self, config: JobConfig) -> list[Problem]:
         """All problems; one more where a folder was needed and not given, or given and not used."""
