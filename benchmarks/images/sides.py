@@ -1,0 +1,76 @@
+"""The two ways from files to normalised float batches in the training process, as endless streams of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SIZE = 224
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def with_torchvision(data: Path, *, batch: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """torch's DataLoader over torchvision's ImageFolder with the usual transforms, Pillow decoding."""
+    torchvision = _torchvision()
+    transforms = torchvision.transforms
+    dataset = torchvision.datasets.ImageFolder(
+        str(data),
+        transforms.Compose(
+            [
+                transforms.RandomResizedCrop(SIZE),
+                transforms.RandomHorizontalFlip(),
+                transforms.ToTensor(),
+                transforms.Normalize(MEAN, STD),
+            ]
+        ),
+    )
+    loader: Any = torch.utils.data.DataLoader(
+        dataset,
+        batch_size=batch,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        prefetch_factor=2 if workers else None,
+    )
+    while True:
+        yield from loader
+
+
+def with_lockstep(
+    data: Path, *, batch: int, workers: int, micro_batches: int = 1
+) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
+    """Our ImageFolder through the step loader, normalised where it would be on its device."""
+    from lockstep.data import ImageFolder, RandomResizedCrop, StepLoader
+    from lockstep.plan import BatchShape, SamplePlan
+
+    dataset = ImageFolder(data, transform=RandomResizedCrop(SIZE))
+    plan = SamplePlan(
+        samples=len(dataset),
+        shape=BatchShape(global_batch=batch, micro_batches=micro_batches),
+        drop_last=True,
+    )
+    loader = StepLoader(dataset, plan, workers=workers, prefetch=max(2, 2 * workers))
+    assert dataset.finish is not None
+    for epoch in count():
+        for step in loader.batches(epoch):
+            yield tuple((dataset.finish(part.data[0]), part.data[1]) for part in step.micro_batches)
+
+
+def _torchvision() -> Any:
+    """torchvision; beside a CPU build of torch two of its C++ operators must be declared before it can be imported."""
+    try:
+        import torchvision
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision
+
+        torchvision.declared_operators = library  # kept as long as the module
+    return torchvision
