@@ -3,17 +3,19 @@
 import os
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.launch.listening import listening_addresses
+from tests.ranks import run_ranks
 
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.heartbeat import Membership, read_beat
 from lockstep.process_group import open_process_group, roll_call
 from lockstep.rendezvous import open_store
 from lockstep.world import World
-from tests.ranks import run_ranks
 
 
 def total(world, offset):
@@ -43,18 +45,7 @@ def meet_over(world, rendezvous):
         rendezvous=rendezvous,
     )
     with open_process_group(there, timeout=20, arrival_limit=20):
-        return total(there, 1), listening()
-
-
-def listening():
-    with open("/proc/self/net/tcp") as table:
-        rows = [line.split() for line in table.readlines()[1:]]
-    own = {os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if _is_open(entry)}
-    return sorted({row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own})
-
-
-def _is_open(entry):
-    return os.path.islink(f"/proc/self/fd/{entry}")
+        return total(there, 1), sorted(set(listening_addresses(os.getpid())))
 
 
 def joined_then_finished(world, directory):
@@ -68,14 +59,8 @@ def joined_then_finished(world, directory):
         run_directory=directory,
     )
     with open_process_group(there):
-        inside = read_beat(there_path(directory), world.rank).membership
-    return [inside.name, read_beat(there_path(directory), world.rank).membership.name]
-
-
-def there_path(directory):
-    from pathlib import Path
-
-    return Path(directory)
+        inside = read_beat(Path(directory), world.rank).membership
+    return [inside.name, read_beat(Path(directory), world.rank).membership.name]
 
 
 def test_every_rank_takes_part_in_a_sum():
@@ -95,11 +80,14 @@ def test_a_failing_rank_is_raised_again_with_its_traceback():
 def test_ranks_meet_over_a_socket_that_is_bound_to_the_named_address_only():
     results = run_ranks(meet_over, 3, f"tcp://127.0.0.1:{free_port()}")
     assert [total for total, _ in results] == [6, 6, 6]
-    assert {address for _, addresses in results for address in addresses} == {"0100007F"}
+    assert {address for _, addresses in results for address in addresses} == {"127.0.0.1"}
 
 
 def test_membership_is_told_to_the_supervisor(tmp_path):
-    assert run_ranks(joined_then_finished, 2, str(tmp_path)) == [[Membership.JOINED.name, Membership.FINISHED.name]] * 2
+    assert (
+        run_ranks(joined_then_finished, 2, str(tmp_path))
+        == [[Membership.JOINED.name, Membership.FINISHED.name]] * 2
+    )
 
 
 def lonely(tmp_path, rank=0, run_id="one"):
@@ -146,7 +134,9 @@ def test_a_port_that_is_taken_is_a_sentence():
         other.listen()
         port = other.getsockname()[1]
         world = World(world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"
+        ):
             open_store(world, 1.0)
 
 

@@ -1,6 +1,6 @@
 """A training loop without a model, for the launch tests: sums over ranks, heartbeats, a stop flag, and one fault.
 
-    faulty_loop.py MARKS STEPS [RANK:STEP:FAULT]
+faulty_loop.py MARKS STEPS [RANK:STEP:FAULT]
 """
 
 import ctypes
@@ -33,15 +33,17 @@ class Loop:
         for step in range(STEPS):
             self.heartbeat.mark("forward", epoch=0, step=step)
             self.heartbeat.samples([10 * step + self.world.rank])
-            if step == self.step and self.rank in (str(self.world.rank), "all"):
-                if getattr(self, self.fault)():
-                    return
+            if self.is_due(step) and getattr(self, self.fault)():
+                return
             self.heartbeat.mark("reduce", epoch=0, step=step)
             if self.stop_agreed():
                 self.save(step)
             if step == 3:
                 self.mark("running", os.getpid())
             time.sleep(0.001)
+
+    def is_due(self, step):
+        return step == self.step and self.rank in (str(self.world.rank), "all")
 
     def stop_agreed(self):
         reason = torch.tensor([int(self.heartbeat.stop_reason)])

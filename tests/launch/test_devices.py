@@ -38,7 +38,11 @@ def test_ranks_see_their_gpus_renumbered_and_cpu_ranks_see_none():
 @pytest.mark.parametrize(
     ("text", "gpus", "message"),
     [
-        ("5", FOUR, r"devices=5 was asked for and 4 GPUs are visible \(0, 1, 2, 3\)\. Use devices=4, or devices=cpu:5"),
+        (
+            "5",
+            FOUR,
+            r"devices=5 was asked for and 4 GPUs are visible \(0, 1, 2, 3\)\. Use devices=4, or devices=cpu:5",
+        ),
         ("0,4", FOUR, "there is no index 4"),
         ("0,1", (), "no GPU is visible"),
         ("1,1", FOUR, "names a GPU twice"),

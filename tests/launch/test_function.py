@@ -38,13 +38,23 @@ def test_results_come_back_by_rank():
     assert launch(total, 10, times=2, devices="cpu:2") == [{"rank": rank, "sum": 21.0} for rank in range(2)]
 
 
+def test_the_package_is_called_by_its_own_name():
+    import lockstep
+
+    assert lockstep.launch.launch is launch
+    with pytest.raises(ConfigError, match="not a lambda"):
+        lockstep.launch(lambda: 1, devices="cpu:1")
+
+
 def test_a_failing_rank_raises_with_its_traceback():
     with pytest.raises(RankError, match=r"(?s)rank 1 failed first.*fails_on_one.*KeyError: 'limit 3'"):
         launch(fails_on_one, 3, devices="cpu:2")
 
 
 def test_a_result_that_is_not_json_is_refused_with_the_way_out():
-    with pytest.raises(RankError, match=r"returns_an_object returned a object, and results come back as JSON"):
+    with pytest.raises(
+        RankError, match=r"returns_an_object returned a object, and results come back as JSON"
+    ):
         launch(returns_an_object, devices="cpu:1")
 
 
@@ -57,7 +67,9 @@ def test_a_function_of_the_script_itself_runs_behind_the_guard(tmp_path):
         "def square(point):\n    return point.x * point.x + int(os.environ['RANK'])\n"
         "if __name__ == '__main__':\n    print(launch(square, Point(), devices='cpu:2'))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["imported as __main__", "imported as __mp_main__", "[16, 17]"]
 
@@ -69,7 +81,9 @@ def test_the_program_that_launches_does_not_import_torch(tmp_path):
         "def nothing():\n    return None\n"
         "if __name__ == '__main__':\n    print(launch(nothing, devices='cpu:1'), 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout, done.stderr) == ("[None] False\n", "")
 
 
@@ -88,7 +102,9 @@ def test_an_inner_function_is_refused():
 
 def test_a_function_of_an_interactive_session_is_refused():
     program = "from lockstep.launch import launch\ndef f(): pass\nlaunch(f, devices='cpu:1')\n"
-    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60, check=False
+    )
     assert "is defined in a notebook or an interactive session" in done.stderr
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.launch.command import wait_until
 
@@ -38,8 +39,7 @@ def is_gone(process):
         os.kill(process, 0)
     except ProcessLookupError:
         return True
-    with open(f"/proc/{process}/stat") as status:
-        return status.read().rpartition(")")[2].split()[0] == "Z"
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_an_armed_child_ends_with_its_parent():

@@ -8,7 +8,9 @@ import pytest
 
 
 def logs_of(command):
-    (folder,) = [path for path in (command.folder / "tmp").iterdir() if path.name.startswith("lockstep-logs-")]
+    (folder,) = [
+        path for path in (command.folder / "tmp").iterdir() if path.name.startswith("lockstep-logs-")
+    ]
     return folder
 
 

@@ -5,7 +5,12 @@ import signal
 
 import pytest
 
-PREEMPTION = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+PREEMPTION = [
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    pytest.param(signal.SIGUSR2, marks=pytest.mark.slow),
+    pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+]
 
 
 def test_ctrl_c_stops_all_ranks_at_the_same_step(command):
@@ -72,7 +77,7 @@ def test_ctrl_c_while_torch_is_being_imported_ends_at_once(command):
     command.wait_until_nothing_runs()
 
 
-@pytest.mark.parametrize("number", PREEMPTION, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", PREEMPTION)
 def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number):
     command.loop()
     command.wait_for_mark("running", 3)
@@ -83,7 +88,7 @@ def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number)
     command.wait_until_nothing_runs()
 
 
-@pytest.mark.parametrize("number", [*PREEMPTION, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [*PREEMPTION, signal.SIGINT])
 def test_a_signal_to_any_one_rank_stops_all(command, number):
     command.loop()
     ranks = command.wait_for_mark("running", 3)

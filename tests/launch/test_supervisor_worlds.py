@@ -3,11 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
 from tests.launch.command import COMMAND, LOOP, Command
+from tests.launch.listening import listening_addresses
 
 PLAIN = """
 import os, sys
@@ -117,7 +116,14 @@ def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
 
 
 def test_a_script_under_torchrun_joins_its_world(tmp_path):
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--no-python",
+    ]
     done = subprocess.run(
         [*agent, *COMMAND, str(LOOP), str(tmp_path), "5"],
         capture_output=True,
@@ -132,26 +138,10 @@ def test_a_script_under_torchrun_joins_its_world(tmp_path):
 
 def test_python_alone_is_a_world_of_one(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(LOOP), str(tmp_path), "5"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(LOOP), str(tmp_path), "5"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (0, "rank 0 done\n")
-
-
-def listening_addresses(process):
-    """Local addresses on which a process listens, from /proc."""
-    sockets = set()
-    for entry in Path(f"/proc/{process}/fd").iterdir():
-        target = os.readlink(entry)
-        if target.startswith("socket:["):
-            sockets.add(target[8:-1])
-    for table, width in (("tcp", 8), ("tcp6", 32)):
-        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in sockets:
-                yield readable(fields[1].split(":")[0], width)
-
-
-def readable(text, width):
-    if width == 8:
-        return ".".join(str(byte) for byte in reversed(bytes.fromhex(text)))
-    return "::1" if text == "0" * 24 + "01000000" else text

@@ -1,7 +1,9 @@
 """Starts ranks on this host, watches them, and ends them, from a process that never imports torch."""
 
+import sys
+
 from lockstep.launch.devices import Devices, parse_devices
-from lockstep.launch.function import launch
+from lockstep.launch.function import CallablePackage, launch
 from lockstep.launch.heartbeat import Heartbeat, Stopped, StopReason
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.parent_death import die_with_parent
@@ -22,3 +24,5 @@ __all__ = [
     "parse_devices",
     "supervise",
 ]
+
+sys.modules[__name__].__class__ = CallablePackage

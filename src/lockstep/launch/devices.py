@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from lockstep.errors import ConfigError
@@ -76,19 +76,21 @@ def visible_gpus(
 
     None, if the installed torch is a CPU build.
     """
-    if _torch_is_cpu_build():
-        return ()
     variables = os.environ if environment is None else environment
     chosen = variables.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        nodes = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
-        return tuple(str(index) for index in range(nodes))
-    visible: list[str] = []
-    for name in (part.strip() for part in chosen.split(",")):
-        if not name or name.startswith("-"):  # CUDA ignores everything from the first invalid entry on
-            break
-        visible.append(name)
-    return tuple(visible)
+    found = _nodes(device_folder) if chosen is None else _valid(chosen)
+    return () if found and _torch_is_cpu_build() else found
+
+
+def _nodes(device_folder: Path) -> tuple[str, ...]:
+    nodes = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
+    return tuple(str(index) for index in range(nodes))
+
+
+def _valid(chosen: str) -> tuple[str, ...]:
+    """The entries before the first invalid one, where CUDA stops reading."""
+    names = [name.strip() for name in chosen.split(",")]
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def usable_cores() -> int:
@@ -140,7 +142,12 @@ def _found(gpus: tuple[str, ...]) -> str:
 
 
 def _torch_is_cpu_build() -> bool:
+    from importlib.metadata import (
+        PackageNotFoundError,
+        version,
+    )  # slow to import, and only needed beside a GPU
+
     try:
-        return importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
         return False

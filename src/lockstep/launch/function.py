@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RankError
@@ -50,3 +51,14 @@ def launch(
     if outcome.code == EXIT_PREEMPTED:
         raise Stopped(StopReason.PREEMPTED)
     raise RankError("\n".join(outcome.lines))
+
+
+class CallablePackage(ModuleType):
+    """The package ``lockstep.launch``, which can be called as the function of that name.
+
+    Importing any module of the package makes ``lockstep.launch`` the package, so it has to be both.
+    """
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **settings: Any) -> list[Any]:
+        """See ``launch``."""
+        return launch(function, *args, **settings)

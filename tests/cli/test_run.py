@@ -1,0 +1,53 @@
+import argparse
+
+import pytest
+
+from lockstep.cli import run
+from lockstep.errors import ConfigError
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_what_follows_the_script_belongs_to_the_script():
+    given = parse("--devices", "cpu:2", "train.py", "--devices", "7", "--lr", "0.1")
+    assert (given.devices, given.script, given.arguments) == (
+        "cpu:2",
+        "train.py",
+        ["--devices", "7", "--lr", "0.1"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent.py"], "'absent.py' was asked for and is not a file"),
+        (["--devices", "many", "{script}"], "devices='many' is not known"),
+        (["--threads", "0", "{script}"], "threads=0"),
+        (["--grace", "-1", "{script}"], "grace=-1"),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(words, message, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError, match=message):
+        run.main(parse(*[word.format(script=script) for word in words]))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, os\nprint(__name__, sys.argv[1:], os.getpid())")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    import os
+    import sys
+
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(run, "arm_future_children", lambda: None)  # it would stay for the whole test process
+    assert run.main(parse(str(script), "--lr", "1")) == 0
+    assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {os.getpid()}\n"
