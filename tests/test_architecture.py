@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import importlib
+import importlib.metadata
 import inspect
 import resource
 import subprocess
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import lockstep
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
@@ -60,6 +63,8 @@ def upward_imports(path, text):
     if not own:
         return
     for line, name in imports(path, ast.parse(text)):
+        if name == "lockstep.__version__":
+            continue
         parts = name.split(".")
         if len(parts) < 2 or parts[1] not in HEIGHT:
             yield f"{path.relative_to(ROOT)}:{line} imports {name}, which is in no layer"
@@ -152,6 +157,10 @@ def test_files_and_functions_stay_small():
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
         ]
     assert not long, "\n".join(long)
+
+
+def test_the_version_is_the_one_that_is_installed():
+    assert lockstep.__version__ == importlib.metadata.version("lockstep-train")
 
 
 def test_no_file_is_called_utils():

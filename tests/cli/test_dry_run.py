@@ -1,5 +1,7 @@
 """``lockstep train --dry-run``: says what would run, and leaves nothing behind."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 
@@ -19,3 +21,15 @@ def test_what_would_be_refused_is_refused_first(command):
     status, output, errors = command("train", "--dry-run", "--set", "training.micro_batches=7")
     assert (status, output) == (2, "")
     assert "micro_batches=7 does not divide" in errors
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    code = "import sys; from lockstep.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "train", "--dry-run"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
+    ) as writer:  # fmt: skip
+        writer.stdout.close()
+        errors = writer.stderr.read()
+    assert writer.returncode == 141
+    assert errors == b""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from lockstep import __version__
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError
 
@@ -30,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of a dry run has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except SystemExit as ending:  # argparse ends this way after --help and --version
         return ending.code if isinstance(ending.code, int) else 0
 
@@ -39,7 +44,7 @@ def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(
         prog="lockstep", description="Trains a PyTorch model on any number of devices, bit for bit alike."
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {_version()}")
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in _COMMANDS.items():
@@ -49,10 +54,3 @@ def _parser(words: Sequence[str]) -> Parser:
             module.add_arguments(command)
             command.set_defaults(command_main=module.main)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("lockstep-train")
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source tree that is not installed"

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig, ScheduleConfig
 from lockstep.job.config_reader import KeyPath, Problem
-from lockstep.plan import BatchShape
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,13 @@ def machine_problems(job: JobConfig, count: int, kind: str = "") -> list[Problem
 
 
 def _batch_is_divisible(job: JobConfig) -> str | None:
-    try:
-        _shape(job)
-    except ConfigError:
-        batch, parts = job.training.global_batch, job.training.micro_batches
+    batch, parts = job.training.global_batch, job.training.micro_batches
+    if batch % parts:
         near = max(1, round(batch / parts)) * parts
         return (
             f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
         )
     return None
-
-
-def _shape(job: JobConfig) -> BatchShape:
-    return BatchShape(global_batch=job.training.global_batch, micro_batches=job.training.micro_batches)
 
 
 def _single_has_one_device(job: JobConfig) -> str | None:
