@@ -39,8 +39,8 @@ class WeightsConfig(_Checked):
     """Table ``[weights]``: what the model starts from, and which part of it is trained."""
 
     path: str = ""
-    """File of weights (.safetensors, or a .pth of tensors only) the model starts from; empty: from the seed.
-    of another size is left out, and that is said."""
+    """File of weights (.safetensors, or a .pth of tensors only) that the model starts from; empty: the seed's.
+    A head of another size is left out, and that is said."""
     freeze: tuple[str, ...] = ()
     """Patterns of parameter names that are not trained; ``!`` takes names out again: ``["*", "!fc"]``."""
     freeze_statistics: bool = False
@@ -129,7 +129,7 @@ class TrainingConfig(_Checked):
     early_stop: int = field(default=0, metadata={"check": at_least(0)})
     """Evaluations without improvement after which the run ends; 0: never."""
     fingerprint_every: int = field(default=50, metadata={"check": at_least(0)})
-    """Optimizer steps between two comparisons of the ranks' parameter bits; 0: at the ends of epochs."""
+    """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
