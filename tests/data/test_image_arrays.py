@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lockstep.data import ImageArrays, Normalize, PadCropFlip, SampleKeys, StepLoader
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.plan import BatchShape, SamplePlan
 
 
@@ -85,6 +85,20 @@ def test_normalisation_is_that_of_torchvision_up_to_rounding():
     assert (
         got.dtype == torch.float32 and got.is_contiguous() and torch.allclose(got.double(), wanted, atol=2e-6)
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Normalize((0.5, 0.5), (1.0,)),
+        lambda: Normalize((0.5,), (0.0,)),
+        lambda: PadCropFlip(-1),
+        lambda: PadCropFlip(flip=2.0),
+    ],
+)
+def test_impossible_settings_are_refused(make):
+    with pytest.raises(ConfigError):
+        make()
 
 
 def test_one_mean_serves_all_channels_and_floats_pass():

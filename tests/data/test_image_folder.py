@@ -133,6 +133,8 @@ def test_classes_that_do_not_match_the_folders_are_named(flowers):
 def test_an_unknown_split_is_refused_with_the_nearest(flowers):
     with pytest.raises(ConfigError, match="Did you mean 'validation'"):
         ImageFolder(flowers, "valdation")
+    with pytest.raises(ConfigError, match=r"held-out fraction of 1\.2"):
+        ImageFolder(flowers, "train", held_out=1.2)
     with pytest.raises(DataError, match="split_by='folders'"):
         ImageFolder(flowers, "train", split_by="folders")
 

@@ -111,6 +111,15 @@ def test_a_broken_sample_is_named_with_its_cause(kind):
     assert caught.value.exit_code == 3
 
 
+def test_a_batch_method_that_fails_names_the_samples_it_was_asked_for():
+    class Failing(Whole):
+        def get_batch(self, indices, keys):
+            raise RuntimeError("no such column")
+
+    with pytest.raises(DataError, match=r"samples 3, 12 cannot be read: RuntimeError: no such column"):
+        read(Failing(), [3, 12])
+
+
 def test_the_file_of_a_broken_sample_is_named_where_the_set_knows_it():
     with pytest.raises(DataError, match=r"Sample 12 \(roses/12\.jpg\) cannot be read"):
         read(Files(broken={12}), [12])

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -30,6 +32,13 @@ class Normalize:
 
     mean: Sequence[float] = (0.0,)
     std: Sequence[float] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not all(self.std):
+            raise ConfigError(
+                f"Normalize has mean={list(self.mean)} and std={list(self.std)}; "
+                "it needs as many of one as of the other, and no std of 0."
+            )
 
     def __call__(self, images: Tensor) -> Tensor:
         """The normalised images, on the device they are on."""

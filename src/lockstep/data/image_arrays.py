@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from lockstep.data.image_transforms import Uniforms
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.labels import check_labels
+from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
 
 Finish = Callable[[Tensor], Tensor]
@@ -45,6 +46,13 @@ class PadCropFlip:
 
     padding: int = 4
     flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.padding < 0 or not 0 <= self.flip <= 1:
+            raise ConfigError(
+                f"PadCropFlip has padding={self.padding} and flip={self.flip:g}; "
+                "padding must not be negative, and flip is a probability."
+            )
 
     @property
     def draws(self) -> int:

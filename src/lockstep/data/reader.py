@@ -101,6 +101,10 @@ class SampleReader:
         except BrokenSample as broken:
             cause = broken.__cause__ or broken
             raise sample_error(self._given, int(keys.indices[broken.position]), cause) from cause
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"The samples {_numbers(keys)} cannot be read: {_told(error)}") from error
 
     def _read_items(self, keys: SampleKeys) -> Any:
         rows = self._rows(keys).tolist()

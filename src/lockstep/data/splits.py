@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.seeding import derive_seed
 
 
@@ -21,7 +21,7 @@ def held_out(names: Sequence[str], fraction: float, seed: int, what: str) -> set
         what: names the group in the error that says it is too small.
     """
     if not 0.0 < fraction < 1.0:
-        raise DataError(f"A held-out fraction of {fraction:g} was asked for; it must lie between 0 and 1.")
+        raise ConfigError(f"A held-out fraction of {fraction:g} was asked for; it must lie between 0 and 1.")
     if len(names) < 2:
         raise DataError(
             f"{what} has {len(names)} sample{'s' * (len(names) != 1)}, "
