@@ -1,0 +1,119 @@
+"""What a user sees when a whole job goes wrong, and that nothing is lost by it."""
+
+import hashlib
+import shutil
+
+import pytest
+from jobs import fingerprint
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The fingerprint of the job that nothing happened to, on one process."""
+    from jobs import Jobs
+
+    return fingerprint(Jobs(tmp_path_factory.mktemp("undisturbed")).train("--devices", "cpu:1"))
+
+
+def digests(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and "step-" in str(path)
+    }
+
+
+def test_a_killed_run_goes_on_with_other_processes_to_the_same_fingerprint(jobs, undisturbed):
+    jobs.fault("kill", rank=1, call=31)
+    killed = jobs.train("--devices", "cpu:2")
+    assert killed.returncode == 4
+    assert "rank 1" in killed.stderr and "SIGKILL" in killed.stderr
+    resumed = jobs.train("--devices", "cpu:3", "--resume", "auto")
+    assert fingerprint(resumed) == undisturbed
+
+
+def test_nan_names_step_and_samples_and_leaves_the_last_checkpoint_finite(jobs):
+    jobs.fault("nan", rank=1, call=25)
+    failed = jobs.train("--devices", "cpu:2")
+    assert failed.returncode == 6
+    assert "The loss of step 6 is nan in micro-batch 4 (samples " in failed.stderr
+    assert [path.name for path in jobs.checkpoints()] == ["step-00000004"]
+
+
+def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
+    assert jobs.train("--devices", "cpu:2", "--epochs", "1").returncode == 0
+    broken = jobs.checkpoints()[-1]
+    weights = max(broken.iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    before = digests(jobs.folder)
+    failed = jobs.train("--devices", "cpu:2", "--resume", str(broken))
+    assert failed.returncode == 3
+    assert broken.name in failed.stderr
+    assert digests(jobs.folder) == before
+
+
+def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_before(jobs, undisturbed):
+    jobs.fault("kill", rank=0, call=47)
+    assert jobs.train("--devices", "cpu:2").returncode == 4
+    newest = jobs.checkpoints()[-1]
+    weights = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    resumed = jobs.train("--devices", "cpu:2", "--resume", "auto")
+    assert "passed over" in resumed.stderr and newest.name in resumed.stderr
+    assert fingerprint(resumed) == undisturbed
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
+    assert jobs.train("--devices", "cpu:1", "--epochs", "1").returncode == 0
+    path = jobs.checkpoints()[-1]
+    failed = jobs.train("--devices", "cpu:2", "--resume", str(path), "--set", "model.target=parts:other_model")
+    assert failed.returncode == 2
+    assert "1.weight" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("damage", "status", "words"),
+    [
+        (lambda photos: shutil.rmtree(photos), 2, "does not exist"),
+        (lambda photos: [p.unlink() for p in (photos / "roses").iterdir()], 3, "roses"),
+        (lambda photos: _truncate(photos / "daisy" / "7.jpg"), 3, "7.jpg"),
+    ],
+    ids=["no folder", "empty class", "truncated photo"],
+)
+def test_broken_photos_are_named(jobs, damage, status, words):
+    photos = jobs.folder / "photos"
+    _make_photos(photos)
+    damage(photos)
+    failed = jobs.train(
+        "--devices=cpu:2", "--data=photos", "--set", "data.train.size=8", "--set", "data.validation.size=8",
+        "--set", 'model={target="lockstep.models:perceptron", in_features=192, hidden=[8], num_classes=2}',
+        job="flowers",
+    )  # fmt: skip
+    assert failed.returncode == status, failed.stderr
+    assert words in failed.stderr
+    assert not jobs.checkpoints()
+
+
+def test_a_label_outside_of_the_classes_stops_before_the_first_step(jobs):
+    failed = jobs.train(
+        "--devices=cpu:2", "--set", 'model={target="lockstep.models:digits_net", num_classes=7}'
+    )
+    assert failed.returncode == 3
+    assert "has label" in failed.stderr and "classes" in failed.stderr
+
+
+def _make_photos(folder):
+    from PIL import Image
+
+    for name in ("daisy", "roses"):
+        (folder / name).mkdir(parents=True)
+        for number in range(40):
+            color = (number * 6, 255 - number * 6, 128 if name == "daisy" else 20)
+            Image.new("RGB", (24, 16), color).save(folder / name / f"{number}.jpg")
+
+
+def _truncate(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 3 // 5])
