@@ -12,7 +12,12 @@ from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.run_target import run_script
 from lockstep.world import World
 
-_USES_COMPILER = ("DistributedDataParallel", "torch.compile", "fully_shard")
+_PRELOAD = {
+    "lockstep": "lockstep.run",
+    "DistributedDataParallel": "torch._dynamo",
+    "torch.compile": "torch._dynamo",
+}
+"""What a script that contains the word makes every rank import, and the fork server can import once instead."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +70,5 @@ def _join(target: ScriptTarget) -> int:
 
 
 def _preload(path: str) -> tuple[str, ...]:
-    """Lets the fork server import the compiler once, where the script would make every rank import it."""
     text = Path(path).read_text(errors="replace")
-    return ("torch._dynamo",) if any(name in text for name in _USES_COMPILER) else ()
+    return tuple(sorted({module for word, module in _PRELOAD.items() if word in text}))
