@@ -77,7 +77,7 @@ def test_a_users_module_beside_the_job_file_is_looked_into(job_file, load):
 def test_inherited_constructors_are_followed_and_unclear_ones_left_alone(job_file, load):
     job_file(
         """
-import dataclasses
+import abc, dataclasses
 class Base:
     def __init__(self, width): pass
 class Child(Base): pass
@@ -88,6 +88,9 @@ class Any(Base):
     def __init__(self, **settings): pass
 class Odd(Base, metaclass=type):
     pass
+class BelowOdd(Odd):
+    def __init__(self, width): pass
+class Plain(Base, metaclass=abc.ABCMeta): pass
 class New(Base):
     def __new__(cls, depth): pass
 """,
@@ -98,8 +101,9 @@ class New(Base):
         config = load(f"model.target=own_kinds:{target}", "model.in_features=1", "model.width=2")
         return [problem.path[-1] for problem in preflight(config)]
 
-    assert problems("Child") == ["in_features", "out_features"]
-    for unclear in ("Made", "Any", "Odd", "New"):
+    for plain in ("Child", "Plain"):
+        assert problems(plain) == ["in_features", "out_features"]
+    for unclear in ("Made", "Any", "Odd", "BelowOdd", "New"):
         assert problems(unclear) == []
 
 

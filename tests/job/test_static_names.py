@@ -24,6 +24,7 @@ CONSTANT = 3
     "own_models/late.py": "def __getattr__(name): return name\n",
     "own_models/broken.py": "def (\n",
     "own_models/twice.py": "def f(): pass\ndef f(x): pass\n",
+    "own_models/spread/__init__.py": "__path__ = __import__('pkgutil').extend_path(__path__, __name__)\n",
     "own_models/circle.py": "from own_models.circle import f\n",
     "own_models/sub/__init__.py": "raise SystemExit('imported')\n",
 }
@@ -64,6 +65,7 @@ def test_a_name_is_followed_to_where_it_is_written(names, name, module, defined)
         ("own_models.broken", "x"),
         ("own_models.twice", "f"),
         ("own_models.circle", "f"),
+        ("own_models.spread.elsewhere", "x"),
         ("math", "sqrt"),
         ("sys", "path"),
         ("torch", "float32"),

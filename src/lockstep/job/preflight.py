@@ -18,6 +18,7 @@ from lockstep.job.config_checks import nearest_name
 from lockstep.job.config_reader import KeyPath, Problem
 from lockstep.job.static_names import Absent, Definition, StaticNames, Unknown
 
+_DEEPEST = 8
 _GIVEN_BY_LOCKSTEP: dict[KeyPath, int] = {("optimizer",): 1, ("schedule",): 1}
 
 
@@ -92,17 +93,38 @@ def signature_of(names: StaticNames, found: Definition) -> Signature | None:
         return None
     if isinstance(node, ast.FunctionDef):
         return _read(node.args, skip=0)
-    methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
-    if node.keywords or any(method.name == "__new__" for method in methods):
+    if _is_called_its_own_way(names, found):
         return None
-    constructors = [method for method in methods if method.name == "__init__"]
+    constructors = _methods(node, "__init__")
     if constructors:
         plain = [method for method in constructors if not method.decorator_list]
         return _read(plain[-1].args, skip=1) if len(plain) == 1 else None
-    if len(node.bases) == 1 and isinstance(node.bases[0], ast.Name):
-        base = names.definition(found.module, node.bases[0].id)
-        return signature_of(names, base) if isinstance(base, Definition) and base.node is not node else None
-    return None
+    bases = _bases(names, found)
+    return signature_of(names, bases[0]) if len(node.bases) == len(bases) == 1 else None
+
+
+def _is_called_its_own_way(names: StaticNames, found: Definition, depth: int = 0) -> bool:
+    """Whether a class, or a base that can be found, has a ``__new__`` or a metaclass, beside the harmless ABCMeta."""
+    node = found.node
+    if not isinstance(node, ast.ClassDef) or depth > _DEEPEST:
+        return True
+    if _methods(node, "__new__") or any(
+        not ast.unparse(item.value).endswith("ABCMeta") for item in node.keywords
+    ):
+        return True
+    return any(_is_called_its_own_way(names, base, depth + 1) for base in _bases(names, found))
+
+
+def _methods(node: ast.ClassDef, name: str) -> list[ast.FunctionDef]:
+    return [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == name]
+
+
+def _bases(names: StaticNames, found: Definition) -> list[Definition]:
+    """The base classes that the source leads to."""
+    assert isinstance(found.node, ast.ClassDef)
+    given = [base.id for base in found.node.bases if isinstance(base, ast.Name)]
+    looked_up = [names.definition(found.module, name) for name in given]
+    return [base for base in looked_up if isinstance(base, Definition) and base.node is not found.node]
 
 
 def _read(arguments: ast.arguments, skip: int) -> Signature:

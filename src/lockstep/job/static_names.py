@@ -74,7 +74,7 @@ class StaticNames:
             inner = PathFinder.find_spec(f"{holder}.{part}", list(places)) if places is not None else None
             if inner is None:
                 bindings = self._bindings(holder, spec)
-                if bindings is None or bindings.dynamic or part in bindings.nodes:
+                if bindings is None or bindings.dynamic or {part, "__path__"} & bindings.nodes.keys():
                     return Unknown()
                 return Absent(holder, part, tuple(_modules_in(spec)))
             spec, holder = inner, f"{holder}.{part}"
