@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from lockstep.errors import ConfigError, nearest
 
@@ -39,6 +40,17 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
 
+    def prepare(self, model: nn.Module) -> None:
+        """Lets every layer of a model run in this number format.
+
+        oneDNN refuses to train an LSTM in float16 on a CPU ("could not create a primitive descriptor"), so in fp16
+        torch's own implementation computes it there.
+        """
+        if self.name == "fp16" and self._device.type == "cpu":
+            for module in model.modules():
+                if isinstance(module, nn.LSTM):
+                    _without_onednn(module)
+
     def configure_backend(self) -> None:
         """Makes CUDA arithmetic repeatable and sets whether it may use TF32. Does nothing on a CPU."""
         if self._device.type != "cuda":
@@ -47,3 +59,19 @@ class Precision:
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+
+
+def _without_onednn(module: nn.Module) -> None:
+    """Switches oneDNN off while the module's forward runs."""
+    was_enabled: list[bool] = []
+
+    def enter(*_: object) -> None:
+        was_enabled.append(bool(torch.backends.mkldnn.enabled))
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
+
+    def leave(*_: object) -> None:
+        if was_enabled:
+            torch.backends.mkldnn.enabled = was_enabled.pop()  # type: ignore[assignment]  # a property of the module
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)

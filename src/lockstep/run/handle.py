@@ -110,6 +110,7 @@ class Run:
         if self._session.group is not None:
             start.agree(parts, context, self._session.group, self.device, values_from_main)
         placed = self.strategy.place(model)
+        self._precision.prepare(placed)
         for module in parts.modules:
             module.to(self.device)
         units = compile_blocks(placed) if self.options.compile else None
