@@ -22,6 +22,7 @@ import sides  # noqa: E402  the line above makes it importable
 import torch  # noqa: E402
 from harness import report  # noqa: E402
 from harness.spread import Spread, ratios  # noqa: E402
+from stages import stages  # noqa: E402
 
 CLAIM = (
     "Photos are decoded, cut at random, resized to 224 pixels, mirrored, batched and normalised at no less than the "
@@ -45,7 +46,7 @@ def main() -> None:
             title="Photos per second",
             claim=CLAIM,
             command="python benchmarks/images/run.py --data DIR",
-            sections=[described(given), *sections, report.LEGEND],
+            sections=[described(given), *sections, report.LEGEND, stage_section(given)],
         )
 
 
@@ -86,6 +87,11 @@ def section(workers: int, rates: dict[str, list[float]]) -> str:
         f"{workers} worker{'s' * (workers != 1)}" if workers else "No workers: read in the training process"
     )
     return f"## {title}\n\n" + report.table(["side", "images/s", "ratio"], rows)
+
+
+def stage_section(given: argparse.Namespace) -> str:
+    rows = [[name, f"{microseconds:.0f}", side] for name, microseconds, side in stages(given.data)]
+    return "## One photo, stage by stage\n\n" + report.table(["stage", "microseconds", "side"], rows)
 
 
 def described(given: argparse.Namespace) -> str:

@@ -52,26 +52,33 @@ def find_photos(
             f"The data folder {root} does not exist. Give a folder with one subfolder for each class."
         )
     folders = _split_folders(root) if split_by != "seed" else {}
-    if split_by == "folders" and len(folders) < 2:
+    if split_by == "folders" and not folders:
         raise DataError(
             f"split_by='folders' was asked for, and {root} has no subfolders train and validation "
             "(or val, valid, test)."
         )
     if folders:
-        by_split = {name: _scan(root / folder, root) for name, folder in folders.items()}
-        names = _class_names(root, by_split["train"] | by_split["validation"], classes)
-        for name, folder in folders.items():
-            _check_classes(root / folder, by_split[name], names)
-        chosen = [by_split[name] for name in folders if split in (name, "all")]
+        names, parts = _parts_in_folders(root, folders, split, classes)
     else:
-        scanned = _scan(root, root)
-        names = _class_names(root, scanned, classes)
-        _check_classes(root, scanned, names)
-        chosen = [_divided(scanned, split, held_out_part, seed)]
+        found = _scan(root, root)
+        names = _class_names(root, found, classes)
+        _check_classes(root, found, names)
+        parts = [_divided(found, split, held_out_part, seed)]
     labelled = sorted(
-        (path, names.index(name)) for part in chosen for name, paths in part.items() for path in paths
+        (path, names.index(name)) for part in parts for name, paths in part.items() for path in paths
     )
     return Photos(names, [path for path, _ in labelled], [label for _, label in labelled])
+
+
+def _parts_in_folders(
+    root: Path, folders: dict[str, str], split: Split, classes: Sequence[str] | str | Path | None
+) -> tuple[tuple[str, ...], list[dict[str, list[str]]]]:
+    """The class names, and the photos of the wanted splits; both splits are checked in any case."""
+    found = {name: _scan(root / folder, root) for name, folder in folders.items()}
+    names = _class_names(root, found["train"] | found["validation"], classes)
+    for name, folder in folders.items():
+        _check_classes(root / folder, found[name], names)
+    return names, [found[name] for name in folders if split in (name, "all")]
 
 
 def _split_folders(root: Path) -> dict[str, str]:

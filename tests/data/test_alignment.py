@@ -1,0 +1,33 @@
+from collections import namedtuple
+
+import numpy as np
+import torch
+
+from lockstep.data.alignment import aligned
+
+Pair = namedtuple("Pair", "input target")
+
+
+def crooked(count=5):
+    """A tensor that begins 4 bytes behind a multiple of 64."""
+    return torch.arange(float(count + 1))[1:]
+
+
+def test_tensors_are_moved_to_a_multiple_of_64_bytes_and_keep_their_values():
+    assert crooked().data_ptr() % 64
+    data = {"x": crooked(), "more": [crooked(), (crooked(), "text")], "n": 3}
+    result = aligned(data)
+    moved = [result["x"], result["more"][0], result["more"][1][0]]
+    assert all(tensor.data_ptr() % 64 == 0 and torch.equal(tensor, crooked()) for tensor in moved)
+    assert result["more"][1][1] == "text" and result["n"] == 3
+    assert isinstance(result["more"], list) and isinstance(result["more"][1], tuple)
+
+
+def test_what_begins_right_is_not_copied():
+    tensor = torch.rand(7)
+    assert aligned(tensor) is tensor
+
+
+def test_named_tuples_stay_what_they_are():
+    result = aligned(Pair(crooked(), torch.from_numpy(np.arange(3))))
+    assert isinstance(result, Pair) and result.input.data_ptr() % 64 == 0
