@@ -4,14 +4,12 @@ import hashlib
 import shutil
 
 import pytest
-from jobs import fingerprint
+from tests.trainer.jobs import Jobs, fingerprint
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The fingerprint of the job that nothing happened to, on one process."""
-    from jobs import Jobs
-
     return fingerprint(Jobs(tmp_path_factory.mktemp("undisturbed")).train("--devices", "cpu:1"))
 
 
@@ -68,7 +66,9 @@ def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_bef
 def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     assert jobs.train("--devices", "cpu:1", "--epochs", "1").returncode == 0
     path = jobs.checkpoints()[-1]
-    failed = jobs.train("--devices", "cpu:2", "--resume", str(path), "--set", "model.target=parts:other_model")
+    failed = jobs.train(
+        "--devices", "cpu:2", "--resume", str(path), "--set", "model.target=parts:other_model"
+    )
     assert failed.returncode == 2
     assert "1.weight" in failed.stderr
 

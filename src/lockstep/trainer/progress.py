@@ -15,15 +15,16 @@ class Progress:
     """What is judged: ``validation_accuracy`` (higher is better) or ``validation_loss`` (lower is)."""
     best: float | None = None
     best_epoch: int = -1
+    best_step: int = -1
     since_best: int = 0
     """Evaluations since the best one."""
 
-    def judge(self, epoch: int, values: Mapping[str, float]) -> bool:
-        """Takes the results of an epoch; returns whether they are the best so far."""
+    def judge(self, epoch: int, step: int, values: Mapping[str, float]) -> bool:
+        """Takes the results of an epoch that ended with ``step``; returns whether they are the best so far."""
         value = values[self.metric]
         better = self.best is None or (value > self.best if self.metric.endswith("accuracy") else value < self.best)
         if better:
-            self.best, self.best_epoch, self.since_best = value, epoch, 0
+            self.best, self.best_epoch, self.best_step, self.since_best = value, epoch, step, 0
         else:
             self.since_best += 1
         return better

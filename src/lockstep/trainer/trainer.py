@@ -103,6 +103,7 @@ class Trainer:
 
     def fit(self) -> Outcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
+        self._record_best()  # a run that was killed between a save and its record had not come to it
         if not self._is_over():
             for epoch in self._run.epochs(self._settings.epochs):
                 trained = self.train_epoch(epoch)
@@ -157,7 +158,7 @@ class Trainer:
         best = False
         if self._parts.validation_set is not None and ((epoch + 1) % self._settings.evaluate_every == 0 or last):
             self._values = self._evaluate()
-            best = self._progress.judge(epoch, self._values)
+            best = self._progress.judge(epoch, self._run.position.step, self._values)
             values |= self._values
         if (skipped := self._run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
@@ -165,10 +166,15 @@ class Trainer:
         every = self._rhythm.save_every_epochs
         if (every and (epoch + 1) % every == 0) or best or last:
             self._save(self._run.position.step)
-        if best and self._run.is_main and self._run.options.directory is not None:
-            value = self._values[self._progress.metric]
-            record = checkpoint.Best(self._run.position.step, self._progress.metric, value)
-            checkpoint.write_best(Path(self._run.options.directory), record)
+        if best:
+            self._record_best()
+
+    def _record_best(self) -> None:
+        """Names the best checkpoint in the run folder, which keeps it from then on."""
+        progress, directory = self._progress, self._run.options.directory
+        if self._run.is_main and directory is not None and progress.best is not None:
+            record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
+            checkpoint.write_best(Path(directory), record)
 
     def _evaluate(self) -> dict[str, float]:
         metrics: dict[str, Callable[..., Any]] = {"validation_loss": self._parts.loss}

@@ -1,0 +1,124 @@
+import json
+
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep import checkpoint
+from lockstep.job.config import TrainingConfig
+from lockstep.loggers import open_loggers
+from lockstep.run import Run, RunOptions
+from lockstep.trainer import Prepared, Rhythm, Trainer
+
+
+def blobs(seed):
+    """Two classes that a line tells apart, most of the time."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(0, 2, (60,), generator=generator)
+    return TensorDataset(torch.randn(60, 3, generator=generator) + target[:, None], target)
+
+
+def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings):
+    settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
+    options = {"global_batch": 16, "micro_batches": 4, "directory": folder, "resume": resume}
+    run = Run(RunOptions.of(**options), world)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    model, optimizer, scheduler = run.prepare(
+        model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    )
+    parts = Prepared(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loss=nn.CrossEntropyLoss(),
+        classifies=True,
+        training_set=blobs(0),
+        validation_set=blobs(1),
+        workers=0,
+    )
+    rhythm = Rhythm(log_every=2, save_every_steps=save_every_steps)
+    logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
+    return Trainer(run, parts, settings, rhythm, logger)
+
+
+def outcome(world, folder, options):
+    result = trainer(world, folder, **options).fit()
+    return result.fingerprint, result.values, result.best_epoch
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_result_and_log_are_the_same_on_three_ranks_and_on_one(tmp_path):
+    (one,) = run_ranks(outcome, 1, tmp_path / "one", {})
+    three = run_ranks(outcome, 3, tmp_path / "three", {})
+    assert three == [one] * 3
+    first, second = (
+        [
+            {key: value for key, value in record.items() if key != "samples_per_second"}
+            for record in records(folder)
+        ]
+        for folder in (tmp_path / "one", tmp_path / "three")
+    )
+    assert first == second
+    assert [record["step"] for record in first if record["kind"] == "epoch"] == [4, 8, 12, 16]
+
+
+def test_a_run_that_does_not_improve_stops_early_and_names_its_best(tmp_path):
+    ((_, values, best_epoch),) = run_ranks(outcome, 1, tmp_path, {"lr": 0.0, "early_stop": 2, "epochs": 9})
+    assert best_epoch == 0
+    assert 0 < values["validation_accuracy"] < 1
+    assert [record["epoch"] for record in records(tmp_path) if record["kind"] == "epoch"] == [0, 1, 2]
+    assert checkpoint.read_best(tmp_path).step == 4
+    assert checkpoint.best(tmp_path).name == "step-00000004"
+
+
+def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
+    options = {"lr": 0.0, "early_stop": 1, "epochs": 9}
+    before = run_ranks(outcome, 1, tmp_path, options)
+    assert run_ranks(outcome, 2, tmp_path, {**options, "resume": "auto"}) == before * 2
+
+
+def interrupted(world, folder):
+    """Trains an epoch and a half, as if killed in the second one, then again from its last checkpoint."""
+    first = trainer(world, folder, save_every_steps=3)
+    step, steps = first.train_step, []
+
+    def stop_after_seven(batch):
+        step(batch)
+        steps.append(batch)
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+
+    first.train_step = stop_after_seven
+    try:
+        first.fit()
+    except KeyboardInterrupt:
+        first._logger.close()
+
+
+def test_a_run_cut_off_within_an_epoch_ends_as_if_it_had_not_been(tmp_path):
+    (whole,) = run_ranks(outcome, 1, tmp_path / "whole", {})
+    run_ranks(interrupted, 2, tmp_path / "cut")
+    resumed = run_ranks(outcome, 4, tmp_path / "cut", {"resume": "auto"})
+    assert resumed == [whole] * 4
+    steps = [record["step"] for record in records(tmp_path / "cut") if record["kind"] == "step"]
+    assert steps == sorted(set(steps))
+
+
+def exported(world, folder):
+    trainer(world, folder).fit()
+
+
+def test_the_exported_weights_load_into_the_plain_model(tmp_path):
+    import safetensors.torch
+
+    run_ranks(exported, 2, tmp_path)
+    model = nn.Linear(3, 2)
+    model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
+    newest = checkpoint.read(checkpoint.latest(tmp_path))
+    assert all(torch.equal(newest.model[name], value) for name, value in model.state_dict().items())
