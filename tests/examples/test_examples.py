@@ -1,0 +1,108 @@
+"""Every chapter of examples/ runs, on one process and on several, and prints what it promises."""
+
+import ast
+import difflib
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LOCKSTEP = (sys.executable, "-m", "lockstep", "run", "--devices")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+PYTHON = (sys.executable,)
+
+
+def run(launcher, name, *arguments):
+    command = [*launcher, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def fingerprint(output):
+    (found,) = re.findall(r"fingerprint ([0-9a-f]{64})", output)
+    return found
+
+
+def number(output, name="accuracy"):
+    return float(re.search(rf"{name} ([0-9.]+)", output).group(1))
+
+
+def code_lines(name):
+    """The lines that hold code: no docstring, comment or empty line."""
+    source = (EXAMPLES / name).read_text()
+    statement = ast.parse(source).body[0]
+    docstring = range(statement.lineno, statement.end_lineno + 1)
+    empty = (
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    )
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    numbers = {token.start[0] for token in tokens if token.type not in empty} - set(docstring)
+    return [source.splitlines()[number - 1] for number in sorted(numbers)]
+
+
+def test_at_most_eight_lines_are_added_and_four_fifths_are_kept():
+    before, after = code_lines("01_single_device.py"), code_lines("02_lockstep.py")
+    difference = list(difflib.ndiff(before, after))
+    added = [line for line in difference if line.startswith("+ ")]
+    kept = [line for line in difference if line.startswith("  ")]
+    assert 20 <= len(before) <= 30
+    assert len(added) <= 8, "\n".join(difference)
+    assert len(kept) >= 0.8 * len(before), "\n".join(difference)
+
+
+def test_the_chapters_are_numbered_and_short():
+    chapters = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert [int(name[:2]) for name in chapters] == list(range(1, len(chapters) + 1))
+    for name in chapters:
+        assert len((EXAMPLES / name).read_text().splitlines()) < 150
+
+
+def test_one_file_gives_one_fingerprint_under_python_lockstep_run_and_torchrun():
+    alone = run(PYTHON, "02_lockstep.py")
+    assert run((*LOCKSTEP, "cpu:2"), "02_lockstep.py") == alone
+    assert fingerprint(run(TORCHRUN, "02_lockstep.py")) == fingerprint(alone)
+    single_device = number(run(PYTHON, "01_single_device.py"))
+    assert single_device >= 0.94
+    assert number(alone) == pytest.approx(single_device, abs=0.025)
+
+
+def test_a_stopped_run_ends_like_one_that_never_stopped(tmp_path):
+    whole = run(PYTHON, "03_resume.py", "--directory", tmp_path / "whole")
+    stopped = run((*LOCKSTEP, "cpu:2"), "03_resume.py", "--directory", tmp_path / "cut", "--stop-at", 17)
+    assert "stopped after step 17" in stopped
+    resumed = run((*LOCKSTEP, "cpu:3"), "03_resume.py", "--directory", tmp_path / "cut")
+    assert "begins at epoch 1, step 17" in resumed
+    assert fingerprint(resumed) == fingerprint(whole)
+
+
+def test_pretrained_weights_load_but_for_the_head_and_the_rest_is_frozen(tmp_path):
+    output = run(
+        (*LOCKSTEP, "cpu:2"), "04_pretrained_and_frozen.py", "--weights", tmp_path / "five.safetensors"
+    )
+    assert "14.weight" in output.partition("trained:")[0]
+    assert "trained: 11.weight, 11.bias, 14.weight, 14.bias" in output
+    assert number(output) > 0.9
+    again = run(PYTHON, "04_pretrained_and_frozen.py", "--weights", tmp_path / "five.safetensors")
+    assert fingerprint(again) == fingerprint(output)
+
+
+def test_a_program_launches_ranks_and_gets_one_result():
+    output = run(PYTHON, "05_launch_from_python.py")
+    assert output.count("one result") == 2
+    assert "DIFFERENT" not in output
+
+
+@pytest.mark.parametrize("name", ["06_bring_your_dataloader.py", "07_moving_average.py"])
+def test_the_result_is_that_of_one_process(name):
+    assert run((*LOCKSTEP, "cpu:2"), name) == run(PYTHON, name)
