@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.checkpoint import committed
 from lockstep.data import check_labels
 from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
+from lockstep.job.config_places import with_lengths
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
@@ -59,10 +59,7 @@ def assemble(config: JobConfig, world: World) -> Trainer:
 
 def run_options(config: JobConfig) -> RunOptions:
     """The part of a job's configuration that the handle needs."""
-    training, folder = config.training, run_folder(config)
-    resume = config.checkpoint.resume
-    if resume and committed(Path(resume)):
-        resume, folder = "auto", Path(resume)
+    training = config.training
     return RunOptions(
         global_batch=training.global_batch,
         micro_batches=training.micro_batches,
@@ -73,12 +70,14 @@ def run_options(config: JobConfig) -> RunOptions:
         precision=training.precision,
         channels_last=training.channels_last,
         compile=training.compile,
+        running_buffers=training.running_buffers,
         fingerprint_every=training.fingerprint_every,
         threads=config.run.threads,
         prefetch=config.data.prefetch,
         loader_timeout=config.data.timeout,
-        directory=folder,
-        resume=resume,
+        timeout=config.run.timeout,
+        directory=run_folder(config),
+        resume=config.checkpoint.resume,
         force_context=config.checkpoint.force_context,
         keep=config.checkpoint.keep,
     )
@@ -119,7 +118,8 @@ def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
 
 def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
     if isinstance(config.schedule, Component):
-        return instantiate(config.schedule, optimizer, name="schedule")
+        component = with_lengths(config.schedule, epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
+        return instantiate(component, optimizer, name="schedule")
     schedule = config.schedule.schedule(epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
     return LambdaLR(optimizer, schedule.factor)
 
