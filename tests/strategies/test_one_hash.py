@@ -1,0 +1,121 @@
+"""The contract: one result, bit for bit, on every number of processes.
+
+Each case is trained on several world sizes, and every loss, parameter, buffer, last gradient and optimizer state is
+compared with those of one process. All cases of a world size share one group of processes.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+from tests.ranks import run_ranks
+from tests.strategies.jobs import JOBS, train_all
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, how it is run, and on how many processes."""
+
+    job: str
+    worlds: tuple = WORLDS
+    options: dict = field(default_factory=dict)
+    workers: dict = field(default_factory=dict)
+    """Loader workers by world size."""
+
+    @property
+    def name(self):
+        return "-".join(
+            [self.job, *(f"{value}" if key == "precision" else key for key, value in self.options.items())]
+        )
+
+
+CASES = [
+    Case("digits"),
+    Case("resnet"),
+    Case("attention"),
+    Case("recurrent"),
+    Case("digits", (3,), {"precision": "fp16"}),
+    Case("digits_adamw", (3, 8), {"precision": "bf16", "channels_last": True}),
+    Case("resnet", (4,), {"precision": "bf16", "channels_last": True}),
+    Case("resnet", (5,), {"precision": "fp16"}),
+    Case("resnet_frozen", (3, 8)),
+    Case("attention", (5,), {"precision": "bf16"}),
+    Case("attention", (2, 4), {"precision": "fp16"}),
+    Case("recurrent", (4,), {"precision": "bf16"}),
+    Case("recurrent", (3,), {"precision": "fp16"}),
+    Case("experts", (2, 3, 4, 5)),
+    Case("experts_accumulating", (4,)),
+    Case("augmented", (2, 3, 5, 8), workers={2: 3, 3: 1}),
+    Case("two_threads", (2, 3)),
+]
+PRODUCT = [
+    Case(job, (2, 3, 4, 5) if "experts" in job else WORLDS, {"precision": precision, "channels_last": layout})
+    for job in ("digits", "digits_adamw", "resnet", "resnet_frozen", "attention", "recurrent", "experts")
+    for precision in ("fp32", "bf16", "fp16")
+    for layout in (False, True)
+]
+COLLECTIVES = [
+    Case(job, (2, 4, 5), {"shared_memory": False})
+    for job in ("resnet", "attention", "experts_accumulating", "digits_adamw")
+]
+
+
+def test_every_job_is_in_a_case():
+    assert {case.job for case in CASES} == set(JOBS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_number_of_processes_gives_the_result_of_one(case):
+    require_one_result(case, "cases")
+
+
+@pytest.mark.parametrize("case", COLLECTIVES, ids=lambda case: case.job)
+def test_collectives_give_the_result_of_shared_memory(case):
+    require_one_result(case, "collectives")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: f"{case.name}-{case.options['channels_last']}")
+def test_every_job_in_every_precision_and_layout(case):
+    alone = trained(1, (as_tuple(case, 1),))
+    for world_size in case.worlds[1:]:
+        for rank, found in enumerate(trained(world_size, (as_tuple(case, world_size),))):
+            require_same(case, found[case.name], alone[0][case.name], f"rank {rank} of {world_size}")
+
+
+def require_one_result(case, group):
+    expected = of_world(1, group)[0][case.name]
+    for world_size in case.worlds:
+        for rank, found in enumerate(of_world(world_size, group)):
+            require_same(case, found[case.name], expected, f"rank {rank} of {world_size}")
+
+
+def require_same(case, found, expected, who):
+    """Names what differs first, and how much."""
+    assert list(found) == list(expected), f"{case.name}, {who}: other names"
+    different = [name for name in expected if found[name] != expected[name]]
+    assert not different, (
+        f"{case.name}: {who} has other bits than one process in {len(different)} of {len(expected)} values, "
+        f"first in {different[0]!r} ({found[different[0]]} instead of {expected[different[0]]}), then {different[1:6]}"
+    )
+
+
+def of_world(world_size, group):
+    chosen = {"cases": CASES, "collectives": COLLECTIVES}[group]
+    return trained(world_size, tuple(as_tuple(c, world_size) for c in chosen if world_size in (1, *c.worlds)))
+
+
+def as_tuple(case, world_size):
+    return case.name, case.job, tuple(case.options.items()), case.workers.get(world_size, 0)
+
+
+@cache
+def trained(world_size, cases):
+    """What each rank of a world has after these cases, by name."""
+    threads = 1
+    plain = [(name, job, dict(options), workers) for name, job, options, workers in cases]
+    return run_ranks(train_all, world_size, plain, threads=threads, timeout=300)
