@@ -147,6 +147,12 @@ def test_a_data_set_in_memory_starts_no_process():
         assert children() <= before
 
 
+def test_a_rank_without_samples_to_evaluate_starts_no_process():
+    before = children()
+    loader = EvaluationLoader(Numbers(size=5), micro_batch_size=4, holder=2, holders=3, workers=2)
+    assert list(loader) == [] and children() <= before
+
+
 def test_starting_workers_leaves_the_random_numbers_of_the_process_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)

@@ -136,6 +136,8 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches; ``k`` numbers all micro-batches of the set."""
         parts = [_Slice(k, self._micro_batch_size, self._samples) for k in self._share]
+        if not parts:
+            return  # and start no workers
         results = self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in parts)
         for part in parts:
             yield MicroBatch(part.k, part.indices, aligned(next(results)))
