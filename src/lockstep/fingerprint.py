@@ -21,7 +21,7 @@ def digest_tensor(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter."""
     values = tensor.detach().to("cpu").contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    digest.update(memoryview(values.view(torch.uint8).numpy()))
+    digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
