@@ -38,6 +38,23 @@ def test_a_mistake_is_refused_before_anything_starts(words, message, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "modules"),
+    [
+        ("import torch", ()),
+        ("import lockstep", ("lockstep.run",)),
+        ("model = torch.compile(model)", ("torch._dynamo",)),
+        ("import lockstep; DistributedDataParallel(model)", ("lockstep.run", "torch._dynamo")),
+    ],
+)
+def test_what_every_rank_would_import_is_imported_once(line, modules, tmp_path, monkeypatch):
+    script, seen = tmp_path / "train.py", []
+    script.write_text(line)
+    monkeypatch.setattr(run, "supervise", lambda target, options: seen.append(options) or 0)
+    assert run.main(parse("--devices", "cpu:1", str(script))) == 0
+    assert seen[0].preload == modules
+
+
 def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys, os\nprint(__name__, sys.argv[1:], os.getpid())")

@@ -96,6 +96,36 @@ def test_an_exit_status_of_a_script_ends_the_run(command):
     code, lines = command.loop("0:5:exit_seven").end()
     assert code == 4
     assert lines[0].startswith("rank 0 ended with exit code 7, step 5, forward")
+    assert lines[-1] == f"Logs: {logs_of(command)}"
+
+
+def test_a_rank_killed_while_the_others_wait_for_data_is_noticed(command):
+    script = command.folder / "waiting.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], f'up-{os.environ[\"RANK\"]}-{os.getpid()}').touch()\n"
+        "time.sleep(600)\n"
+    )
+    command.start(script, command.marks)
+    (victim,) = [pid for pid in command.wait_for_mark("up", 3) if (command.marks / f"up-2-{pid}").exists()]
+    command.start_clock()
+    os.kill(victim, signal.SIGKILL)
+    code, lines = command.end()
+    assert command.seconds < 5
+    assert (code, lines[0]) == (4, f"rank 2 killed by SIGKILL, start (pid {victim})")
+    command.wait_until_nothing_runs()
+
+
+def test_a_worker_that_a_rank_terminates_stops_nothing(command):
+    script = command.folder / "pool.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys, time\n"
+        "worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,))\n"
+        "worker.start()\nworker.terminate()\nworker.join()\n"
+        "print(worker.exitcode == -signal.SIGTERM)\n"
+    )
+    assert command.start(script, devices="cpu:2").end() == (0, [])
+    assert command.stdout == "True\n"
 
 
 def test_a_rank_that_ignores_sigterm_is_ended_within_five_seconds(command):

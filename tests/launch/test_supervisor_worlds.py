@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.launch.command import COMMAND, LOOP, Command
@@ -83,6 +84,13 @@ def test_nothing_listens_off_the_loopback_interface(command):
     listening = [address for process in command.processes() for address in listening_addresses(process)]
     assert listening, "gloo listens somewhere"
     assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_the_launcher_itself_never_imports_torch(command):
+    command.loop()
+    running = command.wait_for_mark("running", 3)
+    assert "libtorch" not in Path(f"/proc/{command.process.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{running[0]}/maps").read_text()
 
 
 def test_eight_runs_at_once_all_succeed(tmp_path):

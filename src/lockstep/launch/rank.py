@@ -1,10 +1,11 @@
 """The life of one rank, from the moment it was forked to its exit.
 
-A rank ends in one of three ways, and never by running C++ destructors, which abort where a process group is
+A rank ends in one of four ways, and never by running C++ destructors, which abort where a process group is
 open:
 
     the target returned          threads joined, atexit run, exit 0
-    SystemExit                   the same, with its code; 75 and 130 say "stopped because asked"
+    SystemExit 75 or 130         the same: stopped because asked
+    SystemExit of another code   exit at once with that code
     any other exception          an error record in the log folder, exit at once with the error's code
 """
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
 from lockstep.launch import stop_signals
 from lockstep.launch.heartbeat import Heartbeat, read_beat
 from lockstep.launch.parent_death import arm, arm_future_children
@@ -99,7 +100,8 @@ def _leave_with(ending: SystemExit) -> int:
     else:
         print(ending.code, file=sys.stderr)
         code = 1
-    _leave()
+    if code in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        _leave()
     return code & 0xFF
 
 

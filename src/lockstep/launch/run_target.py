@@ -43,6 +43,7 @@ def run_script(target: ScriptTarget) -> None:
 
 
 def _run_entry(target: EntryTarget) -> Any:
+    sys.argv = [target.entry]
     module, _, name = target.entry.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     function = getattr(importlib.import_module(module), name)
@@ -51,6 +52,7 @@ def _run_entry(target: EntryTarget) -> Any:
 
 def _run_function(target: FunctionTarget) -> Any:
     sys.path[:] = target.search_path
+    sys.argv = [target.main_path]
     if target.main_path:
         _import_main(target.main_path)
     found: Any = importlib.import_module(target.module)

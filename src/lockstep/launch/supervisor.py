@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RANK
+from lockstep.errors import EXIT_CONFIG, EXIT_RANK
 from lockstep.launch.heartbeat import Control
 from lockstep.launch.log_directory import log_directory
 from lockstep.launch.options import LaunchOptions, new_run_id, rank_environment, world_environment
@@ -33,8 +33,10 @@ class Outcome:
     """The exit code of the command."""
     lines: tuple[str, ...] = ()
     """The report for the terminal."""
+    has_failed: bool = False
+    """Whether a rank is to blame, so that its log is worth keeping."""
     results: tuple[Any, ...] = ()
-    """What a function target returned, by rank; only after exit code 0."""
+    """What a function target returned, by rank; None where it did not return."""
 
 
 def supervise(target: Target, options: LaunchOptions) -> int:
@@ -60,7 +62,7 @@ def run_world(target: Target, options: LaunchOptions) -> Outcome:
             watch = Watch(server, control, directory, logs.path, options)
             watch.until_all_ended(inbox, from_ranks)
         outcome = _outcome(watch, control, directory, logs.path)
-        logs.keep = logs.keep or outcome.code == EXIT_RANK or any(end.record for end in watch.ends)
+        logs.keep = logs.keep or outcome.has_failed
         return outcome
 
 
@@ -93,7 +95,7 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Out
     files = [result_file(directory, end.rank) for end in watch.ends]
     results = [json.loads(file.read_text()) if file.exists() else None for file in files]
     return Outcome(
-        code=verdict.code, lines=lines, results=tuple(results) if verdict.code == EXIT_DONE else ()
+        code=verdict.code, lines=lines, has_failed=verdict.cause is not None, results=tuple(results)
     )
 
 

@@ -1,10 +1,12 @@
 """Watches running ranks, and decides when which of them is told to end.
 
-first failure            0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
-Ctrl-C                   stop flag; after 3 s SIGTERM, after 4 s SIGKILL (later while a rank saves); again:
-SIGKILL ... and no rank asks     SIGTERM at once, after 3 s SIGKILL preemption signal        stop flag; after
-the grace SIGTERM, 3 s later SIGKILL a rank left early        2 s for the others to end as well, then as after
-a failure
+first failure           0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
+Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later while a rank saves
+... that no rank reads  SIGTERM at once, after 3 s SIGKILL
+... once more           SIGKILL
+preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
+a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
+a rank waits to leave   once another has trained nothing for 2 s: SIGTERM, 1 s later SIGKILL
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _NOTICE = 0.25
 _FORCE = 3.0
 _INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
 _COMPANY = 2.0
-_STUCK = 3.0
+_STUCK, _STUCK_KILL = 2.0, 1.0
 _TRAINING = ("forward", "backward", "reduce", "update", "wait")
 
 
@@ -157,7 +159,7 @@ class Watch:
         beats = [read_beat(self._directory, rank) for rank in self._running]
         leaving = any(beat and beat.membership is Membership.LEAVING for beat in beats)
         if leaving and any(beat and _is_stuck(beat, now) for beat in beats):
-            self._end_within(0.0, _FORCE)
+            self._end_within(0.0, _STUCK_KILL)
 
     def _end_within(self, term: float, kill: float) -> None:
         """Schedules SIGTERM and SIGKILL, once each, in seconds from now; what is due earlier already stays."""
