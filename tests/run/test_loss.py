@@ -21,7 +21,9 @@ def random_batch():
 
 
 def test_class_weights_give_the_mean_of_the_whole_batch():
-    whole, parts = whole_and_parts(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0, 2.0])), *random_batch())
+    whole, parts = whole_and_parts(
+        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0, 2.0])), *random_batch()
+    )
     torch.testing.assert_close(whole, parts)
 
 

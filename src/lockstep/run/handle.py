@@ -120,8 +120,10 @@ class Run:
         self._saved = saving.Saved(parts, self._precision, self.position, context)
         if self.options.resume:
             self._resume(self._saved)
-        stand_ins = {id(o): PreparedOptimizer(o, self._step, self._pending.forget) for o in parts.optimizers}
-        return (placed, *(stand_ins.get(id(each), each) for each in others)) if others else placed
+        self._stand_ins = {
+            id(o): PreparedOptimizer(o, self._step, self._pending.forget) for o in parts.optimizers
+        }
+        return (placed, *(self._stand_ins.get(id(each), each) for each in others)) if others else placed
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
@@ -166,6 +168,7 @@ class Run:
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
         self._require_prepared().require_accumulable(bool(self._pending))
+        self._parts.require_frozen()
         turn = self._course.begin_backward()
         self._scaled_step.settle()
         plan, heartbeat, exact_loss = batch.plan, self._session.heartbeat, exact(loss)
@@ -249,7 +252,7 @@ class Run:
             raise ConfigError(
                 "run.save() between run.backward and optimizer.step() would lose gradients; save after."
             )
-        saved.parts.require_all_saved()
+        saved.parts.require_all_saved(self._stand_ins.values())
         self._unread.look()
         self._course.count_step()
         self._scaled_step.settle()

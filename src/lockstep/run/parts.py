@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class Parts:
     schedulers: tuple[Any, ...] = ()
     modules: tuple[nn.Module, ...] = ()
     """Not trained by gradients but kept beside the model, such as a moving average of its weights."""
+    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
+    """The model's parameters that required no gradient."""
 
     @classmethod
     def of(cls, model: Any, others: Sequence[Any]) -> Parts:
@@ -38,16 +40,31 @@ class Parts:
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
         require_own_parameters(optimizers, list(model.parameters()))
-        return cls(model, optimizers, schedulers, modules)
+        frozen = tuple((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+        return cls(model, optimizers, schedulers, modules, frozen)
 
-    def require_all_saved(self) -> None:
-        """Raises ``ConfigError`` where a scheduler steps an optimizer and no checkpoint would hold it."""
+    def require_frozen(self) -> None:
+        """Raises ``ConfigError`` where a parameter wants a gradient that nobody sums over the ranks."""
+        for name, parameter in self.frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name!r} was frozen at run.prepare and requires a gradient now. Let everything that will be "
+                    "trained require one before run.prepare, and freeze it afterwards until its time has come."
+                )
+
+    def require_all_saved(self, prepared: Iterable[Optimizer]) -> None:
+        """Raises ``ConfigError`` where a scheduler steps an optimizer and no checkpoint would hold it.
+
+        Args:
+            prepared: what stands for each optimizer, in order.
+        """
         known = {id(optimizer) for each in self.schedulers for optimizer in _stepped_by(each)}
-        for number, optimizer in enumerate(self.optimizers):
-            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known:
+        for number, (optimizer, stand_in) in enumerate(zip(self.optimizers, prepared)):
+            scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known
+            if scheduled or hasattr(stand_in.step, "_wrapped_by_lr_sched"):
                 raise ConfigError(
                     f"Optimizer {number} ({type(optimizer).__name__}) has a scheduler that run.prepare was not given, "
-                    "so a checkpoint would not hold it. Write run.prepare(model, optimizer, scheduler)."
+                    "so a checkpoint would not hold it. Make it first: run.prepare(model, optimizer, scheduler)."
                 )
 
 

@@ -1,0 +1,109 @@
+"""Where a run stands, whatever its loops do; no process and no model needed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.run.course import Course
+
+STEPS = 3
+
+
+def read(epoch, first):
+    for position in range(first, STEPS):
+        yield SimpleNamespace(plan=SimpleNamespace(epoch=epoch, position=position))
+
+
+def steps(course, after=lambda: None):
+    for batch in course.steps(read, after):
+        yield batch.plan.epoch, batch.plan.position
+
+
+def place(course):
+    position = course.position
+    return position.epoch, position.done, position.step, position.inside
+
+
+def test_every_step_of_every_epoch_is_walked():
+    course = Course()
+    seen = [step for _ in course.epochs(2) for step in steps(course)]
+    assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
+    assert place(course) == (2, 0, 6, False)
+
+
+def test_without_epochs_every_loop_is_the_next_epoch():
+    course = Course()
+    seen = [step for _ in range(2) for step in steps(course)]
+    assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
+
+
+def test_a_step_counts_as_done_once_its_backward_has_run():
+    course = Course()
+    for _ in steps(course):
+        course.count_step()
+        assert course.position.step == 0
+        course.begin_backward()
+        course.count_step()
+        course.count_step()
+        assert place(course) == (0, 1, 1, True)
+        break
+
+
+def test_a_step_that_was_skipped_is_done_all_the_same():
+    course = Course()
+    list(steps(course))
+    assert place(course) == (1, 0, STEPS, False)
+
+
+def test_after_a_break_the_next_epoch_follows_and_a_checkpoint_says_so():
+    course, seen = Course(), []
+    for _ in course.epochs(2):
+        walk = steps(course)
+        seen.append(next(walk))
+        course.begin_backward()
+        walk.close()
+        assert course.position.done == 1
+        assert not course.position.inside
+    assert seen == [(0, 0), (1, 0)]
+
+
+def test_leaving_both_loops_is_a_place_within_the_epoch():
+    course = Course()
+    for _ in course.epochs(2):
+        for _ in steps(course):
+            course.begin_backward()
+            break
+        break
+    assert place(course) == (0, 1, 1, True)
+    assert list(steps(course)) == [(0, 1), (0, 2)]
+
+
+def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
+    course = Course()
+    for _ in steps(course):
+        course.begin_backward()
+        break
+    assert list(steps(course)) == [(0, 1), (0, 2)]
+    assert course.position.epoch == 1
+
+
+def test_backward_passes_over_one_batch_are_numbered():
+    course, numbers = Course(), []
+    for _ in steps(course):
+        numbers += [[course.begin_backward(), course.begin_backward()]]
+    assert numbers == [[0, 1]] * STEPS
+
+
+def test_a_second_loop_in_one_epoch_is_refused_rather_than_empty():
+    course = Course()
+    with pytest.raises(ConfigError, match=r"again in epoch 0.*ConcatDataset"):
+        for _ in course.epochs(1):
+            list(steps(course))
+            list(steps(course))
+
+
+def test_two_loops_at_once_are_refused():
+    course = Course()
+    with pytest.raises(ConfigError, match="at once"):
+        list(zip(steps(course), steps(course)))
