@@ -8,7 +8,8 @@ one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,6 +18,32 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import digest_tensors
+
+_COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+"""Forward passes that advance ``num_batches_tracked`` whenever they change the statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A buffer, and the module's dictionary that holds it."""
+
+    name: str
+    buffer: Tensor
+    holder: dict[str, Tensor | None]
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Buffers that are used together, and what tells whether they were."""
+
+    places: list[_Place]
+    counter: _Place | None = None
+    """A counter that advances exactly when they change; otherwise their values are compared."""
+
+    @property
+    def numel(self) -> int:
+        return sum(place.buffer.numel() for place in self.places)
 
 
 class RunningBuffers:
@@ -29,14 +56,22 @@ class RunningBuffers:
 
     def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
         self._model = model
-        self._averaged, self._counters = _find(model, declared)
-        self._flat = _flatten([buffer for _, buffer, _ in self._averaged], torch.float32)
-        self._counts = _flatten([buffer for _, buffer in self._counters], torch.int64)
+        groups, counters = _find(model, declared)
+        averaged = [place for group in groups for place in group.places]
+        self._places = [*averaged, *counters]
+        self._flat = _flatten([place.buffer for place in averaged], torch.float32)
+        self._counts = _flatten([place.buffer for place in counters], torch.int64)
         self._old, self._old_counts = self._flat.clone(), self._counts.clone()
-        sizes = torch.tensor([buffer.numel() for _, buffer, _ in self._averaged], dtype=torch.int64)
-        counter_of = torch.tensor([-1 if c is None else c for _, _, c in self._averaged], dtype=torch.int64)
-        counter_of = torch.repeat_interleave(counter_of, sizes).to(self._flat.device)
-        self._has_counter, self._counter_of = counter_of >= 0, counter_of.clamp(min=0)
+        compared = [group for group in groups if group.counter is None]
+        signal = {id(group): number for number, group in enumerate(compared, len(counters))}
+        signal |= {id(g): counters.index(g.counter) for g in groups if g.counter is not None}
+        sizes = torch.tensor([group.numel for group in groups], dtype=torch.int64)
+        of_group = torch.tensor([signal[id(group)] for group in groups], dtype=torch.int64)
+        self._signal_of = torch.repeat_interleave(of_group, sizes).to(self._flat.device)
+        ends = sizes.cumsum(0).tolist()
+        self._compared = [
+            slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None
+        ]
         self._others: dict[str, str] | None = None
 
     @property
@@ -46,8 +81,8 @@ class RunningBuffers:
 
     @property
     def counters(self) -> int:
-        """How many integer counters there are."""
-        return len(self._counters)
+        """How many numbers tell which buffers were used: the integer counters, and one for each other group."""
+        return self._counts.numel() + len(self._compared)
 
     @property
     def device(self) -> torch.device:
@@ -56,19 +91,26 @@ class RunningBuffers:
 
     def begin_step(self) -> None:
         """Remembers the step's old values."""
-        if self._averaged:
+        if self._places:
+            self._take_back(keep=True)
             self._old.copy_(self._flat)
             self._old_counts.copy_(self._counts)
 
     def begin_micro_batch(self) -> None:
         """Puts the old values back before a forward pass."""
-        if self._averaged:
+        if self._places:
+            self._take_back(keep=False)
             self._flat.copy_(self._old)
             self._counts.copy_(self._old_counts)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """What a forward pass left: values (numel,) and by how much each counter advanced (counters,), as copies."""
-        return self._flat.clone(), self._counts - self._old_counts
+        """What a forward pass left: values (numel,), and how often each group was used (counters,), as copies."""
+        self._take_back(keep=True)
+        advanced = self._counts - self._old_counts
+        if self._compared:
+            changed = [(self._flat[part] != self._old[part]).any() for part in self._compared]
+            advanced = torch.cat([advanced, torch.stack(changed).to(advanced.dtype)])
+        return self._flat.clone(), advanced
 
     def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
         """Sets the new values.
@@ -76,11 +118,22 @@ class RunningBuffers:
         Args:
             total: tree sum over the micro-batches of what ``take`` gave, shape (numel,).
             leaves: number of micro-batches in it.
-            advanced: how often each counter advanced over all micro-batches, shape (counters,).
+            advanced: sum over the micro-batches of how often each group was used, shape (counters,).
         """
-        unused = (advanced == 0).index_select(0, self._counter_of) & self._has_counter
+        self._take_back(keep=False)
+        unused = (advanced == 0).index_select(0, self._signal_of)
         torch.where(unused, self._old, total / leaves, out=self._flat)
-        self._counts.copy_(self._old_counts + (advanced > 0))
+        self._counts.copy_(self._old_counts + (advanced[: self._counts.numel()] > 0))
+
+    def _take_back(self, *, keep: bool) -> None:
+        """Makes the model hold our views again where it was given other tensors, as ``self.mean = ...`` does."""
+        for place in self._places:
+            found = place.holder[place.key]
+            if found is not place.buffer:
+                if keep and found is not None:
+                    with torch.no_grad():
+                        place.buffer.copy_(found)
+                place.holder[place.key] = place.buffer
 
     def remember_others(self) -> None:
         """Notes the values of all buffers that are not averaged, to see later whether a forward pass changed one."""
@@ -100,7 +153,7 @@ class RunningBuffers:
             )
 
     def _digest_others(self) -> dict[str, str]:
-        known = {name for name, _, _ in self._averaged} | {name for name, _ in self._counters}
+        known = {place.name for place in self._places}
         return digest_tensors({name: b for name, b in self._model.named_buffers() if name not in known})
 
 
@@ -109,31 +162,41 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def _find(
-    model: nn.Module, declared: Sequence[str]
-) -> tuple[list[tuple[str, Tensor, int | None]], list[tuple[str, Tensor]]]:
-    """Averaged buffers as (name, buffer, index of the counter that tells whether it was used) and the counters."""
-    averaged: list[tuple[str, Tensor, int | None]] = []
-    counters: list[tuple[str, Tensor]] = []
+def _find(model: nn.Module, declared: Sequence[str]) -> tuple[list[_Group], list[_Place]]:
+    """The groups of buffers that are averaged, and the integer counters."""
+    groups: list[_Group] = []
+    counters: list[_Place] = []
+    buffers = {place.name: place for place in _buffers(model)}
     for prefix, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
-            path = f"{prefix}." if prefix else ""
-            if module.num_batches_tracked is not None:
-                counters.append((f"{path}num_batches_tracked", module.num_batches_tracked))
-            counter = len(counters) - 1 if module.num_batches_tracked is not None else None
-            averaged.append((f"{path}running_mean", module.running_mean, counter))
-            averaged.append((f"{path}running_var", module.running_var, counter))
-    found = {name for name, _, _ in averaged}
-    buffers = dict(model.named_buffers())
+        path = f"{prefix}." if prefix else ""
+        names = (f"{path}running_mean", f"{path}running_var", f"{path}num_batches_tracked")
+        mean, variance, counter = (buffers.get(name) for name in names)
+        if isinstance(module, _NormBase) and mean is not None and variance is not None:
+            counters += [counter] if counter is not None else []
+            groups.append(_Group([mean, variance], counter if type(module).forward in _COUNTING else None))
+    found = {place.name for group in groups for place in group.places} | {place.name for place in counters}
     for pattern in declared:
-        names = [name for name in buffers if fnmatchcase(name, pattern)]
-        if not names:
+        matched = [name for name in buffers if fnmatchcase(name, pattern)]
+        if not matched:
             raise ConfigError(f"running_buffers names {pattern!r}, which no buffer of the model matches.")
-        averaged += [(name, buffers[name], None) for name in names if name not in found]
-    for name, buffer, _ in averaged:
+        groups += [_Group([buffers[name]]) for name in matched if name not in found]
+        found.update(matched)
+    for name, buffer in ((place.name, place.buffer) for group in groups for place in group.places):
         if buffer.dtype != torch.float32:
-            raise ConfigError(f"The running buffer {name!r} is {buffer.dtype}; only float32 ones can be averaged.")
-    return averaged, counters
+            raise ConfigError(
+                f"The running buffer {name!r} is {buffer.dtype}; only float32 ones can be averaged."
+            )
+    return groups, counters
+
+
+def _buffers(model: nn.Module) -> Iterator[_Place]:
+    """Every buffer once, under its first name, as ``named_buffers`` has it."""
+    seen: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                yield _Place(f"{prefix}.{key}" if prefix else key, buffer, module._buffers, key)
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:
