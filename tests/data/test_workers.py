@@ -121,6 +121,32 @@ def test_workers_stay_over_the_epochs():
     loader.close()
 
 
+def test_a_worker_that_dies_between_two_epochs_is_replaced():
+    loader, before = loader_of(Numbers()), children()
+    list(loader)
+    victim = min(children() - before)
+    death = os.pidfd_open(victim)
+    os.kill(victim, signal.SIGKILL)
+    assert select.select([death], [], [], 5.0)[0]
+    os.close(death)
+    assert [part.k for part in loader] == list(range(16))
+    loader.close()
+
+
+def test_the_death_of_a_worker_is_told_to_who_waits_for_it_and_to_nobody_else():
+    loader, before = loader_of(Numbers(size=400)), children()
+    parts = iter(loader)
+    next(parts)
+    for worker in children() - before:
+        death = os.pidfd_open(worker)
+        os.kill(worker, signal.SIGKILL)
+        assert select.select([death], [], [], 5.0)[0]
+        os.close(death)
+    assert sum(number for number in range(100_000)) > 0  # any work: a signal handler could interrupt it
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        list(parts)
+
+
 def test_a_second_iteration_ends_the_first():
     loader = loader_of(Numbers())
     first = iter(loader)

@@ -70,18 +70,17 @@ def signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def unwatched(iterator: Any) -> list[BaseProcess]:
-    """The workers of torch's iterator, whose end torch no longer reports.
+def unwatch(iterator: Any) -> None:
+    """Stops torch from reporting the death of its iterator's workers by itself.
 
-    torch raises a RuntimeError wherever the training process happens to be when it learns that a worker has died.
-    Where the loss is already being handled, or the workers are being ended, a second report would only disturb.
+    torch would raise a RuntimeError wherever the training process happens to be at that moment, in the middle of an
+    optimizer step for example. The loader looks after its workers whenever it waits for them.
     """
-    for _ in range(2):  # the report that is under way may arrive here once
+    for _ in range(2):  # a report that is under way may arrive here, once
         with suppress(RuntimeError):
-            if getattr(iterator, "_worker_pids_set", False):
+            if iterator._worker_pids_set:
                 iterator._worker_pids_set = False
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # not public
-    return list(getattr(iterator, "_workers", ()))
 
 
 def explain_loss(workers: Sequence[BaseProcess], error: Exception, reading: str) -> RankError:

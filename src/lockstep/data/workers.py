@@ -8,11 +8,12 @@ ends.
 
 from __future__ import annotations
 
+import time
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
-from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatched
+from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatch
 from lockstep.errors import DataError, StallError
+
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at the workers while nothing comes; a dead one is found within this time."""
+
+_FAILED = (RuntimeError, OSError, EOFError)
+"""What torch raises, depending on where a worker was when it died, or that a time limit is over."""
 
 
 class WorkerReading:
@@ -56,7 +63,7 @@ class WorkerReading:
                 num_workers=workers,
                 collate_fn=_unchanged,
                 pin_memory=pin_memory,
-                timeout=timeout,
+                timeout=min(timeout, _LOOK_EVERY),
                 worker_init_fn=self._stacks.prepare_worker,
                 prefetch_factor=ahead,
                 persistent_workers=True,
@@ -70,15 +77,18 @@ class WorkerReading:
         ``DataError`` for a sample that cannot be read, ``RankError`` for a worker that was killed,
         ``StallError`` after ``timeout``. A second call ends the iteration of the first one.
         """
-        turn = self._requests.replace(requests)
+        if self._requests.waiting:
+            self.close()  # an iteration was left early; its results must not be taken for ours
+        self._requests.replace(requests)
         iterator = self._start()
+        turn = self._requests.turn
         while True:
             self._requests.check(turn)
             try:
-                result = next(iterator)
+                result = self._next(iterator)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError) as error:
+            except _FAILED as error:
                 raise self._explained(error) from error
             self._requests.waiting.popleft()
             if isinstance(result, _Failure):
@@ -92,18 +102,33 @@ class WorkerReading:
         self._loader._iterator = None
         self._requests.replace(iter(()))
         if iterator is not None:
-            unwatched(iterator)
             iterator._shutdown_workers()
 
     def _start(self) -> Iterator[Any]:
-        with _hints_silenced(), signals_held() if self._loader._iterator is None else nullcontext():
+        if self._loader._iterator is not None:
             try:
                 return iter(self._loader)
-            except (RuntimeError, OSError, EOFError) as error:
-                raise self._explained(error) from error
+            except _FAILED:  # a worker has died, or does not answer, since the last epoch
+                requests = self._requests.requests
+                self.close()
+                self._requests.replace(requests)
+        with _hints_silenced(), signals_held():
+            iterator = iter(self._loader)
+            unwatch(iterator)
+        return iterator
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        """The next result; looks at the workers while it waits, and gives up after the time limit."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return next(iterator)
+            except RuntimeError as error:
+                if "timed out" not in str(error) or time.monotonic() >= deadline:
+                    raise
 
     def _explained(self, error: Exception) -> Exception:
-        workers = unwatched(self._loader._iterator)
+        workers = list(getattr(self._loader._iterator, "_workers", ()))
         reading = _described(self._requests.waiting)
         if "timed out" in str(error):
             found: Exception = StallError(
@@ -150,23 +175,22 @@ class _Requests(Sampler[Request]):
 
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
-        self._requests: Iterator[Request] = iter(())
-        self._turn = 0
+        self.requests: Iterator[Request] = iter(())
+        self.turn = 0
 
-    def replace(self, requests: Iterator[Request]) -> int:
-        self._requests = requests
-        self._turn += 1
+    def replace(self, requests: Iterator[Request]) -> None:
+        self.requests = requests
+        self.turn += 1
         self.waiting.clear()
-        return self._turn
 
     def check(self, turn: int) -> None:
-        if turn != self._turn:
+        if turn != self.turn:
             raise RuntimeError(
                 "This iteration has ended, because the same loader was iterated again or closed."
             )
 
     def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
+        for request in self.requests:
             self.waiting.append(request)
             yield request
 
