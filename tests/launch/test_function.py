@@ -46,16 +46,16 @@ def test_the_package_is_called_by_its_own_name():
         lockstep.launch(lambda: 1, devices="cpu:1")
 
 
-def test_a_failing_rank_raises_with_its_traceback():
+def test_a_failing_rank_raises_with_its_traceback(tmp_path):
     with pytest.raises(RankError, match=r"(?s)rank 1 failed first.*fails_on_one.*KeyError: 'limit 3'"):
-        launch(fails_on_one, 3, devices="cpu:2")
+        launch(fails_on_one, 3, devices="cpu:2", log_directory=str(tmp_path))
 
 
-def test_a_result_that_is_not_json_is_refused_with_the_way_out():
+def test_a_result_that_is_not_json_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(
         RankError, match=r"returns_an_object returned a object, and results come back as JSON"
     ):
-        launch(returns_an_object, devices="cpu:1")
+        launch(returns_an_object, devices="cpu:1", log_directory=str(tmp_path))
 
 
 def test_a_function_of_the_script_itself_runs_behind_the_guard(tmp_path):

@@ -1,9 +1,9 @@
 """Which devices the ranks of this host get, found without importing torch.
 
-    --devices 4        4 GPUs, or 4 CPU processes where there is no GPU
-    --devices 0,5      these two of the visible GPUs ("5," is a list of one)
-    --devices auto     every visible GPU; without one, a CPU process per core, at most 8
-    --devices cpu:3    3 CPU processes, also where there are GPUs; "cpu" chooses the number as auto does
+--devices 4        4 GPUs, or 4 CPU processes where there is no GPU
+--devices 0,5      these two of the visible GPUs ("5," is a list of one)
+--devices auto     every visible GPU; without one, a CPU process per core, at most 8
+--devices cpu:3    3 CPU processes, also where there are GPUs; "cpu" chooses the number as auto does
 """
 
 from __future__ import annotations

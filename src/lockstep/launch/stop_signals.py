@@ -1,9 +1,9 @@
 """Turns signals to a rank into the stop flag that every rank of the run sees.
 
-    SIGINT                                 stop at the step boundary, as Ctrl-C does
-    SIGTERM, SIGUSR1, SIGUSR2, SIGHUP      the host is wanted back: save, stop, exit 75
-    SIGTERM while the supervisor ends      leave now
-    a second one, without a supervisor     leave now
+SIGINT                                 stop at the step boundary, as Ctrl-C does
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP      the host is wanted back: save, stop, exit 75
+SIGTERM while the supervisor ends      leave now
+a second one, without a supervisor     leave now
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Watches running ranks, and decides when which of them is told to end.
 
-    first failure           0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
-    Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later while a rank saves
-    ... that no rank reads  SIGTERM at once, after 3 s SIGKILL
-    ... once more           SIGKILL
-    preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
-    a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
-    a rank waits to leave   once another has trained nothing for 2 s: SIGTERM, 1 s later SIGKILL
+first failure           0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
+Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later while a rank saves
+... that no rank reads  SIGTERM at once, after 3 s SIGKILL
+... once more           SIGKILL
+preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
+a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
+a rank waits to leave   once another has trained nothing for 2 s: SIGTERM, 1 s later SIGKILL
 """
 
 from __future__ import annotations
