@@ -45,11 +45,11 @@ class Permutation:
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in self._round_keys:
-            left, right = right, left ^ (_mix(right ^ np.uint64(key)) & mask)
+            left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
         return np.atleast_1d((left << bits) | right)
 
 
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -58,4 +58,4 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _mix_int(x: int) -> int:
-    return int(_mix(np.array([x], dtype=np.uint64))[0])
+    return int(mix(np.array([x], dtype=np.uint64))[0])

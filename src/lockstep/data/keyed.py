@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.permutation import Indices
+from lockstep.permutation import Indices, mix
 from lockstep.seeding import sample_seed
 
 EVALUATION_EPOCH = -1
@@ -48,9 +48,7 @@ class SampleKeys:
         """
         seeds = np.array(self.seeds(), dtype=np.uint64)[:, None]
         x = seeds + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
+        x = mix(x)
         fractions: npt.NDArray[np.float64] = (x >> np.uint64(11)) * 2.0**-53
         return fractions
 
