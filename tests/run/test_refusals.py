@@ -195,7 +195,7 @@ def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):
 def test_going_on_within_an_epoch_of_another_data_set_is_refused(tmp_path):
     saved(tmp_path)
     run, *_ = begin(directory=tmp_path, resume="auto")
-    with pytest.raises(CheckpointMismatch, match="45 samples, and the data set has 90"):
+    with pytest.raises(CheckpointMismatch, match="53 samples, and the data set has 90"):
         next(iter(run.batches(dataset(90))))
 
 

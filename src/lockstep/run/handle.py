@@ -312,6 +312,7 @@ class Run:
     def _between_steps(self) -> None:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
         self._pending.begin_batch()
+        self._scaled_step.settle()
         every, position = self.options.fingerprint_every, self.position
         if every and position.step % every == 0:
             self.fingerprint()

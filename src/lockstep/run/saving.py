@@ -123,22 +123,24 @@ def _numbered(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
     return {str(number): each for number, each in enumerate(optimizers)}
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without functions, which the user's code makes again."""
-    kept: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Counter):
-            kept[key] = {str(name): count for name, count in value.items()}
-        elif not callable(value) and not key.startswith("lr_lambdas"):
-            kept[key] = value
-    return kept
+def _plain(state: Any) -> Any:
+    """A scheduler's state, and those inside of it, without functions, which the user's code makes again."""
+    if isinstance(state, Counter):
+        return {str(name): count for name, count in state.items()}
+    if isinstance(state, list):
+        return [_plain(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    kept = {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+    return {key: _plain(value) for key, value in kept.items()}
 
 
-def _like(own: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+def _like(own: Any, stored: Any) -> Any:
     """The stored state in the types of the scheduler's own."""
-    merged = dict(own)
-    for key, value in stored.items():
-        merged[key] = (
-            Counter({int(k): v for k, v in value.items()}) if isinstance(own.get(key), Counter) else value
-        )
-    return merged
+    if isinstance(own, Counter):
+        return Counter({int(name): count for name, count in stored.items()})
+    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
+        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
+    if isinstance(own, dict) and isinstance(stored, dict):
+        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
+    return stored

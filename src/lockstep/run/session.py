@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import ConfigError
+from lockstep.launch import stop_signals
 from lockstep.launch.heartbeat import Heartbeat
 from lockstep.process_group import open_process_group
 from lockstep.world import World
@@ -31,6 +33,8 @@ class Session:
         self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
         torch.set_num_threads(self.threads)
         self.heartbeat = Heartbeat.open(world)
+        if not world.run_directory and threading.current_thread() is threading.main_thread():
+            stop_signals.install(self.heartbeat.control, alone=True)
         self._stack = ExitStack()
         if world.world_size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"

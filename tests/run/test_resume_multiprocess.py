@@ -1,0 +1,103 @@
+"""Stopped anywhere and resumed on another number of ranks, a run ends as if it had never stopped."""
+
+import os
+import random
+import signal
+
+import pytest
+import torch
+from tests.ranks import RankFailed, run_ranks
+from tests.run.jobs import begin, correct, dataset, train_step, whole_state
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from lockstep.errors import LockstepError
+
+EPOCHS, STEPS, TRIALS = 3, 3, 20
+RECIPES = {
+    "fp16, AdamW": {"precision": "fp16", "make_optimizer": torch.optim.AdamW, "lr": 0.01},
+    "fp32, SGD": {
+        "make_optimizer": lambda parameters, lr: torch.optim.SGD(
+            parameters, lr=lr, momentum=0.9, nesterov=True
+        )
+    },
+}
+
+
+def train(recipe, directory=None, stop=None, die=None, rank=0):
+    """The whole state at the end, and which epochs were evaluated; None if it was stopped."""
+    run, model, optimizer, scheduler = begin(
+        directory=directory,
+        resume="auto" if directory else "",
+        make_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, EPOCHS * STEPS),
+        **RECIPES[recipe],
+    )
+    evaluated = []
+    for epoch in run.epochs(EPOCHS):
+        for batch in run.batches(dataset()):
+            run.backward(batch, torch.nn.functional.cross_entropy)
+            run.clip_gradients(0.5)
+            if batch.plan.step == die and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if die is not None:
+                run.save()
+            if batch.plan.step + 1 == stop:
+                run.save()
+                return None
+        evaluated.append((epoch, run.evaluate(dataset(seed=2), correct)))
+    return whole_state(run, model, optimizer, scheduler), evaluated
+
+
+def train_all(world, recipe, jobs):
+    return [train(recipe, **job, rank=world.rank) for job in jobs]
+
+
+def stops():
+    """20 places, the first and last of the run and every end of an epoch among them."""
+    choose = random.Random(7)
+    places = [1, STEPS, 2 * STEPS, EPOCHS * STEPS]
+    return places + [choose.randint(1, EPOCHS * STEPS) for _ in range(TRIALS - len(places))]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_stopped_at_any_step_ends_like_the_one_that_never_stopped(recipe, tmp_path):
+    ((whole,),) = run_ranks(train_all, 1, recipe, [{}])
+    folders = [str(tmp_path / str(number)) for number in range(TRIALS)]
+    jobs = [{"directory": folder, "stop": stop} for folder, stop in zip(folders, stops())]
+    assert run_ranks(train_all, 2, recipe, jobs) == [[None] * TRIALS] * 2
+    for rank in run_ranks(train_all, 3, recipe, [{"directory": folder} for folder in folders]):
+        for stop, (state, evaluated) in zip(stops(), rank):
+            assert state == whole[0]
+            assert evaluated == whole[1][(stop - 1) // STEPS :], (
+                "an epoch that ended is evaluated after the resume"
+            )
+
+
+def test_a_run_whose_rank_was_killed_ends_like_the_one_that_never_stopped(tmp_path):
+    ((whole,),) = run_ranks(train_all, 1, "fp16, AdamW", [{}])
+    with pytest.raises((RankFailed, RuntimeError, LockstepError)):
+        run_ranks(train_all, 2, "fp16, AdamW", [{"directory": str(tmp_path), "die": 4}])
+    for ((state, evaluated),) in run_ranks(train_all, 4, "fp16, AdamW", [{"directory": str(tmp_path)}]):
+        assert state == whole[0]
+        assert evaluated == whole[1][1:]
+
+
+def save_between_epochs(world, directory, epochs):
+    run, model, optimizer = begin(directory=directory, resume="auto")
+    evaluated = []
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+        evaluated.append((epoch, run.evaluate(dataset(seed=2), correct)))
+        run.save()
+    return whole_state(run, model, optimizer), evaluated
+
+
+def test_a_run_saved_after_an_epoch_goes_on_with_the_next(tmp_path):
+    whole = run_ranks(save_between_epochs, 2, str(tmp_path / "whole"), 3)[0]
+    run_ranks(save_between_epochs, 2, str(tmp_path / "cut"), 2)
+    state, evaluated = run_ranks(save_between_epochs, 3, str(tmp_path / "cut"), 3)[0]
+    assert state == whole[0]
+    assert evaluated == whole[1][2:]

@@ -1,0 +1,80 @@
+"""Schedulers through a stop at every step; a world of one, since no rank enters a schedule."""
+
+import warnings
+
+import pytest
+import torch
+from tests.run.jobs import begin, dataset, train_step, whole_state
+from torch.optim import lr_scheduler
+
+EPOCHS, STEPS = 2, 3
+
+
+def sequential(optimizer):
+    first = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    then = lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    return lr_scheduler.SequentialLR(optimizer, [first, then], milestones=[2])
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * STEPS),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 2, 4]),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=EPOCHS * STEPS + 1),
+    "SequentialLR": sequential,
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
+}
+
+
+def train(name, directory, stop=None, resume=""):
+    run, model, optimizer, scheduler = begin(
+        directory=directory,
+        resume=resume,
+        make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        make_scheduler=SCHEDULERS[name],
+        keep=None,
+    )
+    rates = []
+    for _ in run.epochs(EPOCHS):
+        for batch in run.batches(dataset()):
+            rates.append(optimizer.param_groups[0]["lr"])
+            loss = train_step(run, batch, optimizer)
+            scheduler.step(*([round(float(loss), 1)] if name == "ReduceLROnPlateau" else []))
+            if batch.plan.step + 1 == stop:
+                return run.save(), rates
+    return whole_state(run, model, optimizer, scheduler), rates
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_resumed_schedule_goes_on_as_if_it_had_not_stopped(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="The epoch parameter", category=UserWarning
+        )  # SequentialLR's own
+        whole, rates = train(name, tmp_path / "whole")
+        assert len(set(rates)) > 1
+        for stop in range(1, EPOCHS * STEPS + 1):
+            path, first = train(name, tmp_path / "cut", stop)
+            end, rest = train(name, tmp_path / "cut", resume=str(path))
+            assert first + rest == rates
+            assert end == whole
+
+
+def test_a_schedule_may_step_once_per_epoch(tmp_path):
+    def by_epoch(resume, epochs):
+        run, model, optimizer, scheduler = begin(
+            directory=tmp_path, resume=resume, make_scheduler=lambda o: lr_scheduler.StepLR(o, 1, 0.5)
+        )
+        for _ in run.epochs(epochs):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            scheduler.step()
+            run.save()
+        return whole_state(run, model, optimizer, scheduler)
+
+    by_epoch("", 1)
+    assert by_epoch("auto", 3) == by_epoch("", 3)
