@@ -33,7 +33,8 @@ class Session:
         self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
         torch.set_num_threads(self.threads)
         self.heartbeat = Heartbeat.open(world)
-        if not world.run_directory and threading.current_thread() is threading.main_thread():
+        foreign = world.launcher in ("torchrun", "slurm", "mpi")
+        if foreign and threading.current_thread() is threading.main_thread():
             stop_signals.install(self.heartbeat.control, alone=True)
         self._stack = ExitStack()
         if world.world_size > 1 and not dist.is_initialized():
