@@ -20,6 +20,7 @@ SHAPES = [
     BucketShape(1000, torch.bfloat16),
     BucketShape(33, torch.float16),
     BucketShape(4097, torch.float32),
+    BucketShape(0, torch.float32),
     BucketShape(2, torch.float32),
 ]
 HEADER = 3

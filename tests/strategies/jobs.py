@@ -294,6 +294,29 @@ def two_threads():
     return Job(model, sgd(model), data, nn.CrossEntropyLoss(), options)
 
 
+class Mixed(nn.Module):
+    """Parameters of four number types, one used twice, one of size zero in a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float16))
+        self.narrow = nn.Parameter(torch.randn(5).to(torch.bfloat16))
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.conv(x).mean((2, 3)) * self.wide.float() + self.narrow[:4].float() + self.empty.sum()
+        return F.pad(self.twice(self.twice(x).tanh()), (0, 1)) + self.narrow.float()
+
+
+def mixed():
+    model = Mixed()
+    return Job(
+        model, sgd(model), photos(102), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8}
+    )
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -307,6 +330,7 @@ JOBS = {
         experts_accumulating,
         augmented,
         two_threads,
+        mixed,
     )
 }
 

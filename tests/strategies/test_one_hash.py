@@ -51,6 +51,7 @@ CASES = [
     Case("experts_accumulating", (4,)),
     Case("augmented", (2, 3, 5, 8), workers={2: 3, 3: 1}),
     Case("two_threads", (2, 3)),
+    Case("mixed", (3, 5), {"channels_last": True}),
 ]
 PRODUCT = [
     Case(job, (2, 3, 4, 5) if "experts" in job else WORLDS, {"precision": precision, "channels_last": layout})
@@ -60,7 +61,7 @@ PRODUCT = [
 ]
 COLLECTIVES = [
     Case(job, (2, 4, 5), {"shared_memory": False})
-    for job in ("resnet", "attention", "experts_accumulating", "digits_adamw")
+    for job in ("resnet", "attention", "experts_accumulating", "digits_adamw", "mixed")
 ]
 
 

@@ -68,12 +68,13 @@ class SharedMemoryReducer(Reducer):
         memory = _share_memory(layout.size, self._group)
         view = memoryview(memory)
         counters = [futex.Word(view[place : place + 4]) for place in words]
-        self._written, self._reduced, self._announced = (counters[i :: 3] for i in range(3))
+        self._written, self._reduced, self._announced = (counters[i::3] for i in range(3))
         self._headers = torch.frombuffer(
             memory, dtype=torch.float64, count=2 * self._ranks * header, offset=headers
         ).view(2, self._ranks, header)
         self._buckets = [
-            _Bucket(shape, self._rank, self._ranks, slots, memory, place) for shape, place in zip(buckets, places)
+            _Bucket(shape, self._rank, self._ranks, slots, memory, place)
+            for shape, place in zip(buckets, places)
         ]
         self._sharded = [bucket for bucket in self._buckets if bucket.sharded]
         dist.barrier(group=self._group)
@@ -146,9 +147,7 @@ class _Bucket:
         self.sharded = _is_sharded(shape, ranks)
         turns = 1 if self.sharded else 2
         held = turns * ranks * slots * shape.numel
-        everything = torch.frombuffer(
-            memory, dtype=shape.dtype, count=held + self.sharded * shape.numel, offset=place
-        )
+        everything = _map(memory, shape.dtype, held + self.sharded * shape.numel, place)
         self._slots = everything[:held].view(turns, ranks, slots, shape.numel)
         self.total = torch.empty(shape.numel, dtype=shape.dtype)
         self._result = everything[held:] if self.sharded else self.total
@@ -185,6 +184,15 @@ class _Bucket:
 
     def copy_out(self) -> None:
         self.total.copy_(self._result)
+
+
+def _map(memory: mmap.mmap, dtype: torch.dtype, count: int, place: int) -> Tensor:
+    """A flat tensor over shared memory; a parameter of size zero may need one of no elements, which torch refuses."""
+    return (
+        torch.frombuffer(memory, dtype=dtype, count=count, offset=place)
+        if count
+        else torch.empty(0, dtype=dtype)
+    )
 
 
 def _is_sharded(shape: BucketShape, ranks: int) -> bool:

@@ -1,0 +1,160 @@
+"""Gradients of micro-batches, taken as backward finishes them and added in the tree's order."""
+
+import copy
+
+import pytest
+import torch
+from tests.reduce.exchanges import tree_sum
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.plan import BatchShape, SamplePlan
+from lockstep.strategies import Single
+from lockstep.strategies.gradients import GradientTree, _fill_buckets, _shaped_like, _Slot
+
+CPU = torch.device("cpu")
+
+
+class Mixed(nn.Module):
+    """Parameters of three number types, one in channels-last order, one used twice, one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(4).to(torch.bfloat16))
+        self.twice = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        x = self.conv(x).mean((2, 3)) * self.wide.float() + self.narrow.float()
+        return self.twice(self.twice(x).tanh()) + self.empty.sum()
+
+
+def batch_of(data, size, k):
+    plan = SamplePlan(
+        samples=len(data), shape=BatchShape(global_batch=size * k, micro_batches=k), shuffle=False
+    )
+    step = plan.step(0, 0)
+    return Batch(step, tuple(MicroBatch(n, part, data[part]) for n, part in enumerate(step.indices)))
+
+
+def compute_with(model):
+    def compute(micro_batch):
+        losses = model(micro_batch.data).square().sum(1)
+        return losses.sum(), torch.tensor(float(len(losses)))
+
+    return compute
+
+
+def by_hand(model, batch):
+    """Each micro-batch's gradients alone, folded by the written recursion, divided once."""
+    leaves = []
+    for micro_batch in batch.micro_batches:
+        single = copy.deepcopy(model)
+        compute_with(single)(micro_batch)[0].backward()
+        leaves.append({name: parameter.grad for name, parameter in single.named_parameters()})
+    weight = torch.tensor(float(batch.plan.samples))
+    return {
+        name: None if first is None else tree_sum([leaf[name] for leaf in leaves]) / weight
+        for name, first in leaves[0].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "k"), [(16, 2, 8), (15, 2, 8), (9, 2, 8), (6, 1, 6), (2, 2, 8), (7, 7, 1)]
+)
+def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
+    torch.manual_seed(0)
+    model = Mixed()
+    batch = batch_of(torch.randn(rows, 3, 5, 5), size, k)
+    expected = by_hand(model, batch)
+    strategy = Single(CPU, k)
+    strategy.place(model)
+    result = strategy.backward(batch, compute_with(model), scale=1.0, stop=0)
+    for name, parameter in model.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            assert torch.equal(parameter.grad, expected[name]), name
+            assert parameter.grad.stride() == parameter.stride(), name
+    assert bool(result.finite) and int(result.stop) == 0
+    assert len(result.losses) == batch.plan.leaves
+
+
+def test_a_gradient_that_was_there_is_added_to():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    batch, strategy = batch_of(torch.randn(4, 3), 1, 4), Single(CPU, 4)
+    strategy.place(model)
+    strategy.backward(batch, compute_with(model), scale=1.0, stop=0)
+    first = model.weight.grad.clone()
+    strategy.backward(batch, compute_with(model), scale=1.0, stop=3)
+    assert torch.equal(model.weight.grad, first + first)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_or_loss_that_is_not_finite_is_reported(bad):
+    model, data = nn.Linear(3, 2), torch.randn(4, 3)
+    data[2, 1] = bad
+    strategy = Single(CPU, 4)
+    strategy.place(model)
+    assert not bool(strategy.backward(batch_of(data, 1, 4), compute_with(model), scale=1.0, stop=0).finite)
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    strategy = Single(CPU, 2)
+    strategy.place(model)
+    with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient.*sparse=False"):
+        strategy.backward(batch_of(torch.tensor([0, 1]), 1, 2), compute_with(model), scale=1.0, stop=0)
+
+
+def test_re_entrant_checkpointing_of_a_shared_parameter_is_refused_by_name():
+    layer = nn.Linear(3, 3)
+    strategy = Single(CPU, 2)
+    strategy.place(layer)
+
+    def compute(micro_batch):
+        x = micro_batch.data.requires_grad_()
+        output = layer(checkpoint(layer, x, use_reentrant=True))
+        return output.sum(), torch.tensor(float(len(micro_batch)))
+
+    with pytest.raises(ConfigError, match=r"'(weight|bias)' got two gradients.*use_reentrant=False"):
+        strategy.backward(batch_of(torch.randn(4, 3), 2, 2), compute, scale=1.0, stop=0)
+
+
+def test_buckets_hold_one_number_type_each_and_the_last_layers_come_first():
+    sizes = [3 << 18, 1 << 18, 1 << 16, 1 << 16]
+    slots = [_Slot(str(number), nn.Parameter(torch.zeros(size))) for number, size in enumerate(sizes)]
+    slots.append(_Slot("double", nn.Parameter(torch.zeros(3, dtype=torch.float64))))
+    slots.append(_Slot("last", nn.Parameter(torch.zeros(3))))
+    buckets = [[slot.name for slot in members] for members in _fill_buckets(slots)]
+    assert [name for names in buckets for name in names] == ["last", "double", "3", "2", "1", "0"]
+    assert ["last"] in buckets and ["double"] in buckets
+
+
+def test_views_of_flat_memory_have_the_parameter_s_strides():
+    flat = torch.arange(48.0)
+    for parameter in (
+        torch.zeros(2, 3, 2, 4),
+        torch.zeros(2, 3, 2, 4).contiguous(memory_format=torch.channels_last),
+        torch.zeros(6, 8).t(),
+        torch.zeros(4, 1, 12).transpose(0, 2),
+    ):
+        view = _shaped_like(parameter, flat)
+        assert view.shape == parameter.shape and view.stride() == parameter.stride()
+        assert sorted(view.flatten().tolist()) == flat.tolist()
+    holes = torch.zeros(96)[::2].view(6, 8)
+    assert _shaped_like(holes, flat).is_contiguous()
+
+
+def test_removed_hooks_leave_gradients_to_autograd():
+    layer = nn.Linear(2, 2)
+    tree = GradientTree(dict(layer.named_parameters()), None)
+    tree.remove()
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None
