@@ -43,7 +43,7 @@ def test_a_step_counts_as_done_once_its_backward_has_run():
     for _ in steps(course):
         course.count_step()
         assert course.position.step == 0
-        course.begin_backward()
+        course.end_backward()
         course.count_step()
         course.count_step()
         assert place(course) == (0, 1, 1, True)
@@ -61,7 +61,7 @@ def test_after_a_break_the_next_epoch_follows_and_a_checkpoint_says_so():
     for _ in course.epochs(2):
         walk = steps(course)
         seen.append(next(walk))
-        course.begin_backward()
+        course.end_backward()
         walk.close()
         assert course.position.done == 1
         assert not course.position.inside
@@ -72,7 +72,7 @@ def test_leaving_both_loops_is_a_place_within_the_epoch():
     course = Course()
     for _ in course.epochs(2):
         for _ in steps(course):
-            course.begin_backward()
+            course.end_backward()
             break
         break
     assert place(course) == (0, 1, 1, True)
@@ -82,7 +82,7 @@ def test_leaving_both_loops_is_a_place_within_the_epoch():
 def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
     course = Course()
     for _ in steps(course):
-        course.begin_backward()
+        course.end_backward()
         break
     assert list(steps(course)) == [(0, 1), (0, 2)]
     assert course.position.epoch == 1
@@ -91,8 +91,10 @@ def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
 def test_backward_passes_over_one_batch_are_numbered():
     course, numbers = Course(), []
     for _ in steps(course):
-        numbers += [[course.begin_backward(), course.begin_backward()]]
-    assert numbers == [[0, 1]] * STEPS
+        numbers.append(course.turn)
+        course.end_backward()
+        numbers.append(course.turn)
+    assert numbers == [0, 1] * STEPS
 
 
 def test_a_second_loop_in_one_epoch_is_refused_rather_than_empty():

@@ -73,10 +73,14 @@ class Course:
         if not self._in_epochs:
             self._next_epoch()
 
-    def begin_backward(self) -> int:
-        """Says that the current step is used for training; returns how often it was before."""
+    @property
+    def turn(self) -> int:
+        """How many backward passes over the current step are done."""
+        return self._backward_passes
+
+    def end_backward(self) -> None:
+        """Says that a backward pass over the current step is done."""
         self._backward_passes += 1
-        return self._backward_passes - 1
 
     def count_step(self, *, even_if_unused: bool = False) -> None:
         """Counts the current step as done, once; before its backward pass it is still to be done."""

@@ -169,7 +169,7 @@ class Run:
         """
         self._require_prepared().require_accumulable(bool(self._pending))
         self._parts.require_frozen()
-        turn = self._course.begin_backward()
+        turn = self._course.turn
         self._scaled_step.settle()
         plan, heartbeat, exact_loss = batch.plan, self._session.heartbeat, exact(loss)
 
@@ -186,6 +186,7 @@ class Run:
         self._unread.add(result, plan)
         self._scaled_step.unscale(self._parts.optimizers)
         self._pending.take_reduced()
+        self._course.end_backward()
         note(heartbeat, "update", plan.epoch, plan.step)
         return result.loss
 
@@ -272,8 +273,8 @@ class Run:
         self._require_prepared()
         digests = digest_tensors(self.strategy.model_state())
         if self._session.group is not None:
-            for number, optimizer in enumerate(self._parts.optimizers):
-                digests[f"<hyperparameters of optimizer {number}>"] = repr(hyperparameters(optimizer))
+            settings = hyperparameters(self._parts.optimizers)
+            digests.update({f"<{name}>": value for name, value in settings.items()})
             for number, module in enumerate(self._parts.modules):
                 own = digest_tensors(module.state_dict())
                 digests.update({f"<module {number}> {name}": digest for name, digest in own.items()})

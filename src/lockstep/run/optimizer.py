@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,16 +77,17 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.wrapped, name)
 
 
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, str]]:
-    """Every hyperparameter of every group as text, to compare over ranks."""
-    return [
-        {
-            key: repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for group in optimizer.param_groups
-    ]
+def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Every hyperparameter of every group of every optimizer as text, to compare over ranks."""
+    return {
+        f"{key} of optimizer {number}, group {position}": repr(
+            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        )
+        for number, optimizer in enumerate(optimizers)
+        for position, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
 
 
 def implementation(optimizer: Optimizer) -> str:

@@ -28,12 +28,7 @@ def agree(
     values_from_main: bool,
 ) -> None:
     """Compares settings, structure and values over the ranks, and gives all of them rank 0's values. Collective."""
-    settings = dict(context.as_dict())
-    for number, optimizer in enumerate(parts.optimizers):
-        for position, group in enumerate(hyperparameters(optimizer)):
-            settings |= {
-                f"{key} of optimizer {number}, group {position}": value for key, value in group.items()
-            }
+    settings = {**context.as_dict(), **hyperparameters(parts.optimizers)}
     require_equal_settings(settings, group_of_ranks, device)
     for module in (parts.model, *parts.modules):
         require_equal_structure(module, group_of_ranks, device)
@@ -106,7 +101,8 @@ def require_equal_replicas(
     if all(total == totals[0] for total in totals):
         return
     everyone = gather_json(dict(digests), group, device)
-    names = sorted({name for each in everyone for name in differing(each, everyone[0])})
+    found = {name for each in everyone for name in differing(each, everyone[0])}
+    names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
     values = [each.get(names[0], "absent")[:8] for each in everyone]
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
