@@ -1,6 +1,5 @@
 """Small training jobs that between them use everything a result could come to depend on."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,20 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.data.digits import Digits
 from lockstep.data.image_arrays import PadCropFlip
-from lockstep.fingerprint import digest_tensor, digest_tensors
-from lockstep.launch.light_torch import postpone_compiler
 from lockstep.models import digits_net, freeze, lstm, transformer
 from lockstep.models.resnet import BasicBlock
-from lockstep.run import Run, RunOptions
 
 
 @dataclass
 class Job:
-    """What ``train`` needs; made anew in every process."""
+    """What a training needs; made anew in every process."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -34,66 +31,6 @@ class Job:
     clip: float | None = None
     schedule: Callable | None = None
     set_to_none: bool = True
-
-
-def train_all(world, cases):
-    """Trains several cases, one after the other: (name, job, options, loader workers). Digests by name of the case."""
-    postpone_compiler()
-    logging.getLogger("lockstep").setLevel(logging.ERROR)
-    found = {}
-    for name, job, options, workers in cases:
-        try:
-            found[name] = digests_of(world, job, options, workers)
-        except Exception as error:
-            error.add_note(f"in the case {name!r}")
-            raise
-    return found
-
-
-def digests_of(world, name, options, workers=0):
-    """Trains a job. Gives what came out, by name: losses, norms, last gradients, model and optimizer state."""
-    _, model, optimizer, found = train(world, name, options, workers)
-    found |= digest_tensors(model.state_dict())
-    return found | optimizer_digests(model, optimizer.wrapped)
-
-
-def train(world, name, options, workers=0):
-    """Trains a job; gives job, model, optimizer, and losses, norms and last gradients by name."""
-    torch.manual_seed(world.rank)  # every rank builds another model; rank 0's counts
-    job, found, steps = JOBS[name](), {}, 0
-    run = Run(
-        RunOptions.of(**{"seed": 3, "threads": 1, "fingerprint_every": 5, **job.options, **options}), world
-    )
-    schedulers = [job.schedule(job.optimizer)] if job.schedule else []
-    model, optimizer, *schedulers = run.prepare(job.model, job.optimizer, *schedulers)
-    for _ in run.epochs(job.epochs):
-        for batch in run.batches(job.data, workers=workers):
-            found[f"loss {steps:02}"] = float(run.backward(batch, job.loss)).hex()
-            if job.clip is not None:
-                found[f"norm {steps:02}"] = float(run.clip_gradients(job.clip)).hex()
-            optimizer.step()
-            steps += 1
-            gradients = {
-                f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None
-            }
-            found |= digest_tensors(gradients) if steps == job.last else {}
-            optimizer.zero_grad(set_to_none=job.set_to_none)
-            for each in schedulers:
-                each.step()
-    assert steps == job.last, f"{name} has {steps} steps, not {job.last}"
-    found["skipped"] = run.skipped_steps
-    run.close()
-    return job, model, optimizer, found
-
-
-def optimizer_digests(model, optimizer):
-    digests = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            digests[f"{name} {key}"] = (
-                digest_tensor(value) if isinstance(value, torch.Tensor) else repr(value)
-            )
-    return digests
 
 
 def sgd(model, **options):
@@ -317,6 +254,33 @@ def mixed():
     )
 
 
+class Saving(nn.Module):
+    """Activation checkpointing around draws of its own, InstanceNorm's statistics, and a buffer of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.3)) for _ in range(2)])
+        self.norm = nn.InstanceNorm2d(3, track_running_stats=True)
+        self.head = nn.Linear(3, 5)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.norm(checkpoint(self.twice, x, use_reentrant=False)).amax((2, 3))
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.head(x - self.mean)
+
+    def twice(self, x):
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = F.dropout(block(x), 0.1)
+        return x
+
+
+def saving():
+    model = Saving()
+    options = {"global_batch": 16, "micro_batches": 8, "running_buffers": ("mean",)}
+    return Job(model, sgd(model), photos(102), nn.CrossEntropyLoss(), options)
+
+
 JOBS = {
     job.__name__: job
     for job in (
@@ -331,6 +295,76 @@ JOBS = {
         augmented,
         two_threads,
         mixed,
+        saving,
+    )
+}
+
+
+class Mixed(nn.Module):
+    """Parameters of four number types, one used twice, one of size zero in a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float16))
+        self.narrow = nn.Parameter(torch.randn(5).to(torch.bfloat16))
+        self.twice = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.conv(x).mean((2, 3)) * self.wide.float() + self.narrow[:4].float() + self.empty.sum()
+        return F.pad(self.twice(self.twice(x).tanh()), (0, 1)) + self.narrow.float()
+
+
+def mixed():
+    model = Mixed()
+    return Job(
+        model, sgd(model), photos(102), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8}
+    )
+
+
+class Saving(nn.Module):
+    """Activation checkpointing around draws of its own, InstanceNorm's statistics, and a buffer of the user's."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.3)) for _ in range(2)])
+        self.norm = nn.InstanceNorm2d(3, track_running_stats=True)
+        self.head = nn.Linear(3, 5)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        x = self.norm(checkpoint(self.twice, x, use_reentrant=False)).amax((2, 3))
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.head(x - self.mean)
+
+    def twice(self, x):
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = F.dropout(block(x), 0.1)
+        return x
+
+
+def saving():
+    model = Saving()
+    options = {"global_batch": 16, "micro_batches": 8, "running_buffers": ("mean",)}
+    return Job(model, sgd(model), photos(102), nn.CrossEntropyLoss(), options)
+
+
+JOBS = {
+    job.__name__: job
+    for job in (
+        digits,
+        digits_adamw,
+        resnet,
+        resnet_frozen,
+        attention,
+        recurrent,
+        experts,
+        experts_accumulating,
+        augmented,
+        two_threads,
+        mixed,
+        saving,
     )
 }
 

@@ -10,7 +10,8 @@ from functools import cache
 import pytest
 import torch
 from tests.ranks import run_ranks
-from tests.strategies.jobs import JOBS, parameters_after, train_all
+from tests.strategies.jobs import JOBS
+from tests.strategies.training import parameters_after, train_all
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 pytestmark = pytest.mark.timeout(600)
@@ -52,6 +53,7 @@ CASES = [
     Case("augmented", (2, 3, 5, 8), workers={2: 3, 3: 1}),
     Case("two_threads", (2, 3)),
     Case("mixed", (3, 5), {"channels_last": True}),
+    Case("saving", (3, 4)),
 ]
 PRODUCT = [
     Case(job, (2, 3, 4, 5) if "experts" in job else WORLDS, {"precision": precision, "channels_last": layout})
