@@ -20,7 +20,7 @@ def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if name and not inside and not _is_container(module) and any(True for _ in module.children()):
             units[name] = module
     for block in units.values() or [model]:
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, dynamic=False)  # else its graphs depend on earlier shapes
     return {"": model, **units}
 
 
