@@ -68,3 +68,11 @@ def optimizer_digests(model, optimizer):
                 digest_tensor(value) if isinstance(value, torch.Tensor) else repr(value)
             )
     return digests
+
+
+def parameters_after(world, name, options):
+    """The parameters themselves after a job, as one float64 tensor."""
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    model = train(world, name, options)[1]
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()])
