@@ -16,7 +16,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-_PRELOAD = ["__main__", "numpy", "torch", "torch.distributed", "pytest", "lockstep.process_group"]
+_PRELOAD = ["__main__", "numpy", "torch", "torch.distributed", "pytest", "lockstep.process_group", "lockstep.run"]
 _AFTER_FAILURE = 3.0
 
 
@@ -116,9 +116,11 @@ def _rank(rank, world_size, threads, timeout, directory, task, sender):
 def _call(rank, world_size, threads, timeout, directory, task):
     import torch
 
+    from lockstep.launch.light_torch import postpone_compiler
     from lockstep.process_group import open_process_group
     from lockstep.world import World
 
+    postpone_compiler()
     torch.set_num_threads(threads)
     os.environ.update(OMP_NUM_THREADS=str(threads), RANK=str(rank), WORLD_SIZE=str(world_size))
     body, args = pickle.loads(task)

@@ -10,11 +10,13 @@ import hashlib
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 Digests = dict[str, str]
+_MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -88,4 +90,14 @@ def device_model(device: torch.device) -> str:
     """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()])
+
+
+def _matrix_instructions() -> list[str]:
+    """Which instructions for bf16 and fp16 the CPU has, as Linux names them; unknown elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return [name for name in _MATRIX_INSTRUCTIONS if name in flags]

@@ -49,8 +49,7 @@ class SampleKeys:
         seeds = np.array(self.seeds(), dtype=np.uint64)[:, None]
         x = seeds + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         x = mix(x)
-        fractions: npt.NDArray[np.float64] = (x >> np.uint64(11)) * 2.0**-53
-        return fractions
+        return np.asarray((x >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 
 def seed_generators(seed: int) -> None:

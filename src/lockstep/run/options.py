@@ -68,6 +68,8 @@ class RunOptions:
                 raise ConfigError(f"{name} {value!r} is not known.{nearest(str(value), known)}")
         if self.resume and self.resume == "auto" and self.directory is None:
             raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed} must be at least 0 and below 2^63.")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads} must be at least 1.")
 
