@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lockstep
+from lockstep.errors import ConfigError
 from lockstep.fingerprint import fingerprint
 
 cross_entropy = nn.functional.cross_entropy
@@ -275,3 +276,18 @@ def compiled(world):
 def test_a_compiled_model_gives_the_same_on_one_and_two_ranks():
     (alone,) = run_ranks(compiled, 1, timeout=170)
     assert run_ranks(compiled, 2, timeout=170) == [alone] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning"
+)  # torch's own, on its import
+def test_more_shapes_than_torch_keeps_graphs_for_are_refused():
+    _, model, _ = begin(nn.Linear(6, 3), compile=True)
+    model(torch.zeros(1, 6))
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(ConfigError, match="more came than torch keeps"),
+    ):
+        for rows in range(2, 5):
+            model(torch.zeros(rows, 6))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.randomness import find_units
 
 
@@ -20,8 +24,28 @@ def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if name and not inside and not _is_container(module) and any(True for _ in module.children()):
             units[name] = module
     for block in units.values() or [model]:
-        block.forward = torch.compile(block.forward, dynamic=False)  # else its graphs depend on earlier shapes
+        block.forward = _compiled(block.forward)
     return {"": model, **units}
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph per shape, always the same; torch's dynamic graphs depend on which shapes a rank has seen before.
+
+    For the same reason a shape beyond torch's limit is an error, where torch would go on without compiling it.
+    """
+    static = torch.compile(forward, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                return static(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ConfigError(
+                "compile=True keeps one compiled graph for each shape of input, and more came than torch keeps "
+                f"({torch._dynamo.config.recompile_limit}). Pad the samples to a few fixed lengths, or do not compile."
+            ) from error
+
+    return call
 
 
 def _is_container(module: nn.Module) -> bool:

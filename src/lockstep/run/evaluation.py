@@ -13,6 +13,8 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
 from lockstep.plan import share
+from lockstep.randomness import KeyedRandomness
+from lockstep.run.compute import Compute
 from lockstep.run.loss import exact, sum_and_weight
 from lockstep.strategies import Strategy
 from lockstep.sums import fold_rows
@@ -20,6 +22,44 @@ from lockstep.sums import fold_rows
 Metric = Callable[[Any, Any], Any]
 Forward = Callable[[MicroBatch], tuple[Any, Any]]
 """Runs the model on one micro-batch; gives (output, target)."""
+
+
+class Evaluation:
+    """Evaluates models under the keys and the precision of a run.
+
+    Args:
+        compute: the forward pass.
+        randomness: keys what a model draws while it is evaluated.
+        strategy: shares the samples over the processes.
+    """
+
+    def __init__(self, compute: Compute, randomness: KeyedRandomness, strategy: Strategy) -> None:
+        self._compute, self._randomness, self._strategy = compute, randomness, strategy
+
+    def run(
+        self,
+        loader: EvaluationLoader,
+        metric: Metric | Mapping[str, Metric],
+        *,
+        step: int,
+        model: nn.Module | None,
+        forward: Callable[[Any], Any] | None,
+        finish: Callable[[Tensor], Tensor] | None,
+    ) -> Any:
+        """The mean of the metric, or of each by name; see ``Run.evaluate``. Collective."""
+        evaluated = self._compute.model if model is None else model
+
+        def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
+            self._randomness.begin_micro_batch(-1 - step, micro_batch.k)
+            return self._compute.output_and_target(micro_batch.data, forward, evaluated, finish)
+
+        metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
+        try:
+            with evaluating(evaluated):
+                values = evaluate(loader, metrics, outputs, self._strategy)
+        finally:
+            self._randomness.end_step(-1 - step)
+        return values if isinstance(metric, Mapping) else values["metric"]
 
 
 @contextmanager

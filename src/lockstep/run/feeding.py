@@ -7,7 +7,9 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import nn
 
+from lockstep.buffers import has_batch_norm
 from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
 from lockstep.plan import SamplePlan
 from lockstep.run.options import RunOptions
@@ -115,3 +117,8 @@ class Feeder:
     def _pins(self, source: Source) -> bool:
         on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
         return on_gpu and source.pin_memory is not False
+
+
+def smallest_micro_batch(model: nn.Module) -> int:
+    """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
+    return 2 if has_batch_norm(model) else 1

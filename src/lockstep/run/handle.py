@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
-from lockstep.buffers import has_batch_norm
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensors
 from lockstep.launch.heartbeat import Stopped
-from lockstep.plan import SamplePlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
 from lockstep.run import saving, start
+from lockstep.run.agreed_data import AgreedData
 from lockstep.run.clipping import clip_gradients
 from lockstep.run.compiling import compile_blocks
 from lockstep.run.compute import Compute, note
 from lockstep.run.context import describe
 from lockstep.run.course import Course
-from lockstep.run.evaluation import Metric, evaluate, evaluating
-from lockstep.run.feeding import Feeder
+from lockstep.run.evaluation import Evaluation, Metric
+from lockstep.run.feeding import Feeder, smallest_micro_batch
 from lockstep.run.loss import exact
-from lockstep.run.optimizer import PreparedOptimizer, hyperparameters
+from lockstep.run.optimizer import PreparedOptimizer
 from lockstep.run.options import RunOptions
 from lockstep.run.parts import Parts
 from lockstep.run.pending import Pending
@@ -40,7 +38,6 @@ from lockstep.run.unread import Unread
 from lockstep.strategies import Strategy, open_strategy
 from lockstep.world import World
 
-logger = logging.getLogger(__name__)
 _LOOK_EVERY = 16
 
 
@@ -69,11 +66,9 @@ class Run:
         self._scaled_step = ScaledStep(self._precision)
         self._saved: saving.Saved | None = None
         self._pending = Pending()
-        self._unread = Unread(
-            every=1 if self.device.type == "cpu" else _LOOK_EVERY,
-            overflow_expected=self._precision.scaler is not None,
-        )
-        self._agreed_plans: set[SamplePlan] = set()
+        look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
+        self._unread = Unread(look_every, overflow_expected=self._precision.scaler is not None)
+        self._agreed_data = AgreedData(self._session.group, self.device, self.position)
         self._session.heartbeat.will_poll()
 
     @property
@@ -116,13 +111,14 @@ class Run:
         units = compile_blocks(placed) if self.options.compile else None
         self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
         self._compute = Compute(placed, self._precision, self.device, self.options.channels_last)
+        self._evaluation = Evaluation(self._compute, self._randomness, self.strategy)
         self._parts, self._pending = parts, Pending(parts.optimizers)
         self._saved = saving.Saved(parts, self._precision, self.position, context)
-        if self.options.resume:
-            self._resume(self._saved)
-        self._stand_ins = {
-            id(o): PreparedOptimizer(o, self._step, self._pending.forget) for o in parts.optimizers
-        }
+        if self.options.resume and saving.take_up(self._saved, self.options, self.fingerprint):
+            self.extra = self._saved.extra
+            self._agreed_data.resume()
+        step, forget = self._step, self._pending.forget
+        self._stand_ins = {id(o): PreparedOptimizer(o, step, forget) for o in parts.optimizers}
         return (placed, *(self._stand_ins.get(id(each), each) for each in others)) if others else placed
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -142,8 +138,8 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = _smallest_micro_batch(self._require_prepared().parts.model)
-        self._agree_on(self._feeder.plan(data, shuffle, drop_last, smallest))
+        smallest = smallest_micro_batch(self._require_prepared().parts.model)
+        self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest))
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
         note(self._session.heartbeat, "data", self.position.epoch, self.position.step)
@@ -219,22 +215,10 @@ class Run:
             A float, or floats by name.
         """
         self._require_prepared()
-        metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        position, compute = self.position, self._compute
-        note(self._session.heartbeat, "evaluate", position.epoch, position.step)
-        evaluated = compute.model if model is None else model
+        note(self._session.heartbeat, "evaluate", self.position.epoch, self.position.step)
         loader, finish = self._feeder.evaluation(data, workers), self._feeder.source(data).finish
-
-        def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
-            self._randomness.begin_micro_batch(-1 - position.step, micro_batch.k)
-            return compute.output_and_target(micro_batch.data, forward, evaluated, finish)
-
-        try:
-            with evaluating(evaluated):
-                values = evaluate(loader, metrics, outputs, self.strategy)
-        finally:
-            self._randomness.end_step(-1 - position.step)
-        return values if isinstance(metric, Mapping) else values["metric"]
+        step = self.position.step
+        return self._evaluation.run(loader, metric, step=step, model=model, forward=forward, finish=finish)
 
     def save(self) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
@@ -246,40 +230,27 @@ class Run:
         """
         saved = self._require_prepared()
         if self.options.directory is None:
-            raise ConfigError(
-                "run.save() needs the run folder: give lockstep.init(..., directory='runs/NAME')."
-            )
+            raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if self._pending:
-            raise ConfigError(
-                "run.save() between run.backward and optimizer.step() would lose gradients; save after."
-            )
+            raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
         saved.parts.require_all_saved(self._stand_ins.values())
         self._unread.look()
         self._course.count_step()
         self._scaled_step.settle()
         self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-        fingerprint = self.fingerprint()
-        saved.extra = self.extra
-        path = None
-        if self.is_main:
-            state = saved.capture(fingerprint)
-            path = checkpoint.write(
-                self.options.directory, state, step=self.position.step, keep=self.options.keep
-            )
-        return path
+        fingerprint, saved.extra = self.fingerprint(), self.extra
+        if not self.is_main:
+            return None
+        state, step = saved.capture(fingerprint), self.position.step
+        return checkpoint.write(self.options.directory, state, step=step, keep=self.options.keep)
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        self._require_prepared()
-        digests = digest_tensors(self.strategy.model_state())
-        if self._session.group is not None:
-            settings = hyperparameters(self._parts.optimizers)
-            digests.update({f"<{name}>": value for name, value in settings.items()})
-            for number, module in enumerate(self._parts.modules):
-                own = digest_tensors(module.state_dict())
-                digests.update({f"<module {number}> {name}": digest for name, digest in own.items()})
-            start.require_equal_replicas(digests, self.position.step, self._session.group, self.device)
-        return combine({name: digest for name, digest in digests.items() if not name.startswith("<")})
+        parts, digests = self._require_prepared().parts, digest_tensors(self.strategy.model_state())
+        if (group := self._session.group) is not None:
+            everything, step = {**digests, **parts.digests()}, self.position.step
+            start.require_equal_replicas(everything, step, group, self.device)
+        return combine(digests)
 
     def print(self, *values: object) -> None:
         """Prints on the main process only."""
@@ -304,7 +275,7 @@ class Run:
             drop_last: as for ``batches``.
             model: the model, where it has not been prepared yet.
         """
-        smallest = _smallest_micro_batch(model or self._require_prepared().parts.model)
+        smallest = smallest_micro_batch(model or self._require_prepared().parts.model)
         return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
 
     def _step(self, optimizer: Optimizer) -> bool:
@@ -323,39 +294,7 @@ class Run:
             raise Stopped(self._unread.stop)
         note(self._session.heartbeat, "data", position.epoch, position.step)
 
-    def _agree_on(self, plan: SamplePlan) -> None:
-        """Compares what will be read over the ranks, once, and with what a checkpoint says was read."""
-        position = self.position
-        if position.done and position.samples not in (0, plan.samples):
-            raise CheckpointMismatch(
-                f"The checkpoint stands at step {position.done} of an epoch over {position.samples} samples, and the "
-                f"data set has {plan.samples}. Resume with the data set that was trained on."
-            )
-        position.samples = plan.samples
-        if self._session.group is not None and plan not in self._agreed_plans:
-            seen = {"samples": plan.samples, "shuffle": plan.shuffle, "drop_last": plan.drop_last}
-            start.require_equal_settings(seen, self._session.group, self.device)
-            self._agreed_plans.add(plan)
-
     def _require_prepared(self) -> saving.Saved:
         if self._saved is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
         return self._saved
-
-    def _resume(self, saved: saving.Saved) -> None:
-        found = saving.find(self.options.resume, self.options.directory)
-        if found is None:
-            return
-        path, state = found
-        written = saved.restore(state, self.options.force_context)
-        self.extra = saved.extra
-        if not self.position.inside and self.position.done:
-            self.position.epoch, self.position.done = self.position.epoch + 1, 0
-        if self.fingerprint() != written:
-            raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
-        logger.info("Resumed from %s: epoch %d, step %d.", path, self.position.epoch + 1, self.position.step)
-
-
-def _smallest_micro_batch(model: nn.Module) -> int:
-    """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
-    return 2 if has_batch_norm(model) else 1

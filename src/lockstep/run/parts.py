@@ -11,6 +11,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
+from lockstep.fingerprint import digest_tensors
+from lockstep.run.optimizer import hyperparameters
 from lockstep.run.pending import require_own_parameters
 
 
@@ -42,6 +44,14 @@ class Parts:
         require_own_parameters(optimizers, list(model.parameters()))
         frozen = tuple((name, p) for name, p in model.named_parameters() if not p.requires_grad)
         return cls(model, optimizers, schedulers, modules, frozen)
+
+    def digests(self) -> dict[str, str]:
+        """What replicas must agree on beside the model, each name in angle brackets."""
+        found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
+        for number, module in enumerate(self.modules):
+            own = digest_tensors(module.state_dict())
+            found |= {f"<module {number}> {name}": digest for name, digest in own.items()}
+        return found
 
     def require_frozen(self) -> None:
         """Raises ``ConfigError`` where a parameter wants a gradient that nobody sums over the ranks."""

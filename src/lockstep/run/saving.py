@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
-from lockstep.errors import CheckpointMismatch, ConfigError
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
+from lockstep.run.options import RunOptions
 from lockstep.run.parts import Parts
 from lockstep.run.position import Position
 
@@ -109,6 +110,27 @@ class Saved:
                 raise CheckpointMismatch(
                     f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
                 )
+
+
+def take_up(saved: Saved, options: RunOptions, fingerprint: Callable[[], str]) -> bool:
+    """Resumes as the options say; whether there was something to resume.
+
+    Args:
+        saved: the run.
+        options: what to resume, and under which conditions.
+        fingerprint: gives the run's.
+    """
+    found = find(options.resume, options.directory)
+    if found is None:
+        return False
+    path, state = found
+    written, position = saved.restore(state, options.force_context), saved.position
+    if not position.inside and position.done:
+        position.epoch, position.done = position.epoch + 1, 0
+    if fingerprint() != written:
+        raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
+    logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
+    return True
 
 
 def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:
