@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.data.batch import Batch, MicroBatch
@@ -117,7 +117,7 @@ class Run:
         if self.options.resume and saving.take_up(self._saved, self.options, self.fingerprint):
             self.extra = self._saved.extra
             self._agreed_data.resume()
-        step, forget = self._step, self._pending.forget
+        step, forget = partial(self._pending.step, take=self._scaled_step.step), self._pending.forget
         self._stand_ins = {id(o): PreparedOptimizer(o, step, forget) for o in parts.optimizers}
         return (placed, *(self._stand_ins.get(id(each), each) for each in others)) if others else placed
 
@@ -277,9 +277,6 @@ class Run:
         """
         smallest = smallest_micro_batch(model or self._require_prepared().parts.model)
         return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
-
-    def _step(self, optimizer: Optimizer) -> bool:
-        return self._pending.step(optimizer, self._scaled_step.step)
 
     def _between_steps(self) -> None:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
