@@ -1,21 +1,24 @@
 """Waits for another process to change a word of shared memory, without burning the processor.
 
 Linux's futex (Franke, Russell and Kirkwood 2002): sleep only if the word still has the value that was seen, and be
-woken by whoever changes it. A waiter looks at the word for a short while first, since on a processor of its own the
-answer usually comes within microseconds.
+woken by whoever changes it. Where there is a core for every waiter, a waiter looks at the word for some milliseconds
+first and yields in between. That is not only quicker: a sleeper is woken on the core of the one who wakes it, so two
+ranks that take turns sleeping can end up sharing a core for good while another stays idle (seen here as steps of twice
+the time); one that stays awake is seen by the scheduler and moved.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import time
-from collections.abc import Callable
 
 _SYSCALL = {"x86_64": 202}
 _WAIT, _WAKE = 0, 1
 _ALL = 0x7FFFFFFF
 _LOOK_SECONDS = 20e-6
+_YIELD_SECONDS = 5e-3
 _SLEEP_SECONDS = 0.05
 
 
@@ -54,15 +57,24 @@ class Word:
         """Wakes everyone who waits for this counter."""
         self._call(self._number, self._address, _WAKE, _ALL, None, None, 0)
 
-    def wait_until(self, reached: int, deadline: float, look: Callable[[], float] = time.monotonic) -> bool:
-        """Waits until the counter is at least ``reached``; false if ``deadline`` (of ``time.monotonic``) passes."""
-        stop_looking = look() + _LOOK_SECONDS
-        while self._word.value < reached:
-            if look() > stop_looking:
-                break
+    def wait_until(self, reached: int, deadline: float, *, stay_awake: bool = False) -> bool:
+        """Waits until the counter is at least ``reached``; false if ``deadline`` (of ``time.monotonic``) passes.
+
+        Args:
+            reached: the value to wait for.
+            deadline: when to give up.
+            stay_awake: there is a core for every waiter, so sleep only after some milliseconds.
+        """
+        began = time.monotonic()
+        while self._word.value < reached and time.monotonic() < began + _LOOK_SECONDS:
+            pass
+        while stay_awake and self._word.value < reached and time.monotonic() < began + _YIELD_SECONDS:
+            os.sched_yield()
         while (seen := self._word.value) < reached:
-            if look() > deadline:
+            if time.monotonic() > deadline:
                 return False
             limit = _TimeSpec(0, int(_SLEEP_SECONDS * 1e9))
-            self._call(self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)
+            self._call(
+                self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
+            )
         return True

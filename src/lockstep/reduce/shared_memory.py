@@ -56,6 +56,7 @@ class SharedMemoryReducer(Reducer):
         self._holding = Holding(0, ())
         self._started = self._folded = 0
         self._steps = 0
+        self._stay_awake = self._ranks * torch.get_num_threads() <= len(os.sched_getaffinity(0))
         self._before = 0
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
@@ -130,7 +131,7 @@ class SharedMemoryReducer(Reducer):
     def _wait(self, words: list[futex.Word], deadline: float) -> None:
         """Waits until every rank's counter has come to the current step."""
         for rank, word in enumerate(words):
-            if word.value < self._steps and not word.wait_until(self._steps, deadline):
+            if word.value < self._steps and not word.wait_until(self._steps, deadline, stay_awake=self._stay_awake):
                 missing = [other for other, counter in enumerate(words) if counter.value < self._steps]
                 raise StallError(
                     f"Rank {self._rank} waited {self._timeout:.0f} s for the gradients of rank {rank}. "
