@@ -16,7 +16,15 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-_PRELOAD = ["__main__", "numpy", "torch", "torch.distributed", "pytest", "lockstep.process_group", "lockstep.run"]
+_PRELOAD = [
+    "__main__",
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "pytest",
+    "lockstep.process_group",
+    "lockstep.run",
+]
 _AFTER_FAILURE = 3.0
 
 

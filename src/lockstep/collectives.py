@@ -14,7 +14,7 @@ from torch import Tensor
 def all_gather_flat(
     output: Tensor, part: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Every rank's flat ``part``, one after the other, in ``output``. Collective. The name differs over torch versions."""
+    """Every rank's flat ``part``, one after the other, in ``output``. Collective. torch renamed it over versions."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(output, part, group=group, async_op=async_op)
     return work

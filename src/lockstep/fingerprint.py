@@ -73,7 +73,9 @@ class Context:
         """One line per entry in which ``other`` (as from ``as_dict``) differs."""
         mine = self.as_dict()
         return [
-            f"{name}: {other.get(name)!r} there, {mine[name]!r} here" for name in mine if mine[name] != other.get(name)
+            f"{name}: {other.get(name)!r} there, {mine[name]!r} here"
+            for name in mine
+            if mine[name] != other.get(name)
         ]
 
     def as_dict(self) -> dict[str, object]:
@@ -99,5 +101,7 @@ def _matrix_instructions() -> list[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return []
-    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    flags = next(
+        (line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), []
+    )
     return [name for name in _MATRIX_INSTRUCTIONS if name in flags]

@@ -43,8 +43,8 @@ class BatchShape:
         if self.global_batch % self.micro_batches:
             nearest = max(1, round(self.global_batch / self.micro_batches)) * self.micro_batches
             raise ConfigError(
-                f"global_batch={self.global_batch} cannot be cut into micro_batches={self.micro_batches} of equal size. "
-                f"Choose a multiple of {self.micro_batches}, for example global_batch={nearest}."
+                f"global_batch={self.global_batch} cannot be cut into micro_batches={self.micro_batches} of equal "
+                f"size. Choose a multiple of {self.micro_batches}, for example global_batch={nearest}."
             )
 
     @property
@@ -56,8 +56,8 @@ class BatchShape:
         """Refuses more data-parallel ranks than micro-batches (``ConfigError``)."""
         if holders > self.micro_batches:
             raise ConfigError(
-                f"{holders} data-parallel ranks cannot share micro_batches={self.micro_batches}: each needs at least one. "
-                f"Use at most {self.micro_batches} ranks, or a recipe with more micro-batches."
+                f"{holders} data-parallel ranks cannot share micro_batches={self.micro_batches}: each needs at least "
+                f"one. Use at most {self.micro_batches} ranks, or a recipe with more micro-batches."
             )
 
 

@@ -120,7 +120,8 @@ def _parents(leaves: int) -> dict[Node, Node]:
 @lru_cache(maxsize=256)
 def merges_after_leaf(start: int, stop: int, leaves: int) -> tuple[int, ...]:
     """For a holder of the leaves ``[start, stop)`` that stacks them in order: how often the two topmost values merge
-    after each leaf. Entry ``i`` belongs to leaf ``start + i``; in the end one value per node of ``nodes_within`` is left.
+    after each leaf. Entry ``i`` belongs to leaf ``start + i``; in the end one value per node of ``nodes_within`` is
+    left.
     """
     inside = {node for top in nodes_within(start, stop, leaves) for node in _below(top)}
     parents = _parents(leaves)

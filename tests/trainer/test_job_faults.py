@@ -87,7 +87,8 @@ def test_broken_photos_are_named(jobs, damage, status, words):
     _make_photos(photos)
     damage(photos)
     failed = jobs.train(
-        "--devices=cpu:2", "--data=photos", "--set", "data.train.size=8", "--set", "data.validation.size=8",
+        "--devices=cpu:2", "--data=photos",
+        "--set", "data.train.transform.size=8", "--set", "data.validation.transform.size=8",
         "--set", 'model={target="lockstep.models:perceptron", in_features=192, hidden=[8], num_classes=2}',
         job="flowers",
     )  # fmt: skip

@@ -118,7 +118,9 @@ def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
 
 def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
     if isinstance(config.schedule, Component):
-        component = with_lengths(config.schedule, epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
+        component = with_lengths(
+            config.schedule, epochs=config.training.epochs, steps_per_epoch=steps_per_epoch
+        )
         return instantiate(component, optimizer, name="schedule")
     schedule = config.schedule.schedule(epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
     return LambdaLR(optimizer, schedule.factor)

@@ -34,7 +34,9 @@ class OrderedReducer(Reducer):
 
     level = Level.BITWISE
 
-    def __init__(self, group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, gather_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         self._group, self._gather_group, self._device = group, gather_group, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._side_stream = (
@@ -64,7 +66,9 @@ class OrderedReducer(Reducer):
         self._buckets[bucket].send(self._holding, self._rank, self._group)
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._holding.ranks[self._rank]))
         self._started += 1
-        while self._folded < bucket and (self._side_stream is not None or self._buckets[self._folded].has_arrived()):
+        while self._folded < bucket and (
+            self._side_stream is not None or self._buckets[self._folded].has_arrived()
+        ):
             self._fold_next()
 
     def finish(self, header: Tensor) -> Tensor:
@@ -102,7 +106,9 @@ class _Bucket:
         self._shard = -(-shape.numel // ranks)
         padded = self._shard * ranks
         self._outgoing = torch.zeros(slots, padded, dtype=shape.dtype, device=device)
-        self._by_receiver = torch.zeros(slots * padded, dtype=shape.dtype, device=device) if slots > 1 else None
+        self._by_receiver = (
+            torch.zeros(slots * padded, dtype=shape.dtype, device=device) if slots > 1 else None
+        )
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
         self._gathered = torch.zeros(padded, dtype=shape.dtype, device=device)
         self._work: dist.Work | None = None

@@ -131,7 +131,9 @@ class SharedMemoryReducer(Reducer):
     def _wait(self, words: list[futex.Word], deadline: float) -> None:
         """Waits until every rank's counter has come to the current step."""
         for rank, word in enumerate(words):
-            if word.value < self._steps and not word.wait_until(self._steps, deadline, stay_awake=self._stay_awake):
+            if word.value < self._steps and not word.wait_until(
+                self._steps, deadline, stay_awake=self._stay_awake
+            ):
                 missing = [other for other, counter in enumerate(words) if counter.value < self._steps]
                 raise StallError(
                     f"Rank {self._rank} waited {self._timeout:.0f} s for the gradients of rank {rank}. "

@@ -31,27 +31,31 @@ class StrategyOptions(Protocol):
     """What a strategy is told."""
 
     @property
-    def strategy(self) -> str: ...  # noqa: D102  # fields of RunOptions
+    def strategy(self) -> str: ...  # fields of RunOptions
     @property
-    def micro_batches(self) -> int: ...  # noqa: D102
+    def micro_batches(self) -> int: ...
     @property
-    def reduce(self) -> str: ...  # noqa: D102
+    def reduce(self) -> str: ...
     @property
-    def running_buffers(self) -> Sequence[str]: ...  # noqa: D102
+    def running_buffers(self) -> Sequence[str]: ...
     @property
-    def timeout(self) -> float: ...  # noqa: D102
+    def timeout(self) -> float: ...
     @property
-    def shared_memory(self) -> bool: ...  # noqa: D102
+    def shared_memory(self) -> bool: ...
 
 
-def open_strategy(options: StrategyOptions, group: dist.ProcessGroup | None, device: torch.device) -> Strategy:
+def open_strategy(
+    options: StrategyOptions, group: dist.ProcessGroup | None, device: torch.device
+) -> Strategy:
     """The strategy of that name for the ranks of ``group``; in a world of one every strategy is ``single``. Collective.
 
     Raises:
         ConfigError: the name is not known, or ``single`` was asked for in a larger world.
     """
     if options.strategy not in STRATEGIES:
-        raise ConfigError(f"strategy {options.strategy!r} is not known.{nearest(options.strategy, STRATEGIES)}")
+        raise ConfigError(
+            f"strategy {options.strategy!r} is not known.{nearest(options.strategy, STRATEGIES)}"
+        )
     if group is None:
         return Single(device, options.micro_batches, running_buffers=options.running_buffers)
     if options.strategy == "single":

@@ -130,10 +130,8 @@ class GradientTree:
         Returns:
             The sum of each part of the gradients, which is finite only if every entry is.
         """
-        sums = []
-        if self._reducer is not None:
-            for bucket in range(len(self._members)):
-                sums.append(self._reducer.total(bucket).div_(weight).sum())
+        reducer, buckets = self._reducer, range(len(self._members))
+        sums = [reducer.total(bucket).div_(weight).sum() for bucket in buckets] if reducer is not None else []
         for slot, count in zip(self._slots, used):
             if count:
                 total = slot.total
@@ -152,7 +150,9 @@ class GradientTree:
         if gradient is None or not self._merges:
             return
         if gradient.is_sparse:
-            raise ConfigError(f"{slot.name!r} has a sparse gradient, which cannot be added in the tree: use sparse=False.")
+            raise ConfigError(
+                f"{slot.name!r} has a sparse gradient, which cannot be added in the tree: use sparse=False."
+            )
         if slot.pushed > self._leaf:
             raise ConfigError(
                 f"{slot.name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "

@@ -114,11 +114,15 @@ class Replicated(Strategy):
         if not self._checked:
             self._buffers.remember_others()
 
-    def _fill_header(self, losses: list[Tensor], weights: list[Tensor], advanced: Tensor, stop: int) -> Tensor:
+    def _fill_header(
+        self, losses: list[Tensor], weights: list[Tensor], advanced: Tensor, stop: int
+    ) -> Tensor:
         """[losses, weights] of the local micro-batches, uses of each parameter, advances of each counter, stop."""
         header = torch.zeros(self._header, dtype=torch.float64)
         position = 2 * self._share
-        header[position : position + len(self._trainable)] = torch.tensor(self._tree.used(), dtype=torch.float64)
+        header[position : position + len(self._trainable)] = torch.tensor(
+            self._tree.used(), dtype=torch.float64
+        )
         header[-1] = float(stop)
         header = header.to(self.device)
         if losses:

@@ -9,7 +9,7 @@ from lockstep.strategies.replicated import Replicated
 class Single(Replicated):
     """Runs the K micro-batches of a step one after the other on one device.
 
-        device 0:  k0 k1 k2 k3 k4 k5 k6 k7 | update
+    device 0:  k0 k1 k2 k3 k4 k5 k6 k7 | update
     """
 
     name = "single"

@@ -22,7 +22,9 @@ class Progress:
     def judge(self, epoch: int, step: int, values: Mapping[str, float]) -> bool:
         """Takes the results of an epoch that ended with ``step``; returns whether they are the best so far."""
         value = values[self.metric]
-        better = self.best is None or (value > self.best if self.metric.endswith("accuracy") else value < self.best)
+        better = self.best is None or (
+            value > self.best if self.metric.endswith("accuracy") else value < self.best
+        )
         if better:
             self.best, self.best_epoch, self.best_step, self.since_best = value, epoch, step, 0
         else:

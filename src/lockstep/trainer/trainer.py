@@ -93,7 +93,13 @@ class Trainer:
     """
 
     def __init__(self, run: Run, parts: Prepared, settings: Settings, rhythm: Rhythm, logger: Logger) -> None:
-        self._run, self._parts, self._settings, self._rhythm, self._logger = run, parts, settings, rhythm, logger
+        self._run, self._parts, self._settings, self._rhythm, self._logger = (
+            run,
+            parts,
+            settings,
+            rhythm,
+            logger,
+        )
         self._meter = Meter(run.strategy, parts.loss, parts.classifies)
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
         self._progress.take_up(run.extra.get("trainer", {}))
@@ -156,7 +162,9 @@ class Trainer:
         last = epoch + 1 == self._settings.epochs
         values = dict(trained)
         best = False
-        if self._parts.validation_set is not None and ((epoch + 1) % self._settings.evaluate_every == 0 or last):
+        if self._parts.validation_set is not None and (
+            (epoch + 1) % self._settings.evaluate_every == 0 or last
+        ):
             self._values = self._evaluate()
             best = self._progress.judge(epoch, self._run.position.step, self._values)
             values |= self._values
@@ -198,7 +206,9 @@ class Trainer:
         run, weights = self._run, None
         fingerprint = run.fingerprint()
         if run.options.directory is not None and run.is_main:
-            weights = checkpoint.export(Path(run.options.directory) / "model.safetensors", run.strategy.model_state())
+            weights = checkpoint.export(
+                Path(run.options.directory) / "model.safetensors", run.strategy.model_state()
+            )
         self._logger.close()
         return Outcome(
             fingerprint=fingerprint,
