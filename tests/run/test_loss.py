@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.run.loss import exact, sum_and_weight
 
 
@@ -59,3 +61,8 @@ def test_a_mean_over_a_ragged_tail_counts_its_samples():
 def test_one_value_per_token_counts_tokens():
     total, weight = sum_and_weight(torch.ones(2, 5), 2)
     assert (float(total), float(weight)) == (10.0, 10.0)
+
+
+def test_a_loss_that_sums_is_refused():
+    with pytest.raises(ConfigError, match="reduction='mean'"):
+        exact(nn.MSELoss(reduction="sum"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from lockstep.run.options import RunOptions
 from lockstep.strategies import Strategy
 
 logger = logging.getLogger(__name__)
+_MOST_SOURCES = 8
+_Key = tuple[int, ...]
+"""The id of the data, and how it is to be read."""
 
 
 class Feeder:
@@ -28,9 +31,9 @@ class Feeder:
 
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
-        self._sources: dict[int, tuple[Source, Any]] = {}
-        self._training: dict[Hashable, StepLoader] = {}
-        self._evaluation: dict[Hashable, EvaluationLoader] = {}
+        self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
+        self._training: dict[_Key, StepLoader] = {}
+        self._evaluation: dict[_Key, EvaluationLoader] = {}
 
     def source(self, data: Any) -> Source:
         """What ``data`` is and how its owner wants it read; says once what is taken over differently."""
@@ -46,6 +49,8 @@ class Feeder:
                 if note and self._strategy.holder == 0:
                     logger.warning("%s", note)
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
+            self._forget_old()
+        self._sources.move_to_end(id(data))
         return self._sources[id(data)][0]
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
@@ -64,7 +69,7 @@ class Feeder:
         self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
     ) -> StepLoader:
         """The loader of a training set for this process's micro-batches."""
-        key = (id(data), shuffle, drop_last, workers)
+        key = (id(data), shuffle, drop_last, -1 if workers is None else workers)
         if key not in self._training:
             plan = self.plan(data, shuffle, drop_last, smallest)
             if plan.dropped_samples and not plan.drop_last and self._strategy.holder == 0:
@@ -89,7 +94,7 @@ class Feeder:
 
     def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
         """The loader of an evaluation set for this process's micro-batches."""
-        key = (id(data), workers)
+        key = (id(data), -1 if workers is None else workers)
         if key not in self._evaluation:
             source = self.source(data)
             self._evaluation[key] = EvaluationLoader(
@@ -107,12 +112,19 @@ class Feeder:
 
     def close(self) -> None:
         """Ends all worker processes."""
-        for loader in self._training.values():
-            loader.close()
-        for reader in self._evaluation.values():
-            reader.close()
-        self._training.clear()
-        self._evaluation.clear()
+        for data in list(self._sources):
+            self._forget(data)
+
+    def _forget_old(self) -> None:
+        """Lets the least recently used data go: a loop may make a new DataLoader in every epoch."""
+        while len(self._sources) > _MOST_SOURCES:
+            self._forget(next(iter(self._sources)))
+
+    def _forget(self, data: int) -> None:
+        del self._sources[data]
+        for loaders in (self._training, self._evaluation):
+            for key in [key for key in loaders if key[0] == data]:
+                loaders.pop(key).close()  # type: ignore[attr-defined]  # both kinds of loader have it
 
     def _pins(self, source: Source) -> bool:
         on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()

@@ -33,8 +33,13 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
-    function is returned as it is.
+    function is returned as it is; a torch loss that sums is refused (``ConfigError``).
     """
+    if isinstance(function, nn.Module) and getattr(function, "reduction", "") == "sum":
+        raise ConfigError(
+            f"{type(function).__name__}(reduction='sum') returns one number, which would be taken for the mean over a "
+            "micro-batch. Use reduction='mean', or a function that returns the pair (sum, count)."
+        )
     if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
         return function
     summing = copy.copy(function)
