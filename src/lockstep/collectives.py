@@ -20,6 +20,18 @@ def all_gather_flat(
     return work
 
 
+def let_go_of_groups(*holders: object) -> None:
+    """Makes objects forget the process groups they hold.
+
+    A gloo group that is still referred to when the interpreter ends is taken apart after its threads, which aborts the
+    process ("terminate called without an active exception") now and then, although all its work was done.
+    """
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, dist.ProcessGroup):
+                setattr(holder, name, None)
+
+
 def gather_json(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's value, by rank. The value must survive JSON. Collective: every rank of ``group`` must call this."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

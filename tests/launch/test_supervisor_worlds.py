@@ -1,6 +1,7 @@
 """What runs under the launcher: plain scripts, torch's own rendezvous, many runs at once, a world of torchrun."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,7 +144,8 @@ def test_a_script_under_torchrun_joins_its_world(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
+    # two ranks write into one pipe, so their lines may run into each other
+    assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"]
 
 
 def test_python_alone_is_a_world_of_one(tmp_path):

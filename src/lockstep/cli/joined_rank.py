@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import EXIT_RANK, ConfigError, LockstepError
+from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
 from lockstep.job.config import JobConfig
 from lockstep.job.run_folder import choose_run_folder
 from lockstep.launch import EntryTarget
+from lockstep.launch.heartbeat import Stopped
 from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.rank import end_process
 from lockstep.launch.run_target import run_target
 from lockstep.process_group import open_process_group
 from lockstep.world import World
@@ -45,8 +47,11 @@ def join(config: JobConfig, world: World, entry: str, command: list[str]) -> Non
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)
             run_target(EntryTarget(entry=entry, payload={"config": config.to_json(), "command": command}))
+    except Stopped as stop:
+        end_process(int(stop.reason))
     except Exception as error:
         _end(error, world)
+    end_process(EXIT_DONE)
 
 
 def agree_on_run_folder(config: JobConfig, world: World) -> JobConfig:

@@ -146,11 +146,22 @@ def _keep_result(task: RankTask, result: Any) -> None:
     result_file(Path(os.environ["LOCKSTEP_RUN_DIRECTORY"]), task.rank).write_text(text)
 
 
+def end_process(code: int) -> NoReturn:
+    """Ends this process as the interpreter would, but without the destructors that may abort it."""
+    _finish_program()
+    _flush()
+    os._exit(code)
+
+
+def _finish_program() -> None:
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are not daemons
+    atexit._run_exitfuncs()
+
+
 def _leave() -> None:
     """What the interpreter does at the end of a program, up to the destructors."""
     _part_from_open_group()
-    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are not daemons
-    atexit._run_exitfuncs()
+    _finish_program()
 
 
 def _part_from_open_group() -> None:

@@ -124,7 +124,7 @@ class Feeder:
         del self._sources[data]
         for loaders in (self._training, self._evaluation):
             for key in [key for key in loaders if key[0] == data]:
-                loaders.pop(key).close()  # type: ignore[attr-defined]  # both kinds of loader have it
+                loaders.pop(key).close()
 
     def _pins(self, source: Source) -> bool:
         on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()

@@ -58,6 +58,7 @@ class Run:
         self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
         self._precision.configure_backend()
         self.strategy: Strategy = open_strategy(options, self._session.group, self.device)
+        self._session.before_close = self.strategy.release
         options.shape.check_holders(self.strategy.holders)
         self._course = Course()
         self.extra: dict[str, Any] = {}

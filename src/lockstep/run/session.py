@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -42,16 +44,22 @@ class Session:
             self._stack.enter_context(open_process_group(world, backend=backend, timeout=timeout))
             atexit.register(self._close_at_exit)
         self.group = dist.group.WORLD if world.world_size > 1 else None
+        self.before_close: Callable[[], None] | None = None
+        """Called before the group is closed."""
 
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
         atexit.unregister(self._close_at_exit)
+        if self.before_close is not None:
+            self.before_close()
+        self.group = None
+        gc.collect()  # cycles hold on to groups too
         self._stack.close()
 
     def _close_at_exit(self) -> None:
         """A rank that ends with an uncaught error must not wait for the others."""
         if not hasattr(sys, "last_value"):
-            self._stack.close()
+            self.close()
 
 
 def _choose_device(world: World) -> torch.device:

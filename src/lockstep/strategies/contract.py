@@ -69,6 +69,9 @@ class Strategy(ABC):
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all holders, shape (holders, n), from one float64 row of shape (n,). Collective."""
 
+    def release(self) -> None:  # noqa: B027  # most strategies hold nothing
+        """Lets go of process groups, at the end of the run."""
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Updates the parameters from their gradients."""
         optimizer.step()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import all_gather_flat
+from lockstep.collectives import all_gather_flat, let_go_of_groups
 from lockstep.reduce import Reducer
 from lockstep.strategies.replicated import Replicated
 
@@ -49,6 +49,10 @@ class DistributedDataParallel(Replicated):
         )
         self.level = reducer.level
         self._group = group
+
+    def release(self) -> None:
+        """See ``Strategy.release``."""
+        let_go_of_groups(self, self._reducer)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all ranks, shape (ranks, n). Collective."""
