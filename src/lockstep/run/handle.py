@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
+from lockstep.collectives import let_go_of_groups
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensors
@@ -58,7 +59,6 @@ class Run:
         self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
         self._precision.configure_backend()
         self.strategy: Strategy = open_strategy(options, self._session.group, self.device)
-        self._session.before_close = self.strategy.release
         options.shape.check_holders(self.strategy.holders)
         self._course = Course()
         self.extra: dict[str, Any] = {}
@@ -70,6 +70,7 @@ class Run:
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._unread = Unread(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(self._session.group, self.device, self.position)
+        self._session.before_close = self._let_go
         self._session.heartbeat.will_poll()
 
     @property
@@ -262,6 +263,10 @@ class Run:
         """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
         self._feeder.close()
         self._session.close()
+
+    def _let_go(self) -> None:
+        self.strategy.release()
+        let_go_of_groups(self._agreed_data)
 
     @property
     def skipped_steps(self) -> int:
