@@ -210,6 +210,7 @@ class Trainer:
                 Path(run.options.directory) / "model.safetensors", run.strategy.model_state()
             )
         self._logger.close()
+        run.close()
         return Outcome(
             fingerprint=fingerprint,
             values=self._values,
