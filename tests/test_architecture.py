@@ -23,7 +23,18 @@ LAYERS = (
     {"strategies", "checkpoint", "loggers"},
     {"reduce", "precision", "randomness", "buffers", "sums", "models", "data"},
     {"launch", "process_group", "rendezvous", "collectives"},
-    {"world", "seeding", "permutation", "plan", "tree", "fingerprint", "schedules", "levels"},
+    {
+        "world",
+        "seeding",
+        "permutation",
+        "plan",
+        "tree",
+        "fingerprint",
+        "schedules",
+        "levels",
+        "strategy_options",
+    },
+    {"mesh"},
     {"errors"},
 )
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

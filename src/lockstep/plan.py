@@ -27,6 +27,36 @@ def share(items: int, holders: int, holder: int) -> range:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which of numbered items (the micro-batches of a step, or of an evaluation) a process takes."""
+
+    holders: int = 1
+    """How many share them."""
+    holder: int | None = 0
+    """This process's number among them; None for one that computes nothing, such as a parameter server."""
+    interleaved: bool = False
+    """Take every ``holders``-th item instead of a run of consecutive ones."""
+    rounds: bool = False
+    """Give every holder the same number of items, for strategies whose forward pass is collective. The surplus numbers
+    are spares: they are run on the samples of item 0 and count for nothing. Implies ``interleaved``."""
+
+    def of(self, items: int, holder: int | None = None) -> range:
+        """The items of a holder, by default of this process; with ``rounds``, numbers from ``items`` on are spares."""
+        holder = self.holder if holder is None else holder
+        if holder is None:
+            return range(0)
+        if self.rounds:
+            return range(holder, -(-items // self.holders) * self.holders, self.holders)
+        if self.interleaved:
+            return range(holder, items, self.holders)
+        return share(items, self.holders, holder)
+
+    def longest(self, items: int) -> int:
+        """The most items of any holder."""
+        return -(-items // self.holders)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchShape:
     """How many samples make one optimizer step, and in how many micro-batches they are computed."""
 

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.data import EvaluationLoader, StepLoader
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchShape, SamplePlan
+from lockstep.plan import BatchShape, SamplePlan, Share
 
 
 class Augmented(Dataset):
@@ -54,7 +54,9 @@ def test_the_ranks_together_read_every_sample_of_the_plan_once(holders):
     dataset = TensorDataset(torch.arange(203), torch.arange(203) % 7)
     plan = plan_of(dataset)
     seen = []
-    loaders = [StepLoader(dataset, plan, holder=holder, holders=holders) for holder in range(holders)]
+    loaders = [
+        StepLoader(dataset, plan, share=Share(holder=holder, holders=holders)) for holder in range(holders)
+    ]
     for batches in zip(*(loader.batches(1) for loader in loaders), strict=True):
         step = plan.step(1, batches[0].plan.position)
         parts = [part for batch in batches for part in batch.micro_batches]
@@ -69,7 +71,10 @@ def test_the_ranks_together_read_every_sample_of_the_plan_once(holders):
 
 def test_a_rank_without_a_micro_batch_still_gets_each_step():
     dataset = TensorDataset(torch.arange(33))
-    sizes = [len(batch) for batch in StepLoader(dataset, plan_of(dataset), holder=7, holders=8).batches(0)]
+    sizes = [
+        len(batch)
+        for batch in StepLoader(dataset, plan_of(dataset), share=Share(holder=7, holders=8)).batches(0)
+    ]
     assert sizes == [4, 0]
 
 
@@ -127,7 +132,7 @@ def test_evaluation_reads_every_sample_once_and_in_order(workers, holders):
     indices, rows, numbers = [], [], []
     for holder in range(holders):
         loader = EvaluationLoader(
-            dataset, micro_batch_size=8, holder=holder, holders=holders, workers=workers
+            dataset, micro_batch_size=8, share=Share(holder=holder, holders=holders), workers=workers
         )
         assert loader.count == 7
         for part in loader:
@@ -148,7 +153,9 @@ def test_every_evaluation_sees_the_same_samples():
 
 
 def test_an_evaluation_may_leave_a_rank_without_samples():
-    loader = EvaluationLoader(TensorDataset(torch.arange(5)), micro_batch_size=4, holder=2, holders=3)
+    loader = EvaluationLoader(
+        TensorDataset(torch.arange(5)), micro_batch_size=4, share=Share(holder=2, holders=3)
+    )
     assert list(loader) == [] and len(loader) == 0 and loader.count == 2
 
 

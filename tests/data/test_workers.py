@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lockstep.data import EvaluationLoader, StepLoader
 from lockstep.errors import DataError, RankError, StallError
-from lockstep.plan import BatchShape, SamplePlan
+from lockstep.plan import BatchShape, SamplePlan, Share
 
 
 class Numbers(Dataset):
@@ -175,7 +175,9 @@ def test_a_data_set_in_memory_starts_no_process():
 
 def test_a_rank_without_samples_to_evaluate_starts_no_process():
     before = children()
-    loader = EvaluationLoader(Numbers(size=5), micro_batch_size=4, holder=2, holders=3, workers=2)
+    loader = EvaluationLoader(
+        Numbers(size=5), micro_batch_size=4, share=Share(holder=2, holders=3), workers=2
+    )
     assert list(loader) == [] and children() <= before
 
 

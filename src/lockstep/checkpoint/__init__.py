@@ -3,7 +3,7 @@
 from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
 from lockstep.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
-from lockstep.checkpoint.state import CheckpointState, load_model_state, model_state
+from lockstep.checkpoint.state import CheckpointState, load_model_state, model_state, require_same_model
 from lockstep.checkpoint.temporary import clean
 from lockstep.checkpoint.whole import capture, parameter_names, restore
 from lockstep.checkpoint.writer import export, write
@@ -27,6 +27,7 @@ __all__ = [
     "read",
     "read_best",
     "read_newest",
+    "require_same_model",
     "restore",
     "verify",
     "write",

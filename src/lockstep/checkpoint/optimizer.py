@@ -6,7 +6,7 @@ momentum of ``layer1.0.weight`` is the tensor ``layer1.0.weight|momentum_buffer`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,16 @@ def load_optimizer_state(
     names: Mapping[Tensor, str],
     tensors: Mapping[str, Tensor],
     record: Mapping[str, JSON],
+    members: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Gives named state to a torch optimizer, whose groups and parameter order may differ from the writer's.
+
+    Args:
+        optimizer: takes the state.
+        names: the name of every parameter it holds.
+        tensors: from ``optimizer_state``, in the shapes that are held here.
+        record: from ``optimizer_state``.
+        members: the names of each group's parameters in the whole model, where this process holds only some of them.
 
     Every bit and dtype is kept; a state tensor of its parameter's shape takes that one's device and strides.
     A parameter without state stays without. ``CheckpointMismatch`` where class, parameters or groups differ.
@@ -70,14 +78,15 @@ def load_optimizer_state(
         )
     hyperparameters = _hyperparameters_by_name(record, tensors)
     groups = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
-    _require_equal_names(hyperparameters, {name for group in groups for name in group})
-    chosen = [_common_hyperparameters(group, hyperparameters) for group in groups]
+    whole = groups if members is None else [list(group) for group in members]
+    _require_equal_names(hyperparameters, {name for group in whole for name in group})
+    chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
     state = record["state"]
     assert isinstance(state, dict)
     optimizer.state.clear()
-    for group, members, values in zip(optimizer.param_groups, groups, chosen, strict=True):
+    for group, held, values in zip(optimizer.param_groups, groups, chosen, strict=True):
         group.update({key: value for key, value in values.items() if key not in _IMPLEMENTATION})
-        for name, parameter in zip(members, group["params"], strict=True):
+        for name, parameter in zip(held, group["params"], strict=True):
             if name in state:
                 stored = decode(state[name], tensors)
                 optimizer.state[parameter] = {

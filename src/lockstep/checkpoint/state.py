@@ -59,6 +59,35 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
+def require_same_model(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    wanted: Mapping[str, Tensor],
+    wanted_aliases: Mapping[str, str],
+) -> None:
+    """Raises ``CheckpointMismatch`` that lists every name that is missing, unexpected, or of another shape, dtype, tie.
+
+    Args:
+        tensors: what a checkpoint holds of a model.
+        aliases: its further names of tied tensors.
+        wanted: what the model has; values do not matter.
+        wanted_aliases: the further names of its tied tensors.
+    """
+    differences = compare(_with_aliases(tensors, aliases), _with_aliases(wanted, wanted_aliases))
+    if differences:
+        raise CheckpointMismatch(
+            f"The checkpoint holds the state of another model:\n{differences.describe()}\n"
+            "Resume with the model that wrote it, or start anew from its weights alone."
+        )
+    if dict(aliases) != dict(wanted_aliases):
+        changed = sorted(set(aliases.items()) ^ set(wanted_aliases.items()))
+        raise CheckpointMismatch(
+            "The checkpoint ties other parameters together than the model does: "
+            + ", ".join(f"{alias} = {name}" for alias, name in changed)
+            + ". Resume with the model that wrote it."
+        )
+
+
 def load_model_state(
     model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, strict: bool = True
 ) -> Differences:
@@ -68,21 +97,10 @@ def load_model_state(
     nothing has been copied then. With ``strict=False`` what fits is copied and the differences are returned.
     """
     wanted, wanted_aliases = model_state(model)
-    given = {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
-    everything = {**wanted, **{alias: wanted[name] for alias, name in wanted_aliases.items()}}
+    given, everything = _with_aliases(tensors, aliases), _with_aliases(wanted, wanted_aliases)
+    if strict:
+        require_same_model(tensors, aliases, wanted, wanted_aliases)
     differences = compare(given, everything)
-    if strict and differences:
-        raise CheckpointMismatch(
-            f"The checkpoint holds the state of another model:\n{differences.describe()}\n"
-            "Resume with the model that wrote it, or start anew from its weights alone."
-        )
-    if strict and dict(aliases) != wanted_aliases:
-        changed = sorted(set(aliases.items()) ^ set(wanted_aliases.items()))
-        raise CheckpointMismatch(
-            "The checkpoint ties other parameters together than the model does: "
-            + ", ".join(f"{alias} = {name}" for alias, name in changed)
-            + ". Resume with the model that wrote it."
-        )
     fitting = OrderedDict(
         (name, given[name])
         for name, own in everything.items()
@@ -92,6 +110,11 @@ def load_model_state(
     fitting._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined] # torch's own name
     model.load_state_dict(fitting, strict=False)
     return differences
+
+
+def _with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors under all their names."""
+    return {**tensors, **{alias: tensors[name] for alias, name in aliases.items() if name in tensors}}
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

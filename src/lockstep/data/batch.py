@@ -14,7 +14,8 @@ class MicroBatch:
     """The samples of one micro-batch, collated."""
 
     k: int
-    """Position among the micro-batches of the step, or of the whole set where it is evaluated."""
+    """Position among the micro-batches of the step, or of the whole set where it is evaluated. One that is not below
+    their number is a spare (see ``lockstep.plan.Share.rounds``)."""
     indices: Indices
     """The samples' numbers in the data set, in the order of the rows of ``data``."""
     data: Any

@@ -18,7 +18,9 @@ from lockstep.data.reader import Collate, SampleReader
 from lockstep.data.workers import WorkerReading
 from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
-from lockstep.plan import SamplePlan, StepPlan, share
+from lockstep.plan import SamplePlan, Share, StepPlan
+
+_ALL = Share()
 
 
 class StepLoader:
@@ -27,8 +29,7 @@ class StepLoader:
     Args:
         dataset: any map-style data set.
         plan: which samples each micro-batch of each step holds.
-        holder: number of this rank among those that share the steps.
-        holders: how many share them.
+        share: which micro-batches of each step are this rank's.
         seed: the run's seed; with epoch and index it decides every random draw of a sample.
         workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
         collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
@@ -42,8 +43,7 @@ class StepLoader:
         dataset: Any,
         plan: SamplePlan,
         *,
-        holder: int = 0,
-        holders: int = 1,
+        share: Share = _ALL,
         seed: int = 0,
         workers: int = 0,
         collate: Collate | None = None,
@@ -52,8 +52,8 @@ class StepLoader:
         timeout: float = 120.0,
     ) -> None:
         _check_size(dataset, plan.samples)
-        self._plan, self._holder, self._holders = plan, holder, holders
-        per_step = len(share(plan.shape.micro_batches, holders, holder))
+        self._plan, self._share = plan, share
+        per_step = len(share.of(plan.shape.micro_batches))
         self._reading = open_reading(
             dataset,
             seed=seed,
@@ -70,11 +70,15 @@ class StepLoader:
         Leaving the loop early is fine; beginning another iteration ends this one.
         """
         ahead, steps = tee(planned_steps(self._plan, epoch, first))
-        results = self._reading.read(_requests(ahead, self._holder, self._holders))
+        if self._share.holder is None:
+            yield from (Batch(step, ()) for step in steps)
+            return  # and start no workers
+        results = self._reading.read(_requests(ahead, self._share))
         for step in steps:
-            held = share(step.leaves, self._holders, self._holder)
-            parts = tuple(MicroBatch(k, step.indices[k], aligned(next(results))) for k in held)
-            yield Batch(step, parts)
+            parts = (
+                MicroBatch(k, indices, aligned(next(results))) for k, indices in _parts(step, self._share)
+            )
+            yield Batch(step, tuple(parts))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
@@ -82,15 +86,14 @@ class StepLoader:
 
 
 class EvaluationLoader:
-    """Reads every sample exactly once, in index order, each rank a run of consecutive micro-batches.
+    """Reads every sample exactly once, in index order, each rank its share of the micro-batches.
 
     The random draws of a sample are keyed without the epoch, so every evaluation sees the same samples.
 
     Args:
         dataset: any map-style data set.
         micro_batch_size: samples of a micro-batch; the last one of the set may be smaller.
-        holder: number of this rank among those that share the set.
-        holders: how many share it. A rank may have nothing to read.
+        share: which micro-batches of the set are this rank's; there may be none.
         seed: the run's seed.
         workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
         collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
@@ -104,8 +107,7 @@ class EvaluationLoader:
         dataset: Any,
         *,
         micro_batch_size: int,
-        holder: int = 0,
-        holders: int = 1,
+        share: Share = _ALL,
         seed: int = 0,
         workers: int = 0,
         collate: Collate | None = None,
@@ -119,7 +121,7 @@ class EvaluationLoader:
         self._micro_batch_size = micro_batch_size
         self.count = -(-self._samples // micro_batch_size)
         """Micro-batches of the set, over all ranks."""
-        self._share = share(self.count, holders, holder)
+        self._held = share.of(self.count)
         self._reading = open_reading(
             dataset,
             seed=seed,
@@ -131,11 +133,11 @@ class EvaluationLoader:
         )
 
     def __len__(self) -> int:
-        return len(self._share)
+        return len(self._held)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """Yields this rank's micro-batches; ``k`` numbers all micro-batches of the set."""
-        parts = [_Slice(k, self._micro_batch_size, self._samples) for k in self._share]
+        """Yields this rank's micro-batches; ``k`` numbers those of the set, and spares from ``count`` on."""
+        parts = [_Slice(k, self._micro_batch_size, self._samples, k >= self.count) for k in self._held]
         if not parts:
             return  # and start no workers
         results = self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in parts)
@@ -154,18 +156,25 @@ class _Slice:
     k: int
     size: int
     samples: int
+    spare: bool = False
 
     @property
     def indices(self) -> Indices:
-        first = self.k * self.size
+        first = 0 if self.spare else self.k * self.size
         return np.arange(first, min(first + self.size, self.samples), dtype=np.int64)
 
 
-def _requests(steps: Iterator[StepPlan], holder: int, holders: int) -> Iterator[Request]:
+def _requests(steps: Iterator[StepPlan], share: Share) -> Iterator[Request]:
     """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
     for step in steps:
-        for k in share(step.leaves, holders, holder):
-            yield Request(step.epoch, step.indices[k])
+        for _, indices in _parts(step, share):
+            yield Request(step.epoch, indices)
+
+
+def _parts(step: StepPlan, share: Share) -> Iterator[tuple[int, Indices]]:
+    """Number and samples of each of a holder's micro-batches; a spare has those of micro-batch 0."""
+    for k in share.of(step.leaves):
+        yield k, step.indices[k if k < step.leaves else 0]
 
 
 def open_reading(

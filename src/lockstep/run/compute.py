@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
+from lockstep.errors import ConfigError
 from lockstep.launch.heartbeat import Heartbeat
+from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
 from lockstep.run.loss import split_batch, sum_and_weight
@@ -18,7 +23,7 @@ Prepare = Callable[[Tensor], Tensor]
 
 
 class Compute:
-    """The forward pass of a prepared model.
+    """The forward pass of a prepared model, the same in training and evaluation.
 
     Args:
         model: what is called.
@@ -47,32 +52,23 @@ class Compute:
             model: what is called.
             finish: applied to the input on the device.
         """
-        with self._precision.forward():
-            return self._forward(data, forward, model, finish)
+        with self.autocast():
+            if forward is not None:
+                data = self._to_device(data)
+                return forward(data), data
+            inputs, named, target = self.inputs(data, finish)
+            return model(*inputs, **named), target
 
-    def loss(
-        self,
-        micro_batch: MicroBatch,
-        function: Callable[..., Any],
-        forward: Callable[..., Any] | None,
-        randomness: KeyedRandomness,
-    ) -> tuple[Tensor, Tensor]:
-        """Sum and weight of the loss; what is drawn is keyed by what ``randomness`` was set to."""
-        with self._precision.forward():
-            output, target = self._forward(micro_batch.data, forward, self.model, self.finish)
-            randomness.begin_loss()
-            return sum_and_weight(function(output, target), len(micro_batch))
-
-    def _forward(
-        self, data: Any, forward: Callable[..., Any] | None, model: nn.Module, finish: Prepare | None
-    ) -> tuple[Any, Any]:
-        data = self._to_device(data)
-        if forward is not None:
-            return forward(data), data
-        inputs, named, target = split_batch(data)
+    def inputs(self, data: Any, finish: Prepare | None) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Positional and named arguments of the model and the target, on the device, from a micro-batch's data."""
+        inputs, named, target = split_batch(self._to_device(data))
         if finish is not None and inputs:
             inputs = (finish(inputs[0]), *inputs[1:])
-        return model(*(self._laid_out(value) for value in inputs), **named), target
+        return tuple(self._laid_out(value) for value in inputs), named, target
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        return self._precision.forward()
 
     def _laid_out(self, value: Any) -> Any:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
@@ -89,6 +85,60 @@ class Compute:
         if isinstance(data, tuple | list):
             return type(data)(self._to_device(value) for value in data)
         return data
+
+
+@dataclass(frozen=True)
+class StepCompute:
+    """The forward pass and the loss of one step's micro-batches; see ``lockstep.strategies.Compute``."""
+
+    compute: Compute
+    randomness: KeyedRandomness
+    heartbeat: Heartbeat
+    plan: StepPlan
+    function: Callable[..., Any]
+    """The loss, of (output, target)."""
+    forward: Callable[..., Any] | None
+    """The user's own way from a micro-batch's data to the output."""
+    first_key: int
+    """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
+
+    def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Forward pass and loss of a whole model."""
+        self.begin(micro_batch)
+        output, target = self.compute.output_and_target(
+            micro_batch.data, self.forward, model or self.compute.model, self.compute.finish
+        )
+        result = self.loss(output, target, micro_batch)
+        self.heartbeat.mark("backward", epoch=self.plan.epoch, step=self.plan.step, micro_batch=micro_batch.k)
+        return result
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Keys what is drawn, and notes where this rank is."""
+        note(self.heartbeat, "forward", self.plan.epoch, self.plan.step, micro_batch)
+        self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+
+    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The model's arguments and the target."""
+        if self.forward is not None:
+            raise ConfigError(
+                "run.backward was given a forward of your own, which calls the whole model; this strategy runs the "
+                "model in parts. Give the model a forward(input), or use strategy 'ddp'."
+            )
+        return self.compute.inputs(micro_batch.data, self.compute.finish)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        return self.compute.autocast()
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Sum and weight of the user's loss; of a spare, a sum that hangs together with the output."""
+        with self.autocast():
+            if micro_batch.k >= self.plan.leaves:
+                values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+                total = torch.stack([value.double().sum() for value in values]).sum()
+                return total, torch.zeros_like(total)
+            self.randomness.begin_loss()
+            return sum_and_weight(self.function(output, target), len(micro_batch))
 
 
 def note(

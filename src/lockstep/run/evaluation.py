@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
-from lockstep.plan import share
 from lockstep.randomness import KeyedRandomness
 from lockstep.run.compute import Compute
 from lockstep.run.loss import exact, sum_and_weight
@@ -90,18 +89,24 @@ def evaluate(
         raise ConfigError(
             "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
         )
-    longest = -(-loader.count // strategy.holders)
+    share = strategy.share
+    longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
     for place, micro_batch in enumerate(loader):
         output, target = forward(micro_batch)
+        if micro_batch.k >= loader.count:
+            continue  # a spare, run because the forward pass is collective
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
-    gathered = strategy.gather(rows.view(-1)).view(strategy.holders, longest, len(metrics), 2)
-    sizes = [len(share(loader.count, strategy.holders, holder)) for holder in range(strategy.holders)]
-    ordered = torch.cat([part[:size] for part, size in zip(gathered, sizes)]).cpu()
+    gathered = strategy.gather(rows.view(-1)).view(share.holders, longest, len(metrics), 2).cpu()
+    ordered = torch.zeros(share.holders * longest, len(metrics), 2, dtype=torch.float64)
+    for holder, part in enumerate(gathered):
+        held = list(share.of(loader.count, holder))
+        ordered[held] = part[: len(held)]
+    ordered = ordered[: loader.count]
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 
 

@@ -43,10 +43,10 @@ class Feeder:
                 source,
                 global_batch=shape.global_batch,
                 micro_batch_size=shape.micro_batch_size,
-                holders=self._strategy.holders,
+                holders=self._strategy.share.holders,
             )
             for note in (*source.notes, batch_note):
-                if note and self._strategy.holder == 0:
+                if note and self._strategy.share.holder == 0:
                     logger.warning("%s", note)
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
             self._forget_old()
@@ -72,7 +72,7 @@ class Feeder:
         key = (id(data), shuffle, drop_last, -1 if workers is None else workers)
         if key not in self._training:
             plan = self.plan(data, shuffle, drop_last, smallest)
-            if plan.dropped_samples and not plan.drop_last and self._strategy.holder == 0:
+            if plan.dropped_samples and not plan.drop_last and self._strategy.share.holder == 0:
                 logger.warning(
                     "The last micro-batch of each epoch would hold %d sample, too few for BatchNorm: it is left out.",
                     plan.dropped_samples,
@@ -81,8 +81,7 @@ class Feeder:
             self._training[key] = StepLoader(
                 source.dataset,
                 plan,
-                holder=self._strategy.holder,
-                holders=self._strategy.holders,
+                share=self._strategy.share,
                 seed=self._options.seed,
                 workers=workers if workers is not None else source.workers or 0,
                 collate=source.collate,
@@ -100,8 +99,7 @@ class Feeder:
             self._evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
-                holder=self._strategy.holder,
-                holders=self._strategy.holders,
+                share=self._strategy.share,
                 seed=self._options.seed,
                 workers=workers if workers is not None else source.workers or 0,
                 collate=source.collate,

@@ -7,22 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.collectives import let_go_of_groups
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import combine, digest_tensors
+from lockstep.fingerprint import combine, digest_tensor
 from lockstep.launch.heartbeat import Stopped
 from lockstep.precision import Precision
-from lockstep.randomness import KeyedRandomness
 from lockstep.run import saving, start
 from lockstep.run.agreed_data import AgreedData
 from lockstep.run.clipping import clip_gradients
-from lockstep.run.compiling import compile_blocks
-from lockstep.run.compute import Compute, note
+from lockstep.run.compute import Compute, StepCompute, note
 from lockstep.run.context import describe
 from lockstep.run.course import Course
 from lockstep.run.evaluation import Evaluation, Metric
@@ -32,6 +29,7 @@ from lockstep.run.optimizer import PreparedOptimizer
 from lockstep.run.options import RunOptions
 from lockstep.run.parts import Parts
 from lockstep.run.pending import Pending
+from lockstep.run.placing import place
 from lockstep.run.position import Position
 from lockstep.run.scaling import ScaledStep
 from lockstep.run.session import Session
@@ -59,12 +57,12 @@ class Run:
         self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
         self._precision.configure_backend()
         self.strategy: Strategy = open_strategy(options, self._session.group, self.device)
-        options.shape.check_holders(self.strategy.holders)
+        options.shape.check_holders(self.strategy.share.holders)
         self._course = Course()
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self._feeder = Feeder(options, self.strategy)
-        self._scaled_step = ScaledStep(self._precision)
+        self._scaled_step = ScaledStep(self._precision, self.strategy)
         self._saved: saving.Saved | None = None
         self._pending = Pending()
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
@@ -101,27 +99,24 @@ class Run:
         if self._saved is not None:
             raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
         self._session.heartbeat.mark("prepare")
-        if self.options.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
-        context = describe(self.options, self._session, parts.optimizers)
-        if self._session.group is not None:
-            start.agree(parts, context, self._session.group, self.device, values_from_main)
-        placed = self.strategy.place(model)
-        self._precision.prepare(placed)
-        for module in parts.modules:
-            module.to(self.device)
-        units = compile_blocks(placed) if self.options.compile else None
-        self._randomness = KeyedRandomness(placed, self.options.seed, self.device, units)
-        self._compute = Compute(placed, self._precision, self.device, self.options.channels_last)
+        context, group = describe(self.options, self._session, parts.optimizers), self._session.group
+        if group is not None:
+            start.agree(parts, context, group, self.device, values_from_main)
+        placed = place(parts, self.options, self.strategy, self._precision, self.device)
+        self._randomness = placed.randomness
+        self._compute = Compute(placed.model, self._precision, self.device, self.options.channels_last)
         self._evaluation = Evaluation(self._compute, self._randomness, self.strategy)
         self._parts, self._pending = parts, Pending(parts.optimizers)
-        self._saved = saving.Saved(parts, self._precision, self.position, context)
+        self._saved = saving.Saved(
+            parts, placed, self.strategy, group, self._precision, self.position, context
+        )
         if self.options.resume and saving.take_up(self._saved, self.options, self.fingerprint):
             self.extra = self._saved.extra
             self._agreed_data.resume()
         step, forget = partial(self._pending.step, take=self._scaled_step.step), self._pending.forget
         self._stand_ins = {id(o): PreparedOptimizer(o, step, forget) for o in parts.optimizers}
-        return (placed, *(self._stand_ins.get(id(each), each) for each in others)) if others else placed
+        stand_ins = (self._stand_ins.get(id(each), each) for each in others)
+        return (placed.model, *stand_ins) if others else placed.model
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
@@ -140,7 +135,7 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = smallest_micro_batch(self._require_prepared().parts.model)
+        smallest = self._require_prepared().placed.smallest_micro_batch
         self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest))
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
@@ -167,17 +162,10 @@ class Run:
         """
         self._require_prepared().require_accumulable(bool(self._pending))
         self._parts.require_frozen()
-        turn = self._course.turn
         self._scaled_step.settle()
-        plan, heartbeat, exact_loss = batch.plan, self._session.heartbeat, exact(loss)
-
-        def compute(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-            note(heartbeat, "forward", plan.epoch, plan.step, micro_batch)
-            self._randomness.begin_micro_batch(plan.step, micro_batch.k + turn * self.options.micro_batches)
-            result = self._compute.loss(micro_batch, exact_loss, forward, self._randomness)
-            heartbeat.mark("backward", epoch=plan.epoch, step=plan.step, micro_batch=micro_batch.k)
-            return result
-
+        plan, heartbeat = batch.plan, self._session.heartbeat
+        key = self._course.turn * self.options.micro_batches
+        compute = StepCompute(self._compute, self._randomness, heartbeat, plan, exact(loss), forward, key)
         stop = int(heartbeat.stop_reason)
         result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
         self._randomness.end_step(plan.step)
@@ -193,7 +181,7 @@ class Run:
 
         The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
         """
-        return clip_gradients(self.strategy.trainable(), max_norm)
+        return clip_gradients(self.strategy, max_norm)
 
     def evaluate(
         self,
@@ -241,18 +229,28 @@ class Run:
         self._scaled_step.settle()
         self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         fingerprint, saved.extra = self.fingerprint(), self.extra
+        if not self.is_main and self.strategy.replicated:
+            return None
+        state, step = saved.capture(fingerprint, keep=self.is_main), self.position.step
         if not self.is_main:
             return None
-        state, step = saved.capture(fingerprint), self.position.step
         return checkpoint.write(self.options.directory, state, step=step, keep=self.options.keep)
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts, digests = self._require_prepared().parts, digest_tensors(self.strategy.model_state())
+        parts = self._require_prepared().parts
+        digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
         if (group := self._session.group) is not None:
             everything, step = {**digests, **parts.digests()}, self.position.step
             start.require_equal_replicas(everything, step, group, self.device)
         return combine(digests)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers by name, on the main process; empty on the others. Collective.
+
+        The tensors may be the model's own.
+        """
+        return self._require_prepared().model_state(keep=self.is_main)
 
     def print(self, *values: object) -> None:
         """Prints on the main process only."""
@@ -266,7 +264,7 @@ class Run:
 
     def _let_go(self) -> None:
         self.strategy.release()
-        let_go_of_groups(self._agreed_data)
+        let_go_of_groups(self._agreed_data, *([self._saved] if self._saved is not None else []))
 
     @property
     def skipped_steps(self) -> int:
@@ -281,7 +279,11 @@ class Run:
             drop_last: as for ``batches``.
             model: the model, where it has not been prepared yet.
         """
-        smallest = smallest_micro_batch(model or self._require_prepared().parts.model)
+        smallest = (
+            smallest_micro_batch(model)
+            if model is not None
+            else self._require_prepared().placed.smallest_micro_batch
+        )
         return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
 
     def _between_steps(self) -> None:

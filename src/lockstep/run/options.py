@@ -10,7 +10,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategies import STRATEGIES
+from lockstep.strategy_options import STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,9 @@ class RunOptions:
     """Name patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
 
     strategy: str = "ddp"
-    """single or ddp."""
+    """How the work is laid out; one of ``lockstep.strategy_options.STRATEGIES``."""
+    mesh: str = ""
+    """The axes of strategy hybrid, outermost first: "data=2,pipeline=2"."""
     directory: Path | str | None = None
     """The run folder, for checkpoints and logs; nothing is written without one."""
     resume: str = ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
@@ -16,9 +18,12 @@ from lockstep.checkpoint import CheckpointState
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
+from lockstep.run import whole_state
 from lockstep.run.options import RunOptions
 from lockstep.run.parts import Parts
+from lockstep.run.placing import Placed
 from lockstep.run.position import Position
+from lockstep.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +33,29 @@ class Saved:
     """All that a checkpoint of a run covers."""
 
     parts: Parts
+    placed: Placed
+    strategy: Strategy
+    group: dist.ProcessGroup | None
     precision: Precision
     position: Position
     context: Context
     extra: dict[str, Any] = field(default_factory=dict)
     """What the user, or the trainer, stores beside it; must survive JSON."""
 
-    def capture(self, fingerprint: str) -> CheckpointState:
-        """The state as it stands; shares memory with the run."""
+    def capture(self, fingerprint: str, *, keep: bool) -> CheckpointState:
+        """The whole state as it stands; may share memory with the run. Collective.
+
+        Args:
+            fingerprint: of the model as it stands.
+            keep: whether this process needs it; without, it only helps others to gather theirs.
+        """
         scaler = self.precision.scaler
-        state = checkpoint.capture(
-            self.parts.model,
-            _numbered(self.parts.optimizers),
-            {
+        state = CheckpointState(
+            model={
+                name: t for name, t in self.model_state(keep=keep).items() if name not in self.placed.aliases
+            },
+            optimizer={},
+            progress={
                 "position": self.position.as_dict(),
                 "fingerprint": fingerprint,
                 "context": self.context.as_dict(),
@@ -49,14 +64,26 @@ class Saved:
                 "modules": len(self.parts.modules),
                 "extra": self.extra,
             },
+            aliases=self.placed.aliases,
         )
+        for number, optimizer in enumerate(self.parts.optimizers):
+            tensors, state.optimizer_records[str(number)] = self._optimizer_state(number, optimizer, keep)
+            state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         for number, module in enumerate(self.parts.modules):
             tensors, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
         return state
 
+    def model_state(self, *, keep: bool) -> dict[str, Tensor]:
+        """Whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
+        found = {}
+        for name, tensor in self.strategy.state():
+            if keep:
+                found[name] = tensor if self.strategy.replicated else tensor.detach().to("cpu", copy=True)
+        return found
+
     def restore(self, state: CheckpointState, force_context: bool) -> str:
-        """Takes up a state; returns the fingerprint it was written with.
+        """Takes up a state; returns the fingerprint it was written with. Collective.
 
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.
@@ -69,13 +96,15 @@ class Saved:
                 + "\n  ".join(differences)
                 + "\nRestore these, or go on at level B with force_context=True (--force-context)."
             )
-        self._require_equal_counts(written)
-        checkpoint.restore(state, self.parts.model, _numbered(self.parts.optimizers))
+        self._require_equal_counts(state)
+        checkpoint.require_same_model(state.model, state.aliases, self.placed.tensors, self.placed.aliases)
+        self.strategy.load_state(
+            {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
+        )
+        for number, optimizer in enumerate(self.parts.optimizers):
+            self._load_optimizer(number, optimizer, state)
         for number, module in enumerate(self.parts.modules):
-            prefix = f"module{number}|"
-            own = {
-                key.removeprefix(prefix): t for key, t in state.optimizer.items() if key.startswith(prefix)
-            }
+            own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
         if self.precision.scaler is not None and written["scaler"]:
             self.precision.scaler.load_state_dict(written["scaler"])
@@ -85,6 +114,32 @@ class Saved:
             setattr(self.position, key, value)
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
+
+    def _optimizer_state(
+        self, number: int, optimizer: Optimizer, keep: bool
+    ) -> tuple[dict[str, Tensor], whole_state.Record]:
+        if self.strategy.replicated:
+            return checkpoint.optimizer_state(optimizer, self._names())
+        members = self.placed.members[number]
+        return whole_state.gather_optimizer(
+            optimizer, self._names(), members, self.strategy, self.group, keep=keep
+        )
+
+    def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
+        tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
+        if not isinstance(record, dict):
+            raise CheckpointError("The checkpoint's optimizer record is not one. Use another checkpoint.")
+        members = None
+        if not self.strategy.replicated:
+            members = self.placed.members[number]
+            shapes = {name: tensor.shape for name, tensor in state.model.items()}
+            tensors = whole_state.share_out(tensors, shapes, self.strategy)
+        checkpoint.load_optimizer_state(optimizer, self._names(), tensors, record, members)
+
+    def _names(self) -> dict[Tensor, str]:
+        if self.strategy.replicated:
+            return checkpoint.parameter_names(self.parts.model)
+        return {parameter: name for name, parameter in self.strategy.trainable().items()}
 
     def require_accumulable(self, pending: bool) -> None:
         """Raises ``ConfigError`` where a backward pass could not use the loss scale rightly."""
@@ -101,8 +156,10 @@ class Saved:
                 "losses, add them in one loss function; or use bf16 or fp32."
             )
 
-    def _require_equal_counts(self, written: Mapping[str, Any]) -> None:
+    def _require_equal_counts(self, state: CheckpointState) -> None:
+        written = state.progress
         for kind, stored, here in (
+            ("optimizers", len(state.optimizer_records), len(self.parts.optimizers)),
             ("schedulers", len(written["schedulers"]), len(self.parts.schedulers)),
             ("further modules", written["modules"], len(self.parts.modules)),
         ):
@@ -141,8 +198,9 @@ def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointSta
     return Path(resume), checkpoint.read(resume)
 
 
-def _numbered(optimizers: Sequence[Optimizer]) -> dict[str, Optimizer]:
-    return {str(number): each for number, each in enumerate(optimizers)}
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def _plain(state: Any) -> Any:

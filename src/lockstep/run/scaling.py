@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lockstep.errors import NonFiniteError
 from lockstep.plan import StepPlan
 from lockstep.precision import Precision
+from lockstep.run.pending import has_gradients
+from lockstep.strategies import Strategy
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -23,10 +27,11 @@ class ScaledStep:
 
     Args:
         precision: whose scaler is used.
+        strategy: knows who else holds a part of the gradients.
     """
 
-    def __init__(self, precision: Precision) -> None:
-        self._scaler = precision.scaler
+    def __init__(self, precision: Precision, strategy: Strategy) -> None:
+        self._scaler, self._strategy = precision.scaler, strategy
         self._stepped = False
         self.skipped = 0
 
@@ -35,12 +40,33 @@ class ScaledStep:
         """The factor on the loss; 1 without a scaler."""
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divides the gradients by the scale, once all of them are reduced."""
-        if self._scaler is not None:
-            for optimizer in optimizers:
-                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                    self._scaler.unscale_(optimizer)
+    def unscale(self, optimizers: Sequence[Optimizer]) -> None:
+        """Divides the gradients by the scale, once all of them are reduced. Collective."""
+        if self._scaler is None:
+            return
+        for optimizer in optimizers:
+            if has_gradients(optimizer):
+                self._scaler.unscale_(optimizer)
+        if not self._strategy.replicated:
+            self._share_overflows(self._scaler, optimizers)
+
+    def _share_overflows(self, scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer]) -> None:
+        """Makes ranks that hold parts of the gradients skip together.
+
+        torch keeps what it found for each optimizer and device in ``_per_optimizer_states``, and its own scaler for
+        sharded parameters reduces it there too; there is no public way.
+        """
+        device = self._strategy.device
+        flags = torch.zeros(len(optimizers), 2, device=device)
+        for row, optimizer in zip(flags, optimizers):
+            found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            if found:
+                row[0], row[1] = 1.0, torch.stack([each.to(device) for each in found]).max()
+        for (used, overflow), optimizer in zip(self._strategy.any_rank(flags), optimizers):
+            if used:
+                state = scaler._per_optimizer_states[id(optimizer)]
+                state["stage"] = OptState.UNSCALED
+                state["found_inf_per_device"] = {device: overflow.reshape(1)}
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps, unless a gradient was not finite; returns whether it did."""

@@ -1,30 +1,30 @@
-"""Ways to train: one file each."""
+"""Ways to train: one file or folder each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import ConfigError
 from lockstep.reduce import open_reducer
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.groups import Groups
 from lockstep.strategies.single import Single
+from lockstep.strategy_options import STRATEGIES, mesh_of
 
 __all__ = [
     "STRATEGIES",
     "Compute",
     "DistributedDataParallel",
+    "Groups",
     "Single",
     "StepResult",
     "Strategy",
     "open_strategy",
 ]
-
-STRATEGIES = ("single", "ddp")
 
 
 class StrategyOptions(Protocol):
@@ -32,6 +32,8 @@ class StrategyOptions(Protocol):
 
     @property
     def strategy(self) -> str: ...  # fields of RunOptions
+    @property
+    def mesh(self) -> str: ...
     @property
     def micro_batches(self) -> int: ...
     @property
@@ -45,23 +47,38 @@ class StrategyOptions(Protocol):
 
 
 def open_strategy(
-    options: StrategyOptions, group: dist.ProcessGroup | None, device: torch.device
+    options: StrategyOptions, group: torch.distributed.ProcessGroup | None, device: torch.device
 ) -> Strategy:
-    """The strategy of that name for the ranks of ``group``; in a world of one every strategy is ``single``. Collective.
+    """The strategy that the options name, for the ranks of ``group``. Collective.
+
+    In a world of one, a strategy that lays out ranks is ``single``.
 
     Raises:
-        ConfigError: the name is not known, or ``single`` was asked for in a larger world.
+        ConfigError: the strategy is not known, or it does not fit the world.
     """
-    if options.strategy not in STRATEGIES:
+    world_size = 1 if group is None else group.size()
+    mesh = mesh_of(options.strategy, options.mesh, world_size)
+    if options.strategy == "single" and world_size > 1:
         raise ConfigError(
-            f"strategy {options.strategy!r} is not known.{nearest(options.strategy, STRATEGIES)}"
+            f"strategy 'single' trains on one device, and {world_size} processes were started. Use strategy 'ddp', or "
+            "start one process."
         )
+    return _OPEN[options.strategy](options, Groups.open(mesh, group), device)
+
+
+def _open_single(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    return Single(device, options.micro_batches, running_buffers=options.running_buffers)
+
+
+def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("data")
     if group is None:
-        return Single(device, options.micro_batches, running_buffers=options.running_buffers)
-    if options.strategy == "single":
-        raise ConfigError(
-            f"strategy 'single' trains on one device, and {dist.get_world_size(group)} processes were started. "
-            "Use strategy 'ddp', or start one process."
-        )
+        return _open_single(options, groups, device)
     reducer = open_reducer(options.reduce, group, device, options.timeout, options.shared_memory)
     return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+
+
+_OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
+    "single": _open_single,
+    "ddp": _open_ddp,
+}

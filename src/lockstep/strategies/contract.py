@@ -1,9 +1,9 @@
 """What a way of training is: five questions, and nothing else.
 
-1. How is the model placed?                                    ``place``
+1. How is the model placed?                                    ``place``, ``share``
 2. How do local micro-batches become reduced gradients?        ``backward``
-3. How is the optimizer stepped?                               ``step``
-4. How is the full state taken and given?                      ``model_state``, ``trainable``
+3. How is the optimizer stepped?                               ``step``, ``squares``, ``any_rank``
+4. How is the full state taken and given?                      ``state``, ``load_state``, ``whole``, ``part``
 5. Which level does it promise?                                ``level``
 
 The training loop never asks which strategy it has.
@@ -12,17 +12,47 @@ The training loop never asks which strategy it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.levels import Level
+from lockstep.plan import Share
+from lockstep.sums import sum_of_squares
 
-Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
-"""Runs the forward pass and the loss of one micro-batch; gives (sum of losses, weight), both 0-dim."""
+
+class Compute(Protocol):
+    """The forward pass and the loss of micro-batches, whole or in parts."""
+
+    def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Forward pass and loss; gives (sum of losses, weight), both 0-dim.
+
+        Args:
+            micro_batch: one of this process's, or a spare, whose result hangs together with the model's output and
+                counts for nothing.
+            model: a replica to be called instead of the prepared model.
+        """
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
+
+    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Positional and named arguments of the model, and the target, on the device.
+
+        Raises:
+            ConfigError: the user gave a ``forward`` of their own, which only whole models can be called by.
+        """
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, weight) of an output of the whole model, both 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +70,28 @@ class StepResult:
 
 
 class Strategy(ABC):
-    """One way to train. ``device`` is where the inputs of the model go."""
+    """One way to train."""
 
     name: str
     level: Level
     device: torch.device
-    holder: int
-    """This process's place among the data-parallel holders."""
-    holders: int
-    """How many share the micro-batches of a step."""
+    """Where the inputs of the model go."""
+    share: Share
+    """Which micro-batches this process computes."""
+    replicated: bool = True
+    """Whether every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
+    of the user's own need."""
 
     @abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
-        """Puts the model where it is trained and returns what the user calls. Collective."""
+        """Puts the model where it is trained and returns what the user calls. Collective.
+
+        Parameters may be replaced, or be kept in part: see ``trainable``.
+        """
 
     @abstractmethod
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
-        """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
+        """Sets the gradient of the mean loss over the global batch on ``trainable``. Collective.
 
         Args:
             batch: this process's micro-batches of the step, maybe none.
@@ -67,26 +102,66 @@ class Strategy(ABC):
 
     @abstractmethod
     def gather(self, row: Tensor) -> Tensor:
-        """The rows of all holders, shape (holders, n), from one float64 row of shape (n,). Collective."""
+        """The rows of all holders, shape (holders, n), from one float64 row of shape (n,). Collective.
+
+        Where several ranks make up one holder, the row of the one that computes losses counts.
+        """
 
     def release(self) -> None:  # noqa: B027  # most strategies hold nothing
         """Lets go of process groups, at the end of the run."""
+
+    @abstractmethod
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """What optimizers hold of the parameters that are trained: whole or in part, by name in the whole model."""
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # whole parameters suit all
+        """Raises ``ConfigError`` where an optimizer cannot be stepped on what this strategy holds."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Updates the parameters from their gradients."""
         optimizer.step()
 
-    @abstractmethod
-    def trainable(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that are trained, by name; as they are held here."""
+    def squares(self) -> Tensor:
+        """The sum of squares of each trained parameter's whole gradient; zero where there is none. Collective.
+
+        Returns:
+            float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
+        """
+        sums = [sum_of_squares(p.grad) for _, p in sorted(self.trainable().items()) if p.grad is not None]
+        return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=self.device)
+
+    def any_rank(self, flags: Tensor) -> Tensor:
+        """The largest of each entry over the ranks that share one model. Collective."""
+        return flags
 
     @abstractmethod
-    def model_state(self) -> Mapping[str, Tensor]:
-        """Whole parameters and buffers by name; tied ones under each of their names. Collective."""
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters and buffers by name, in the order of the model's ``state_dict``, tied ones under each name.
+
+        One at a time: a tensor holds until the next is asked for. Collective: every rank must go through all of them.
+        """
 
     @abstractmethod
-    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
-        """Sets parameters and buffers from whole ones. Collective."""
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Sets all parameters and buffers that are held here from whole ones. Collective."""
+
+    def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Puts a tensor together that is held as the parameter ``name`` is, such as its momentum. Collective.
+
+        Args:
+            name: of a parameter of the whole model.
+            part: what is held here; None for nothing.
+            dtype: of the tensor.
+
+        Returns:
+            The whole tensor, of the parameter's shape in the whole model, on every rank.
+        """
+        assert part is not None, f"nobody holds {name!r}"
+        return part
+
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        """What is held here of a whole tensor that belongs to the parameter ``name``; None for nothing."""
+        return whole
 
     @property
     def bytes_sent(self) -> int:

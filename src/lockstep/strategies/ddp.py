@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives import all_gather_flat, let_go_of_groups
+from lockstep.plan import Share
 from lockstep.reduce import Reducer
 from lockstep.strategies.replicated import Replicated
 
@@ -45,7 +46,11 @@ class DistributedDataParallel(Replicated):
         running_buffers: Sequence[str] = (),
     ) -> None:
         super().__init__(
-            device, micro_batches, reducer, dist.get_rank(group), dist.get_world_size(group), running_buffers
+            device,
+            micro_batches,
+            reducer,
+            Share(holder=dist.get_rank(group), holders=dist.get_world_size(group)),
+            running_buffers,
         )
         self.level = reducer.level
         self._group = group
@@ -56,6 +61,6 @@ class DistributedDataParallel(Replicated):
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all ranks, shape (ranks, n). Collective."""
-        rows = torch.empty(self.holders, row.numel(), dtype=row.dtype, device=row.device)
+        rows = torch.empty(self.share.holders, row.numel(), dtype=row.dtype, device=row.device)
         all_gather_flat(rows.view(-1), row.contiguous(), self._group)
         return rows

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.buffers import RunningBuffers
 from lockstep.data.batch import Batch
-from lockstep.plan import share
+from lockstep.plan import Share
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.contract import most_slots
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.gradients import GradientTree
 from lockstep.sums import fold_rows
 from lockstep.tree import Node, TreeStack
+
+_ALL = Share()
 
 
 class Replicated(Strategy):
@@ -25,8 +28,7 @@ class Replicated(Strategy):
         device: where the model is trained.
         micro_batches: K of the recipe.
         reducer: sums over the holders; None on one device.
-        holder: this process's place among the holders.
-        holders: how many there are.
+        share: which micro-batches this process computes.
         running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
@@ -35,11 +37,10 @@ class Replicated(Strategy):
         device: torch.device,
         micro_batches: int,
         reducer: Reducer | None = None,
-        holder: int = 0,
-        holders: int = 1,
+        share: Share = _ALL,
         running_buffers: Sequence[str] = (),
     ) -> None:
-        self.device, self.holder, self.holders = device, holder, holders
+        self.device, self.share = device, share
         self._micro_batches, self._reducer = micro_batches, reducer
         self._declared = running_buffers
         self._total_running: Tensor | None = None
@@ -51,21 +52,21 @@ class Replicated(Strategy):
         self._buffers = RunningBuffers(self._model, self._declared)
         self._trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._tree = GradientTree(self._trainable, self._reducer)
-        self._share = -(-self._micro_batches // self.holders)
-        self._header = 2 * self._share + len(self._trainable) + self._buffers.counters + 1
+        self._longest = self.share.longest(self._micro_batches)
+        self._header = 2 * self._longest + len(self._trainable) + self._buffers.counters + 1
         if self._reducer is not None:
             shapes = self._tree.bucket_shapes
             self._buffer_bucket = len(shapes) if self._buffers.numel else -1
             if self._buffers.numel:
                 shapes = [*shapes, BucketShape(self._buffers.numel, torch.float32)]
             self._reducer.allocate(shapes, self._header, self._micro_batches)
-            self._tree.connect(most_slots(self._micro_batches, self.holders))
+            self._tree.connect(most_slots(self._micro_batches, self.share.holders))
         return self._model
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this process's micro-batches and reduces. See ``Strategy.backward``."""
         leaves = batch.plan.leaves
-        mine = share(leaves, self.holders, self.holder)
+        mine = self.share.of(leaves)
         self._begin(mine, leaves)
         losses, weights = [], []
         running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
@@ -93,13 +94,16 @@ class Replicated(Strategy):
         """The parameters that require a gradient."""
         return self._trainable
 
-    def model_state(self) -> Mapping[str, Tensor]:
+    def state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own state."""
-        return self._model.state_dict(keep_vars=False)
+        yield from self._model.state_dict().items()
 
-    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors."""
-        self._model.load_state_dict(dict(state))
+        given = OrderedDict(state)
+        # Without the version metadata, torch would take every module's state for one of its oldest format.
+        given._metadata = getattr(self._model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
+        self._model.load_state_dict(given)
 
     @property
     def bytes_sent(self) -> int:
@@ -119,7 +123,7 @@ class Replicated(Strategy):
     ) -> Tensor:
         """[losses, weights] of the local micro-batches, uses of each parameter, advances of each counter, stop."""
         header = torch.zeros(self._header, dtype=torch.float64)
-        position = 2 * self._share
+        position = 2 * self._longest
         header[position : position + len(self._trainable)] = torch.tensor(
             self._tree.used(), dtype=torch.float64
         )
@@ -127,7 +131,7 @@ class Replicated(Strategy):
         header = header.to(self.device)
         if losses:
             header[: len(losses)] = torch.stack(losses)
-            header[self._share : self._share + len(weights)] = torch.stack(weights)
+            header[self._longest : self._longest + len(weights)] = torch.stack(weights)
         header[position + len(self._trainable) : -1] = advanced
         return header
 
@@ -146,10 +150,10 @@ class Replicated(Strategy):
         return headers
 
     def _finish(self, headers: Tensor, leaves: int) -> StepResult:
-        sizes = [len(share(leaves, self.holders, rank)) for rank in range(self.holders)]
+        sizes = [len(self.share.of(leaves, holder)) for holder in range(self.share.holders)]
         losses = _in_order(headers, sizes, 0)
-        weight = fold_rows(_in_order(headers, sizes, self._share))
-        sums = headers[:, 2 * self._share :].sum(0)
+        weight = fold_rows(_in_order(headers, sizes, self._longest))
+        sums = headers[:, 2 * self._longest :].sum(0)
         if self._total_running is not None:
             advanced = sums[len(self._trainable) : -1]
             self._buffers.finish_step(self._total_running, leaves, advanced)

@@ -205,10 +205,10 @@ class Trainer:
     def _end(self) -> Outcome:
         run, weights = self._run, None
         fingerprint = run.fingerprint()
-        if run.options.directory is not None and run.is_main:
-            weights = checkpoint.export(
-                Path(run.options.directory) / "model.safetensors", run.strategy.model_state()
-            )
+        if run.options.directory is not None:
+            state = run.state_dict()
+            if run.is_main:
+                weights = checkpoint.export(Path(run.options.directory) / "model.safetensors", state)
         self._logger.close()
         run.close()
         return Outcome(
