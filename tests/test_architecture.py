@@ -34,7 +34,7 @@ LAYERS = (
         "levels",
         "strategy_options",
     },
-    {"mesh"},
+    {"mesh", "checks"},
     {"errors"},
 )
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

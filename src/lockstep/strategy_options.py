@@ -1,12 +1,21 @@
-"""The ways to train by name, and what each of them can be told. Free of torch."""
+"""The ways to train by name, and what each of them can be told. Free of torch.
+
+The options of a strategy are one frozen dataclass, a ``lockstep.checks.Checked``. ``RunOptions`` and ``JobConfig`` have
+a field of the strategy's name for it, so it is a table of the job file, and a dict in ``lockstep.init``.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
 STRATEGIES = ("single", "ddp")
 """Every ``--strategy``."""
+
+OPTIONS: dict[str, Any] = {}
+"""The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
 _AXES = {"single": "data", "ddp": "data"}
 """The axis of the mesh along which a strategy lays all its ranks."""

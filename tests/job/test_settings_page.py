@@ -2,11 +2,11 @@
 
 import ast
 import dataclasses
+import inspect
 import itertools
 import typing
 from pathlib import Path
 
-from lockstep.job import config
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "job-files.md"
 
 def sentences(cls):
     """The text under each field of a class, on one line."""
-    tree = ast.parse(Path(config.__file__).read_text())
+    tree = ast.parse(Path(inspect.getfile(cls)).read_text())
     body = next(
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__
     ).body

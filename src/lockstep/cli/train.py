@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.config import PRECISIONS, STRATEGIES, JobConfig
+from lockstep.job.config import PRECISIONS, JobConfig
 from lockstep.job.config_file import built_in_jobs, load_job
 from lockstep.job.config_overrides import Override, parse_set, toml_value
 from lockstep.job.config_reader import Problem
 from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
+from lockstep.strategy_options import STRATEGIES
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -24,12 +25,13 @@ _SHORTCUTS = {
     "data": ("data", "root"),
     "devices": ("run", "devices"),
     "strategy": ("training", "strategy"),
+    "mesh": ("training", "mesh"),
     "precision": ("training", "precision"),
     "epochs": ("training", "epochs"),
     "resume": ("checkpoint", "resume"),
     "threads": ("run", "threads"),
 }
-_TEXTS = ("data", "resume", "strategy", "precision")
+_TEXTS = ("data", "resume", "strategy", "mesh", "precision")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -44,7 +46,8 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--data", metavar="DIR", help="folder of the data, {data} in the job file")
     parser.add_argument("--devices", metavar="N", help="a number, auto, cpu, cpu:N, or a list such as 0,5")
-    parser.add_argument("--strategy", metavar="NAME", help=" or ".join(STRATEGIES))
+    parser.add_argument("--strategy", metavar="NAME", help=", ".join(STRATEGIES))
+    parser.add_argument("--mesh", metavar="AXES", help="axes of strategy hybrid, such as data=2,pipeline=2")
     parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
     parser.add_argument("--epochs", metavar="N", help="times that every sample is trained on")
     parser.add_argument("--threads", metavar="N", help="CPU threads of each rank (part of the recipe)")

@@ -22,6 +22,7 @@ from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
 from lockstep.run import Run, RunOptions
 from lockstep.seeding import derive_seed
+from lockstep.strategy_options import OPTIONS
 from lockstep.trainer import Prepared, Rhythm, Trainer
 from lockstep.world import World
 
@@ -66,6 +67,8 @@ def run_options(config: JobConfig) -> RunOptions:
         evaluation_batch=training.evaluation_batch,
         seed=training.seed,
         strategy=training.strategy,
+        mesh=training.mesh,
+        **{name: getattr(config, name) for name in OPTIONS},
         reduce=training.reduce,
         precision=training.precision,
         channels_last=training.channels_last,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.job.config_checks import check_fields, import_path
+from lockstep.checks import check_fields, import_path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,33 +9,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from lockstep.errors import ConfigError
-from lockstep.job.component import Component
-from lockstep.job.config_checks import (
+from lockstep.checks import (
+    Checked,
     at_least,
-    check_fields,
     devices,
     more_than,
     one_of,
     plain_name,
 )
+from lockstep.errors import ConfigError
+from lockstep.job.component import Component
 from lockstep.job.config_reader import read_table, to_table
 from lockstep.schedules import SCHEDULES, Schedule
+from lockstep.strategy_options import STRATEGIES
 
-STRATEGIES = ("single", "ddp")
 REDUCERS = ("ordered", "ring")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
-class _Checked:
-    """Checks every field of the dataclass against its own check; all that is wrong is said at once."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 @dataclass(frozen=True, kw_only=True)
-class WeightsConfig(_Checked):
+class WeightsConfig(Checked):
     """Table ``[weights]``: what the model starts from, and which part of it is trained."""
 
     path: str = ""
@@ -48,7 +41,7 @@ class WeightsConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(_Checked):
+class DataConfig(Checked):
     """Table ``[data]``: the data sets and how they are read."""
 
     root: str = ""
@@ -66,7 +59,7 @@ class DataConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(_Checked):
+class ScheduleConfig(Checked):
     """Table ``[schedule]``: the learning rate over optimizer steps; with a ``target``, a torch scheduler."""
 
     kind: str = field(default="constant", metadata={"check": one_of(*SCHEDULES)})
@@ -95,7 +88,7 @@ class ScheduleConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(_Checked):
+class TrainingConfig(Checked):
     """Table ``[training]``: the recipe. The same recipe gives the same bits on any number of devices."""
 
     epochs: int = field(default=10, metadata={"check": at_least(1)})
@@ -109,7 +102,9 @@ class TrainingConfig(_Checked):
     seed: int = field(default=0, metadata={"check": at_least(0)})
     """Decides the first weights, the order of the samples, augmentation, dropout and a split by seed."""
     strategy: str = field(default="ddp", metadata={"check": one_of(*STRATEGIES)})
-    """How the work is laid out: single (one device) or ddp (a process per device)."""
+    """How the work is laid out: single (one device), ddp (a process and a replica per device), ..."""
+    mesh: str = ""
+    """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
     reduce: str = field(default="ordered", metadata={"check": one_of(*REDUCERS)})
     """How gradients are summed: ordered (level A, bitwise) or ring (level B, the backend's all-reduce)."""
     precision: str = field(default="fp32", metadata={"check": one_of(*PRECISIONS)})
@@ -133,7 +128,7 @@ class TrainingConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(_Checked):
+class RunConfig(Checked):
     """Table ``[run]``: where it runs and where its files go. Nothing but ``threads`` changes a bit."""
 
     devices: int | str = field(default="auto", metadata={"check": devices})
@@ -151,7 +146,7 @@ class RunConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig(_Checked):
+class CheckpointConfig(Checked):
     """Table ``[checkpoint]``: when the state is saved, how much is kept, and what a run goes on from."""
 
     every_epochs: int = field(default=1, metadata={"check": at_least(0)})
@@ -167,7 +162,7 @@ class CheckpointConfig(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig(_Checked):
+class LogConfig(Checked):
     """Table ``[log]``: what is written while the job runs."""
 
     every: int = field(default=10, metadata={"check": at_least(1)})
@@ -185,7 +180,7 @@ def _cross_entropy() -> Component:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobConfig(_Checked):
+class JobConfig(Checked):
     """A whole job, checked: nothing in it is left to be looked up or guessed."""
 
     job: str = field(default="job", metadata={"check": plain_name})

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
+from lockstep.checks import field_problem, import_path, nearest_name
 from lockstep.job.component import Component
-from lockstep.job.config_checks import field_problem, import_path, nearest_name
 
 KeyPath = tuple[str | int, ...]
 C = TypeVar("C")

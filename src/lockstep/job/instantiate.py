@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.checks import nearest_name
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.job.component import Component
-from lockstep.job.config_checks import nearest_name
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
 

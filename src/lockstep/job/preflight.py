@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lockstep.checks import nearest_name
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
-from lockstep.job.config_checks import nearest_name
 from lockstep.job.config_reader import KeyPath, Problem
 from lockstep.job.static_names import Absent, Definition, StaticNames, Unknown
 

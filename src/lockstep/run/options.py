@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategy_options import STRATEGIES
+from lockstep.strategy_options import OPTIONS, STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,4 +96,18 @@ class RunOptions:
             raise ConfigError(
                 "lockstep.init needs global_batch: the samples per optimizer step over all devices."
             )
-        return cls(**options)
+        return cls(**{name: _read(name, value) for name, value in options.items()})
+
+
+def _read(name: str, value: Any) -> Any:
+    """The options of a strategy from a dict; anything else as it is."""
+    kind = OPTIONS.get(name)
+    if kind is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"lockstep.init takes {name}={{...}}, a dict of options, and was given {value!r}.")
+    known = [field.name for field in fields(kind)]
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"{name} has no option {key!r}.{nearest(str(key), known)}")
+    return kind(**{key: tuple(item) if isinstance(item, list) else item for key, item in value.items()})

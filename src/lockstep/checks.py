@@ -104,3 +104,11 @@ def check_fields(config: Any) -> None:
             wrong.append(f"{type(config).__name__}.{field.name} {problem}")
     if wrong:
         raise ConfigError(" ".join(wrong))
+
+
+class Checked:
+    """Base of a dataclass of settings: every field is checked, and all that is wrong is said at once."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` unless every field passes its check."""
+        check_fields(self)
