@@ -3,6 +3,7 @@
 import os
 import random
 import select
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,13 @@ _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tra
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (make test-all)")
+
+
+def pytest_configure(config):
+    """Takes back signals that a background shell or nohup told its children to ignore: they are tested here."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config, items):
