@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchShape, SamplePlan, share
+from lockstep.plan import BatchShape, SamplePlan, Share, share
 
 SHAPES = st.builds(
     lambda size, k: BatchShape(global_batch=size * k, micro_batches=k), st.integers(1, 9), st.integers(1, 12)
@@ -179,3 +179,28 @@ def test_a_plan_over_a_billion_samples_is_as_quick_as_over_ten():
     seen = np.concatenate(step.indices)
     assert len(np.unique(seen)) == 256
     assert seen.min() >= 0 and seen.max() < 10**9
+
+
+@pytest.mark.parametrize("items", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("holders", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_shares_hold_every_item_once(items, holders, interleaved):
+    share = Share(holders=holders, interleaved=interleaved)
+    held = [list(share.of(items, holder)) for holder in range(holders)]
+    assert sorted(k for each in held for k in each) == list(range(items))
+    assert max(map(len, held)) == share.longest(items)
+
+
+@pytest.mark.parametrize("items", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("holders", [1, 2, 3, 5])
+def test_shares_in_rounds_are_equally_long_and_their_surplus_are_spares(items, holders):
+    share = Share(holders=holders, rounds=True)
+    held = [list(share.of(items, holder)) for holder in range(holders)]
+    assert {len(each) for each in held} == {share.longest(items)}
+    assert sorted(k for each in held for k in each if k < items) == list(range(items))
+    for round_number, together in enumerate(zip(*held)):
+        assert together == tuple(range(round_number * holders, (round_number + 1) * holders))
+
+
+def test_a_process_that_computes_nothing_takes_nothing():
+    assert list(Share(holders=2, holder=None).of(8)) == []

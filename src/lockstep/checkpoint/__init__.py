@@ -3,9 +3,14 @@
 from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
 from lockstep.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
-from lockstep.checkpoint.state import CheckpointState, load_model_state, model_state, require_same_model
+from lockstep.checkpoint.state import (
+    CheckpointState,
+    load_model_state,
+    model_state,
+    parameter_names,
+    require_same_model,
+)
 from lockstep.checkpoint.temporary import clean
-from lockstep.checkpoint.whole import capture, parameter_names, restore
 from lockstep.checkpoint.writer import export, write
 
 __all__ = [
@@ -13,7 +18,6 @@ __all__ = [
     "CheckpointState",
     "Restored",
     "best",
-    "capture",
     "clean",
     "committed",
     "export",
@@ -28,7 +32,6 @@ __all__ = [
     "read_best",
     "read_newest",
     "require_same_model",
-    "restore",
     "verify",
     "write",
     "write_best",

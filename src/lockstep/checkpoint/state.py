@@ -37,6 +37,11 @@ class CheckpointState:
         )
 
 
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """The name of every parameter, a tied one under its first name."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers of an unwrapped model by name, and the further names of tied ones.
 

@@ -1,0 +1,33 @@
+"""Which mesh a strategy lays out."""
+
+import dataclasses
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.job.config import JobConfig
+from lockstep.run import RunOptions
+from lockstep.strategies import _OPEN
+from lockstep.strategy_options import OPTIONS, STRATEGIES, mesh_of
+
+
+def test_every_strategy_that_is_named_can_be_opened():
+    assert set(_OPEN) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("cls", [RunOptions, JobConfig])
+def test_options_of_strategies_are_fields_of_their_names(cls):
+    fields = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    assert {name: fields.get(name) for name in OPTIONS} == OPTIONS
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hybrid"])
+def test_a_strategy_lays_out_the_whole_world(strategy):
+    assert mesh_of(strategy, "", 1).ranks == 1
+    with pytest.raises(ConfigError, match="belongs to strategy 'hybrid'"):
+        mesh_of(strategy, "data=2", 2)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="'dpp' is not known. Did you mean 'ddp'"):
+        mesh_of("dpp", "", 2)
