@@ -62,7 +62,7 @@ def test_a_strategy_of_level_a_gives_the_bits_of_one_device(layout, precision):
     for job in layout.jobs:
         expected = alone()[f"{job} {precision}"]
         found = laid_out(LAYOUTS.index(layout))[f"{job} {precision}"]
-        assert list(found) == list(expected), f"{layout.name}, {job}: other names"
+        assert set(found) == set(expected), f"{layout.name}, {job}: other names"
         wanted, given = digest_tensors(expected), digest_tensors(found)
         different = [name for name in wanted if given[name] != wanted[name]]
         assert not different, (
@@ -75,7 +75,7 @@ def test_a_strategy_of_level_a_gives_the_bits_of_one_device(layout, precision):
 def test_a_strategy_of_level_b_stays_within_its_bound(layout):
     for job in layout.jobs:
         expected, found = alone()[f"{job} fp32"], laid_out(LAYOUTS.index(layout))[f"{job} fp32"]
-        assert list(found) == list(expected), f"{layout.name}, {job}: other names"
+        assert set(found) == set(expected), f"{layout.name}, {job}: other names"
         for name, tensor in expected.items():
             difference = (found[name].double() - tensor.double()).norm()
             assert difference <= layout.bound * max(1e-3, float(tensor.double().norm())), (

@@ -1,0 +1,75 @@
+"""One checkpoint for all strategies: a run that changes strategy and world size at each ends as one that never did."""
+
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.contract_jobs import JOBS
+from tests.strategies.test_contract import LAYOUTS
+
+from lockstep.fingerprint import digest_tensors
+from lockstep.launch.light_torch import postpone_compiler
+from lockstep.run import Run, RunOptions
+
+pytestmark = pytest.mark.timeout(900)
+JOB = {"fp32": "resnet", "fp16": "attention_untied"}
+BITWISE = [layout for layout in LAYOUTS if not layout.bound]
+STEPS_EACH = 2
+
+
+def test_a_run_that_changes_its_layout_at_every_checkpoint_ends_as_one_that_never_did(tmp_path):
+    """Two steps under each layout, of two jobs; stops fall inside of epochs and on their ends."""
+    last = STEPS_EACH * len(BITWISE)
+    whole = run_ranks(go_on, 1, str(tmp_path / "whole"), {"strategy": "single"}, last, timeout=300)[0]
+    for number, layout in enumerate(BITWISE, 1):
+        stop = number * STEPS_EACH
+        found = run_ranks(go_on, layout.world, str(tmp_path / "changing"), layout.settings, stop, timeout=300)
+        assert found[0] if number == len(BITWISE) else not found[0], f"{layout.name} did not stop at {stop}"
+    for precision, digests in whole.items():
+        assert set(found[0][precision]) == set(digests)
+        different = [name for name in digests if found[0][precision][name] != digests[name]]
+        assert not different, (
+            f"{precision}: {len(different)} of {len(digests)} tensors differ: {different[:5]}"
+        )
+
+
+def go_on(world, directory, options, stop):
+    """Trains both jobs from their newest checkpoints up to step ``stop``; the digests of all state at the very end."""
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    last, found = STEPS_EACH * len(BITWISE), {}
+    for precision, job in JOB.items():
+        settings = {
+            "precision": precision,
+            "directory": f"{directory}-{precision}",
+            "resume": "auto",
+            **options,
+        }
+        state = train(world, JOBS[job](), settings, stop)
+        if stop == last and world.is_main:
+            found[precision] = digest_tensors(state)
+    return found
+
+
+def train(world, job, options, stop):
+    run = Run(RunOptions.of(**{"seed": 3, "threads": 1, **job.options, **options}), world)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(job.optimizer, 40)
+    _, optimizer, schedule = run.prepare(job.model, job.optimizer, schedule)
+    state = {}
+    for _ in run.epochs(1000):
+        for batch in run.batches(job.data):
+            run.backward(batch, job.loss)
+            run.clip_gradients(job.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if batch.plan.step + 1 == stop:
+                run.save()
+                captured = run._saved.capture(run.fingerprint(), keep=world.is_main)
+                state = {name: t.clone() for name, t in {**captured.model, **captured.optimizer}.items()}
+                break
+        if run.position.step >= stop:
+            break
+    run.close()
+    return state
