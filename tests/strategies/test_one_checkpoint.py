@@ -40,6 +40,7 @@ def go_on(world, directory, options, stop):
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     last, found = STEPS_EACH * len(BITWISE), {}
     for precision, job in JOB.items():
+        torch.manual_seed(0)
         settings = {
             "precision": precision,
             "directory": f"{directory}-{precision}",
