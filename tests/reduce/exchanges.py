@@ -10,7 +10,14 @@ import torch.distributed as dist
 
 from lockstep.errors import StallError
 from lockstep.plan import share
-from lockstep.reduce import BucketShape, OrderedReducer, RingReducer, SharedMemoryReducer, shared_memory
+from lockstep.reduce import (
+    BucketShape,
+    OrderedReducer,
+    RingReducer,
+    SharedMemoryReducer,
+    open_reducer,
+    shared_memory,
+)
 from lockstep.reduce.contract import Holding
 
 CPU = torch.device("cpu")
@@ -33,6 +40,8 @@ def open_one(kind, world, timeout=30.0):
         return OrderedReducer(dist.group.WORLD, dist.new_group(ranks), CPU)
     if kind == "ring":
         return RingReducer(dist.group.WORLD, CPU)
+    if kind in ("bf16", "powersgd"):
+        return open_reducer(kind, dist.group.WORLD, CPU, timeout, powersgd_rank=2)
     shared_memory._FOLDED_BY_ALL_BYTES = 0 if kind == "sharded" else 1 << 40
     return SharedMemoryReducer(dist.group.WORLD, timeout)
 

@@ -7,18 +7,22 @@ import torch.distributed as dist
 
 from lockstep.errors import ConfigError, nearest
 from lockstep.reduce import shared_memory
+from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
 from lockstep.reduce.contract import BucketShape, Holding, Reducer
 from lockstep.reduce.ordered import OrderedReducer
+from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.ring import RingReducer
 from lockstep.reduce.shared_memory import SharedMemoryReducer
 
 __all__ = [
     "REDUCERS",
+    "Bf16Reducer",
     "BucketShape",
     "Holding",
     "OrderedHookState",
     "OrderedReducer",
+    "PowerSgdReducer",
     "Reducer",
     "RingReducer",
     "SharedMemoryReducer",
@@ -26,25 +30,49 @@ __all__ = [
     "ordered_hook",
 ]
 
-REDUCERS = ("ordered", "ring")
+REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 
 
 def open_reducer(
-    name: str, group: dist.ProcessGroup, device: torch.device, timeout: float, shared: bool = True
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: float,
+    shared: bool = True,
+    *,
+    powersgd_rank: int = 4,
 ) -> Reducer:
     """The reducer of that name for the ranks of ``group``. Collective.
 
     ``ordered`` goes through shared memory where all ranks are CPU ranks of one host (and ``shared`` allows it), else
     through collectives; both give the same bits.
 
+    Args:
+        name: one of ``REDUCERS``.
+        group: the data-parallel ranks.
+        device: where the buckets are.
+        timeout: seconds a rank waits for another's numbers in shared memory.
+        shared: whether shared memory may be used.
+        powersgd_rank: columns of the factors of ``powersgd``.
+
     Raises:
         ConfigError: the name is not known.
     """
     if name == "ring":
         return RingReducer(group, device)
+    if name == "bf16":
+        return Bf16Reducer(group, _second_group(group), device)
+    if name == "powersgd":
+        exact, left, right = (open_reducer("ordered", group, device, timeout, shared) for _ in range(3))
+        return PowerSgdReducer(group, device, powersgd_rank, exact=exact, left=left, right=right)
     if name != "ordered":
         raise ConfigError(f"reduce {name!r} is not known.{nearest(name, REDUCERS)}")
     if shared and shared_memory.is_possible(group, device):
         return SharedMemoryReducer(group, timeout)
-    ranks = dist.get_process_group_ranks(group)
-    return OrderedReducer(group, dist.new_group(ranks), device)
+    return OrderedReducer(group, _second_group(group), device)
+
+
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, whose collectives keep an order of their own. Collective."""
+    second: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group))
+    return second

@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.collectives import all_gather_flat
 from lockstep.levels import Level
 from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
-from lockstep.tree import fold
+from lockstep.tree import Node, fold
 
 
 class OrderedReducer(Reducer):
@@ -42,14 +42,14 @@ class OrderedReducer(Reducer):
         self._side_stream = (
             torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
         )
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[OrderedBucket] = []
         self._holding = Holding(0, ())
         self._started = self._folded = 0
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
         """See ``Reducer.allocate``."""
         slots = most_slots(leaves, self._ranks)
-        self._buckets = [_Bucket(shape, self._ranks, slots, self._device) for shape in buckets]
+        self._buckets = [self._make_bucket(shape, slots) for shape in buckets]
         self._headers = torch.zeros(self._ranks, header, dtype=torch.float64, device=self._device)
 
     def begin(self, leaves: int) -> None:
@@ -77,7 +77,7 @@ class OrderedReducer(Reducer):
         while self._folded < self._started:
             self._fold_next()
         for bucket in self._buckets[: self._started]:
-            bucket.wait()
+            bucket.finish()
         if headers is not None:
             headers.wait()
         if self._side_stream is not None:
@@ -87,6 +87,9 @@ class OrderedReducer(Reducer):
     def total(self, bucket: int) -> Tensor:
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
+
+    def _make_bucket(self, shape: BucketShape, slots: int) -> OrderedBucket:
+        return OrderedBucket(shape, self._ranks, slots, self._device)
 
     def _fold_next(self) -> None:
         bucket = self._buckets[self._folded]
@@ -98,8 +101,15 @@ class OrderedReducer(Reducer):
             bucket.fold_and_gather(self._holding, self._gather_group)
 
 
-class _Bucket:
-    """The memory of one bucket and where its exchange stands."""
+class OrderedBucket:
+    """The memory of one bucket and where its exchange stands.
+
+    Args:
+        shape: of the bucket; what is sent has its type.
+        ranks: how many exchange it.
+        slots: the most nodes of a rank.
+        device: where it is.
+    """
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
         self._numel, self._ranks = shape.numel, ranks
@@ -115,15 +125,19 @@ class _Bucket:
 
     @property
     def total(self) -> Tensor:
+        """The flat sum, once it is finished."""
         return self._gathered[: self._numel]
 
     def staging(self, slot: int) -> Tensor:
+        """Where this rank writes its node number ``slot``."""
         return self._outgoing[slot, : self._numel]
 
     def bytes_sent(self, nodes: int) -> int:
+        """Bytes that a rank with so many nodes gives to others."""
         return (self._ranks - 1) * (nodes + 1) * self._shard * self._outgoing.element_size()
 
     def send(self, holding: Holding, rank: int, group: dist.ProcessGroup) -> None:
+        """Begins [1] for the nodes of this rank; does not wait."""
         mine = len(holding.ranks[rank])
         outgoing = self._outgoing[:mine]
         if mine > 1 and self._by_receiver is not None:
@@ -143,16 +157,27 @@ class _Bucket:
         )
 
     def has_arrived(self) -> bool:
+        """Whether the others' nodes are there."""
         return self._work is not None and self._work.is_completed()
 
     def fold_and_gather(self, holding: Holding, group: dist.ProcessGroup) -> None:
-        self.wait()
+        """Waits for [1], does [2], and begins [3]."""
+        self._wait()
         nodes = list(chain.from_iterable(holding.ranks))
         parts = self._incoming[: len(nodes) * self._shard].view(len(nodes), self._shard)
-        folded = fold(zip(nodes, parts), holding.leaves, lambda left, right: left.add_(right))
-        self._work = all_gather_flat(self._gathered, folded, group, async_op=True)
+        self._folded = self._fold(nodes, parts, holding.leaves)
+        self._work = all_gather_flat(self._gathered, self._folded, group, async_op=True)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
+        """Waits for [3]: the sum is in ``total``."""
+        self._wait()
+
+    def _fold(self, nodes: list[Node], parts: Tensor, leaves: int) -> Tensor:
+        """The folded shard from the ranks' nodes, shape (nodes, shard), which may be overwritten."""
+        folded: Tensor = fold(zip(nodes, parts), leaves, lambda left, right: left.add_(right))
+        return folded
+
+    def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -62,7 +62,11 @@ class GradientTree:
     def bucket_shapes(self) -> list[BucketShape]:
         """The buckets, in the order in which backward fills them."""
         return [
-            BucketShape(sum(slot.parameter.numel() for slot in members), members[0].parameter.dtype)
+            BucketShape(
+                sum(slot.parameter.numel() for slot in members),
+                members[0].parameter.dtype,
+                tuple(tuple(slot.parameter.shape) for slot in members),
+            )
             for members in self._members
         ]
 
