@@ -13,6 +13,10 @@ BROKEN = {
     "single uses one device": (["training.strategy=single", "run.devices=2"], "strategy 'single' uses one"),
     "every rank has a micro-batch": (["run.devices=9"], "9 devices cannot share micro_batches=8"),
     "tf32 needs CUDA": (["training.precision=tf32", "run.devices=cpu:2"], "Use fp32 or bf16"),
+    "powersgd keeps gradients of one scale": (
+        ["training.reduce=powersgd", "training.precision=fp16"],
+        "Use precision bf16 or fp32",
+    ),
     "the warm-up is given once": (
         ["schedule.warmup_steps=5", "schedule.warmup_epochs=1"],
         "Give one of the two",

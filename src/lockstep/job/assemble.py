@@ -70,6 +70,7 @@ def run_options(config: JobConfig) -> RunOptions:
         mesh=training.mesh,
         **{name: getattr(config, name) for name in OPTIONS},
         reduce=training.reduce,
+        powersgd_rank=training.powersgd_rank,
         precision=training.precision,
         channels_last=training.channels_last,
         compile=training.compile,

@@ -23,7 +23,7 @@ from lockstep.job.config_reader import read_table, to_table
 from lockstep.schedules import SCHEDULES, Schedule
 from lockstep.strategy_options import STRATEGIES
 
-REDUCERS = ("ordered", "ring")
+REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
@@ -106,7 +106,10 @@ class TrainingConfig(Checked):
     mesh: str = ""
     """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
     reduce: str = field(default="ordered", metadata={"check": one_of(*REDUCERS)})
-    """How gradients are summed: ordered (level A, bitwise) or ring (level B, the backend's all-reduce)."""
+    """How gradients are summed: ordered (level A, bitwise), ring (B, the backend's all-reduce), bf16 (B, rounded to
+    half the bytes) or powersgd (C, compressed)."""
+    powersgd_rank: int = field(default=4, metadata={"check": at_least(1)})
+    """Columns of the two factors that powersgd sends instead of a gradient matrix."""
     precision: str = field(default="fp32", metadata={"check": one_of(*PRECISIONS)})
     """Number format of the computation: fp32, tf32, bf16, or fp16 with loss scaling."""
     channels_last: bool = False
@@ -139,6 +142,8 @@ class RunConfig(Checked):
     """Seconds that a rank waits for another before it gives up."""
     grace: float = field(default=25.0, metadata={"check": at_least(0)})
     """Seconds that ranks have to save and stop after SIGTERM or SIGUSR1, before they are ended."""
+    stall_limit: float = field(default=60.0, metadata={"check": at_least(0)})
+    """Seconds without progress after which a run in which ranks wait for one is explained and ended; 0: never."""
     directory: str = "runs"
     """Folder that holds the folders of all runs; a relative one is looked up where the command is given."""
     name: str = field(default="", metadata={"check": plain_name})

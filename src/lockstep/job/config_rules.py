@@ -86,6 +86,15 @@ def _tf32_is_not_on_cpu(job: JobConfig) -> str | None:
     return None
 
 
+def _scale_is_kept(job: JobConfig) -> str | None:
+    if job.training.reduce == "powersgd" and job.training.precision == "fp16":
+        return (
+            "is 'powersgd', which keeps gradients from step to step, but precision fp16 changes their scale between "
+            "them. Use precision bf16 or fp32, or reduce = 'bf16'."
+        )
+    return None
+
+
 def _one_warm_up(job: JobConfig) -> str | None:
     schedule = job.schedule
     if isinstance(schedule, ScheduleConfig) and schedule.warmup_steps and schedule.warmup_epochs:
@@ -154,6 +163,7 @@ RULES = (
     Rule("single uses one device", ("run", "devices"), _single_has_one_device),
     Rule("every rank has a micro-batch", ("run", "devices"), _ranks_have_micro_batches),
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
+    Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),
     Rule("the warm-up is given once", ("schedule", "warmup_steps"), _one_warm_up),
     Rule("the warm-up ends before the run", ("schedule", "warmup_epochs"), _warm_up_ends),
     Rule("a schedule counts optimizer steps", ("schedule", "target"), _schedule_counts_steps),

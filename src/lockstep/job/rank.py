@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.job.assemble import assemble
 from lockstep.job.config import JobConfig
+from lockstep.levels import Level
 from lockstep.trainer import Outcome
 from lockstep.world import World
 
@@ -28,11 +29,18 @@ def main(payload: Any) -> None:
     trainer = assemble(config, world)
     outcome = trainer.fit()
     if world.is_main:
-        print(report(outcome, prove(payload["command"], world.world_size)), flush=True)
+        bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"
+        proof = prove(payload["command"], world.world_size) if bitwise else ""
+        print(report(outcome, proof), flush=True)
 
 
 def report(outcome: Outcome, proof: str) -> str:
-    """The last lines of a run, for people and for scripts."""
+    """The last lines of a run, for people and for scripts.
+
+    Args:
+        outcome: what the run came to.
+        proof: the command that ends in the same fingerprint on other devices; empty where none is promised to.
+    """
     rows = []
     if outcome.metric in outcome.values:
         value = outcome.values[outcome.metric]
@@ -51,13 +59,24 @@ def report(outcome: Outcome, proof: str) -> str:
     if outcome.seconds:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
+    if outcome.bytes_per_step:
+        rows.append(("sent", f"{_size(outcome.bytes_per_step)} of gradients per step and rank"))
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
     if outcome.weights is not None:
         rows.append(("weights", str(_shown(outcome.weights))))
     rows.append(("fingerprint", outcome.fingerprint))
-    rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
+    if proof:
+        rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
     return "\n".join(f"{name:12} {text}" for name, text in rows)
+
+
+def _size(count: float) -> str:
+    """A number of bytes for people: 840 bytes, 12.3 kB, 1.2 MB."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"
 
 
 def prove(command: list[str], ranks: int) -> str:

@@ -10,6 +10,7 @@ from lockstep.plan import BatchShape, SamplePlan, StepPlan, share
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
+_LEVELS = {"ring": "B (tolerance)", "bf16": "B (tolerance)", "powersgd": "C (statistical)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def sample_plan(config: JobConfig, facts: Facts) -> SamplePlan:
 def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     training, run = config.training, config.run
     ranks = "as many as there are devices" if facts.ranks is None else str(facts.ranks)
-    level = "B (tolerance)" if training.reduce == "ring" else "A (bitwise)"
+    level = _LEVELS.get(training.reduce, "A (bitwise)")
     evaluated = "none" if facts.validation_samples is None else f"{facts.validation_samples:,} samples"
     rows = [
         ("job", config.job),

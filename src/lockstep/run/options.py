@@ -27,7 +27,9 @@ class RunOptions:
     precision: str = "fp32"
     """fp32, tf32, bf16 or fp16."""
     reduce: str = "ordered"
-    """How gradients are summed over ranks: ordered (level A) or ring (level B)."""
+    """How gradients are summed over ranks: ordered (level A), ring or bf16 (level B), or powersgd (level C)."""
+    powersgd_rank: int = 4
+    """Columns of the two factors that powersgd sends instead of a gradient matrix."""
     threads: int | None = None
     """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
     channels_last: bool = False
@@ -73,8 +75,14 @@ class RunOptions:
             raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2^63.")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads={self.threads} must be at least 1.")
+        for name in ("threads", "powersgd_rank"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.reduce == "powersgd" and self.precision == "fp16":
+            raise ConfigError(
+                "reduce='powersgd' keeps gradients from step to step, and precision fp16 changes their scale between "
+                "them. Use precision bf16 or fp32, or reduce='bf16'."
+            )
 
     @property
     def shape(self) -> BatchShape:

@@ -39,6 +39,8 @@ class StrategyOptions(Protocol):
     @property
     def reduce(self) -> str: ...
     @property
+    def powersgd_rank(self) -> int: ...
+    @property
     def running_buffers(self) -> Sequence[str]: ...
     @property
     def timeout(self) -> float: ...
@@ -74,7 +76,14 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
     group = groups.along("data")
     if group is None:
         return _open_single(options, groups, device)
-    reducer = open_reducer(options.reduce, group, device, options.timeout, options.shared_memory)
+    reducer = open_reducer(
+        options.reduce,
+        group,
+        device,
+        options.timeout,
+        options.shared_memory,
+        powersgd_rank=options.powersgd_rank,
+    )
     return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
 
 

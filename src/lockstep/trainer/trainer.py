@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.data.batch import Batch
+from lockstep.levels import Level
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.trainer.meter import Meter, accuracy
@@ -79,6 +80,10 @@ class Outcome:
     weights: Path | None
     """The exported weights of the last step."""
     skipped_steps: int
+    level: Level = Level.BITWISE
+    """What the strategy promises of the fingerprint."""
+    bytes_per_step: float = 0.0
+    """Bytes of gradients that a rank gave to others in a step, on average; of the rank that gave most."""
 
 
 class Trainer:
@@ -105,6 +110,7 @@ class Trainer:
         self._progress.take_up(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._samples, self._seconds = 0, 0.0
+        self._first_step = run.position.step
         self._saved_step = run.position.step if run.position.step else -1
 
     def fit(self) -> Outcome:
@@ -202,9 +208,15 @@ class Trainer:
         patience = self._settings.early_stop
         return bool(patience) and self._progress.since_best >= patience
 
+    def _bytes_per_step(self) -> float:
+        """Bytes of gradients per step of this process, of the rank that sends most. Collective."""
+        sent = torch.tensor([self._run.strategy.bytes_sent], dtype=torch.float64)
+        most = self._run.strategy.gather(sent.to(self._run.strategy.device)).max()
+        return float(most) / max(1, self._run.position.step - self._first_step)
+
     def _end(self) -> Outcome:
         run, weights = self._run, None
-        fingerprint = run.fingerprint()
+        fingerprint, bytes_per_step = run.fingerprint(), self._bytes_per_step()
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:
@@ -221,6 +233,8 @@ class Trainer:
             seconds=self._seconds,
             weights=weights,
             skipped_steps=run.skipped_steps,
+            level=run.strategy.level,
+            bytes_per_step=bytes_per_step,
         )
 
 

@@ -1,0 +1,72 @@
+"""Whole trainings with gradients that are rounded or compressed, against the same recipe with exact sums."""
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.jobs import sgd
+from tests.strategies.training import parameters_after
+from torch import nn
+
+import lockstep
+from lockstep.data.digits import Digits
+from lockstep.models import digits_net
+from lockstep.trainer.meter import accuracy
+
+EPOCHS = 8
+
+
+def parameters_of_ways(world, job, ways):
+    return {reduce: parameters_after(world, job, {"reduce": reduce, **options}) for reduce, options in ways}
+
+
+@cache
+def after_digits(world_size):
+    ways = (("ordered", {}), ("bf16", {}), ("powersgd", {"powersgd_rank": 2}))
+    return run_ranks(parameters_of_ways, world_size, "digits", ways)
+
+
+def distance(found, expected):
+    """Euclidean distance of all parameters, relative to their length."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("reduce", "bound"), [("bf16", 5e-3), ("powersgd", 0.2)])
+def test_parameters_stay_near_those_of_exact_sums(world_size, reduce, bound):
+    """After 14 steps of the digits with momentum."""
+    for found in after_digits(world_size):
+        assert torch.equal(found[reduce], after_digits(world_size)[0][reduce]), "ranks differ"
+        assert 0 < distance(found[reduce], found["ordered"]) < bound
+
+
+def right_answers(world, ways):
+    """The share of right answers on the digits' validation set after eight epochs, by reducer."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    return {reduce: train_digits(reduce) for reduce in ways}
+
+
+def train_digits(reduce):
+    torch.manual_seed(0)
+    run = lockstep.init(global_batch=128, micro_batches=8, seed=0, reduce=reduce)
+    model = digits_net()
+    model, optimizer = run.prepare(model, sgd(model, lr=0.1))
+    for _ in run.epochs(EPOCHS):
+        for batch in run.batches(Digits("train")):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    right = run.evaluate(Digits("validation"), accuracy)
+    run.close()
+    return right
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_digits_are_read_as_well_within_one_point(world_size):
+    ways = ("ordered", "bf16", "powersgd")
+    for found in run_ranks(right_answers, world_size, ways):
+        assert found["ordered"] > 0.95
+        assert abs(found["bf16"] - found["ordered"]) < 0.01
+        assert abs(found["powersgd"] - found["ordered"]) < 0.01
