@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time to save and stop after SIGTERM or SIGUSR1 (default: 25)",
     )
+    parser.add_argument(
+        "--stall-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time without progress after which a hanging run is explained and ended; 0: never (default: 60)",
+    )
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
@@ -56,6 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
         preload=_preload(target.path),
         log_directory=arguments.logs,
         grace=arguments.grace,
+        stall_limit=arguments.stall_limit,
     )
     return supervise(target, options)
 

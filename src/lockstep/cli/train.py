@@ -111,6 +111,7 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str]) -> int:
         threads=config.run.threads,
         log_directory=str(run_folder(config) / "ranks"),
         grace=config.run.grace,
+        stall_limit=config.run.stall_limit,
     )
     target = EntryTarget(entry=ENTRY, payload={"config": config.to_json(), "command": command})
     with locked(run_folder(config)):

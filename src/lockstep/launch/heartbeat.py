@@ -3,7 +3,7 @@
 One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
 reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
-    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, membership | sample indices of the micro-batch
+    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, membership, warm | samples of the micro-batch
     control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
 """
 
@@ -29,6 +29,7 @@ PHASES = (
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _BEAT = struct.Struct("<iqqqdi")  # phase, epoch, step, micro-batch, monotonic time, pid
 _MEMBERSHIP = 48
+_WARM = 49
 _SAMPLES = 56
 _SIZE = 4096
 _MOST_SAMPLES = (_SIZE - _SAMPLES - 4) // 8
@@ -78,6 +79,8 @@ class Beat:
     pid: int
     membership: Membership
     samples: tuple[int, ...]
+    warm: bool = True
+    """Whether the process has done a whole step, so that nothing is compiled or allocated for the first time."""
 
     @property
     def place(self) -> str:
@@ -96,6 +99,7 @@ class Heartbeat:
         self._beat = beat
         self.control = Control() if control is None else control
         self._pid = os.getpid()
+        self._newest_step = -1
 
     @classmethod
     def open(cls, world: World) -> Heartbeat:
@@ -110,6 +114,9 @@ class Heartbeat:
         if self._beat is not None:
             number = _PHASE_NUMBERS[phase]
             _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, time.monotonic(), self._pid)
+            if step > self._newest_step:
+                self._beat[_WARM] = self._newest_step >= 0
+                self._newest_step = step
 
     def samples(self, indices: Sequence[int]) -> None:
         """Notes the sample indices of the current micro-batch, for error reports; the first 504 are kept."""
@@ -225,6 +232,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         time=moment,
         pid=pid,
         membership=Membership(content[_MEMBERSHIP]),
+        warm=bool(content[_WARM]),
         samples=struct.unpack_from(f"<{count}q", content, _SAMPLES + 4),
     )
 

@@ -32,10 +32,16 @@ class LaunchOptions:
     """Where ranks write output and error records; if empty, a temporary folder, kept after a failure."""
     grace: float = 25.0
     """Seconds between a preemption signal and the end of ranks that did not stop."""
+    stall_limit: float = 60.0
+    """Seconds without any progress, at least, after which a run in which ranks wait for one is ended; 0: never."""
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads} was asked for; a rank computes with at least 1.")
+        if self.stall_limit < 0:
+            raise ConfigError(
+                f"stall_limit={self.stall_limit:g} was asked for; it is a number of seconds, 0 for never."
+            )
         if self.grace < 0:
             raise ConfigError(f"grace={self.grace:g} was asked for; it is a number of seconds, 0 or more.")
 

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
 from lockstep.launch import stop_signals
+from lockstep.launch.answering import answer_from_now_on
 from lockstep.launch.heartbeat import Heartbeat, read_beat
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.records import record_of, result_file, write_record
@@ -65,6 +66,7 @@ def run_rank(task: RankTask) -> NoReturn:
     signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
     arm_future_children()
     faulthandler.enable()
+    answer_from_now_on(world)
     _reseed()
     heartbeat.mark("start")
     code = EXIT_RANK

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import EXIT_CONFIG, EXIT_RANK
+from lockstep.errors import EXIT_CONFIG, EXIT_RANK, EXIT_STALLED
 from lockstep.launch.heartbeat import Control
 from lockstep.launch.log_directory import log_directory
 from lockstep.launch.options import LaunchOptions, new_run_id, rank_environment, world_environment
@@ -20,6 +20,7 @@ from lockstep.launch.report import report
 from lockstep.launch.run_directory import run_directory
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox
+from lockstep.launch.stalls import Stall, as_json, describe
 from lockstep.launch.targets import Target, to_json
 from lockstep.launch.verdict import judge
 from lockstep.launch.watch import Watch
@@ -90,6 +91,8 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Out
     if watch.server_lost:
         lines = ("The process that forks the ranks was killed, and the ranks ended with it.",)
         return Outcome(code=EXIT_RANK, lines=lines)
+    if watch.stall is not None:
+        return Outcome(code=EXIT_STALLED, lines=_explain(watch.stall, logs), has_failed=True)
     verdict = judge(watch.ends, control.reason)
     lines = tuple(report(verdict, watch.ends, control.reason, logs))
     files = [result_file(directory, end.rank) for end in watch.ends]
@@ -97,6 +100,12 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Out
     return Outcome(
         code=verdict.code, lines=lines, has_failed=verdict.cause is not None, results=tuple(results)
     )
+
+
+def _explain(stall: Stall, logs: Path) -> tuple[str, ...]:
+    bundle = logs / "stall.json"
+    bundle.write_text(as_json(stall.verdict, stall.sights))
+    return tuple(describe(stall.verdict, stall.sights, bundle))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later w
 ... once more           SIGKILL
 preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
 a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
+the run stands still    SIGTERM at once, 3 s later SIGKILL
 a rank waits to leave   once another has trained nothing for 2 s: SIGTERM, 1 s later SIGKILL
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +26,7 @@ from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox, drain
+from lockstep.launch.stalls import Stall, StallWatch, describe
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
 
@@ -61,6 +64,9 @@ class Watch:
         self._sent: set[signal.Signals] = set()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
+        self._stall_watch = StallWatch(directory, options.stall_limit)
+        self.stall: Stall | None = None
+        """Why the run was ended, if it stood still."""
         self.broken = ""
         """Why no rank could be started: a traceback, or empty."""
         self.server_lost = False
@@ -87,6 +93,7 @@ class Watch:
                 self._take_signals(inbox.take(), drain(from_ranks))
                 self._start_stopping()
                 self._look_for_leavers()
+                self._look_for_stalls()
                 self._act()
                 if self._server.closed and not self.broken:
                     self._close_the_books()
@@ -160,6 +167,19 @@ class Watch:
         leaving = any(beat and beat.membership is Membership.LEAVING for beat in beats)
         if leaving and any(beat and _is_stuck(beat, now) for beat in beats):
             self._end_within(0.0, _STUCK_KILL)
+
+    def _look_for_stalls(self) -> None:
+        """Ends a run in which ranks wait for one that does not come; only mentions one that is merely slow."""
+        if self._schedule or self._sent or not self._running:
+            return
+        found = self._stall_watch.look(self._running)
+        if found is None:
+            return
+        if found.verdict.is_deadlock:
+            self.stall = found
+            self._end_within(0.0, _FORCE)
+        else:
+            print("\n".join(describe(found.verdict, found.sights)), file=sys.stderr, flush=True)
 
     def _end_within(self, term: float, kill: float) -> None:
         """Schedules SIGTERM and SIGKILL, once each, in seconds from now; what is due earlier already stays."""

@@ -44,11 +44,13 @@ class Evaluation:
         model: nn.Module | None,
         forward: Callable[[Any], Any] | None,
         finish: Callable[[Tensor], Tensor] | None,
+        note: Callable[[MicroBatch], None],
     ) -> Any:
         """The mean of the metric, or of each by name; see ``Run.evaluate``. Collective."""
         evaluated = self._compute.model if model is None else model
 
         def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
+            note(micro_batch)
             self._randomness.begin_micro_batch(-1 - step, micro_batch.k)
             return self._compute.output_and_target(micro_batch.data, forward, evaluated, finish)
 

@@ -205,10 +205,13 @@ class Run:
             A float, or floats by name.
         """
         self._require_prepared()
-        note(self._session.heartbeat, "evaluate", self.position.epoch, self.position.step)
+        epoch, step = self.position.epoch, self.position.step
+        noted = partial(note, self._session.heartbeat, "evaluate", epoch, step)
+        noted()
         loader, finish = self._feeder.evaluation(data, workers), self._feeder.source(data).finish
-        step = self.position.step
-        return self._evaluation.run(loader, metric, step=step, model=model, forward=forward, finish=finish)
+        return self._evaluation.run(
+            loader, metric, step=step, model=model, forward=forward, finish=finish, note=noted
+        )
 
     def save(self) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

@@ -1,0 +1,52 @@
+"""How long a rank may be silent."""
+
+import math
+
+from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.stalls.pace import Pace
+
+
+def beat(time, step=1, phase="backward", warm=True, membership=Membership.JOINED):
+    return Beat(
+        phase=phase,
+        epoch=0,
+        step=step,
+        micro_batch=0,
+        time=time,
+        pid=1,
+        membership=membership,
+        samples=(),
+        warm=warm,
+    )
+
+
+def test_the_floor_holds_until_enough_steps_are_known():
+    pace = Pace(10.0)
+    for step in range(20):
+        pace.hear(beat(5.0 * step, step))
+    assert pace.limit(beat(95.0)) == 10.0
+    pace.hear(beat(100.0, 20))
+    assert pace.limit(beat(100.0)) == 25.0
+
+
+def test_the_first_step_and_slow_phases_may_last_ten_times_as_long():
+    pace = Pace(10.0)
+    assert pace.limit(beat(0.0, warm=False)) == 100.0
+    assert pace.limit(beat(0.0, phase="save")) == 100.0
+    assert pace.limit(beat(0.0)) == 10.0
+
+
+def test_slow_phases_and_the_first_step_teach_nothing():
+    pace = Pace(1.0)
+    pace.hear(beat(0.0, 0, warm=False))
+    for step in range(1, 30):
+        pace.hear(beat(50.0 + step * 0.1, step))
+    pace.hear(beat(53.0, 29, phase="evaluate"))
+    pace.hear(beat(400.0, 29))
+    assert pace.limit(beat(400.0)) == 1.0
+
+
+def test_the_end_and_a_floor_of_zero_have_no_limit():
+    assert math.isinf(Pace(10.0).limit(beat(0.0, phase="end")))
+    assert math.isinf(Pace(10.0).limit(beat(0.0, membership=Membership.FINISHED)))
+    assert math.isinf(Pace(0.0).limit(beat(0.0)))
