@@ -21,7 +21,7 @@ LAYERS = (
     {"job", "trainer"},
     {"run"},
     {"strategies", "checkpoint", "loggers"},
-    {"reduce", "precision", "randomness", "buffers", "sums", "models", "data"},
+    {"reduce", "sync_batch_norm", "precision", "randomness", "buffers", "sums", "models", "data"},
     {"launch", "process_group", "rendezvous", "collectives"},
     {
         "world",

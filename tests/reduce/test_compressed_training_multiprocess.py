@@ -15,7 +15,7 @@ from lockstep.data.digits import Digits
 from lockstep.models import digits_net
 from lockstep.trainer.meter import accuracy
 
-EPOCHS = 8
+EPOCHS = 12
 
 
 def parameters_of_ways(world, job, ways):
@@ -43,7 +43,7 @@ def test_parameters_stay_near_those_of_exact_sums(world_size, reduce, bound):
 
 
 def right_answers(world, ways):
-    """The share of right answers on the digits' validation set after eight epochs, by reducer."""
+    """The share of right answers on the digits' validation set after a whole training, by reducer."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     return {reduce: train_digits(reduce) for reduce in ways}
 
@@ -52,12 +52,16 @@ def train_digits(reduce):
     torch.manual_seed(0)
     run = lockstep.init(global_batch=128, micro_batches=8, seed=0, reduce=reduce)
     model = digits_net()
-    model, optimizer = run.prepare(model, sgd(model, lr=0.1))
+    optimizer = sgd(model, lr=0.1, weight_decay=5e-4, nesterov=True)
+    steps = EPOCHS * run.steps_per_epoch(Digits("train"), model=model)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+    model, optimizer, scheduler = run.prepare(model, optimizer, scheduler)
     for _ in run.epochs(EPOCHS):
         for batch in run.batches(Digits("train")):
             run.backward(batch, nn.functional.cross_entropy)
             optimizer.step()
             optimizer.zero_grad()
+            scheduler.step()
     right = run.evaluate(Digits("validation"), accuracy)
     run.close()
     return right
@@ -67,6 +71,6 @@ def train_digits(reduce):
 def test_digits_are_read_as_well_within_one_point(world_size):
     ways = ("ordered", "bf16", "powersgd")
     for found in run_ranks(right_answers, world_size, ways):
-        assert found["ordered"] > 0.95
-        assert abs(found["bf16"] - found["ordered"]) < 0.01
-        assert abs(found["powersgd"] - found["ordered"]) < 0.01
+        assert found["ordered"] > 0.96
+        assert found["bf16"] > found["ordered"] - 0.01
+        assert found["powersgd"] > found["ordered"] - 0.01

@@ -1,0 +1,22 @@
+"""Real ranks with unequal shares, one of them empty, against torch's BatchNorm over the whole batch on one device."""
+
+from functools import cache
+
+import pytest
+from tests.ranks import run_ranks
+from tests.sync_batch_norm.cases import CASES, SHARES, train_all
+
+
+@cache
+def trained(world_size):
+    return run_ranks(train_all, world_size, list(CASES))
+
+
+@pytest.mark.parametrize("world_size", SHARES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_is_that_of_one_forward_over_the_whole_batch(name, world_size):
+    """Outputs, gradients of inputs and parameters, and running statistics."""
+    for rank, off in enumerate(trained(world_size)):
+        beyond = {what: distance for what, distance in off[name].items() if distance > CASES[name].bound}
+        assert not beyond, f"rank {rank} of {world_size}"
+        assert len(off[name]) >= 4
