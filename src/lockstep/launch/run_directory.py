@@ -33,11 +33,41 @@ def run_directory(base: Path | None = None) -> Iterator[Path]:
         os.close(lock)
 
 
+def run_directories() -> list[Path]:
+    """The run directories of this user, wherever a launcher may have made them."""
+    found = []
+    for base in _bases():
+        for directory in base.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
+                    found.append(directory)
+    return found
+
+
+def is_in_use(directory: Path) -> bool:
+    """Whether the launcher that made the folder still runs: it holds the lock."""
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _bases() -> list[Path]:
+    names = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir())
+    return [Path(name) for name in dict.fromkeys(names) if name and Path(name).is_dir()]
+
+
 def _base() -> Path:
-    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm"):
-        if name and Path(name).is_dir() and os.access(name, os.W_OK | os.X_OK):
-            return Path(name)
-    return Path(tempfile.gettempdir())
+    return next(
+        (base for base in _bases() if os.access(base, os.W_OK | os.X_OK)), Path(tempfile.gettempdir())
+    )
 
 
 def _held_lock(directory: Path) -> int:

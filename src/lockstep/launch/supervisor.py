@@ -18,6 +18,7 @@ from lockstep.launch.options import LaunchOptions, new_run_id, rank_environment,
 from lockstep.launch.records import log_file, result_file
 from lockstep.launch.report import report
 from lockstep.launch.run_directory import run_directory
+from lockstep.launch.runs import write_note
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox
 from lockstep.launch.stalls import Stall, as_json, describe
@@ -58,6 +59,7 @@ def run_world(target: Target, options: LaunchOptions) -> Outcome:
         _pipe() as (from_ranks, to_supervisor),
         closing(Control(directory)) as control,
     ):
+        write_note(directory, run_id, sys.argv, logs.path, options.devices.count)
         environment = world_environment(options, run_id, directory, os.environ)
         with ServerProcess(_order(target, options, logs.path), environment, to_supervisor) as server:
             watch = Watch(server, control, directory, logs.path, options)
