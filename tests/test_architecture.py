@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
+    {"lint"},
     {"job", "trainer"},
     {"run"},
     {"strategies", "checkpoint", "loggers"},
@@ -131,7 +132,15 @@ def test_public_names_are_listed(path):
 
 @pytest.mark.parametrize(
     "module",
-    ["lockstep", "lockstep.cli", "lockstep.cli.train", "lockstep.cli.run", "lockstep.job", "lockstep.launch"],
+    [
+        "lockstep",
+        "lockstep.cli",
+        "lockstep.cli.train",
+        "lockstep.cli.run",
+        "lockstep.cli.lint",
+        "lockstep.job",
+        "lockstep.launch",
+    ],
 )
 def test_what_starts_a_run_does_not_import_torch(module):
     code = f"import {module}, sys; print(*(name for name in ('torch', 'tensorboard') if name in sys.modules))"

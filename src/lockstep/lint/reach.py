@@ -1,0 +1,109 @@
+"""Which ranks reach a line: rank tests around it, early returns, and the callers of its function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from lockstep.lint.names import last_name
+from lockstep.lint.ranks import FIRST, OTHERS, rank_test
+from lockstep.lint.script import Function, Script, argument
+
+
+def conditions(script: Script, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfExp, str, bool]]:
+    """The rank tests around a node in its function: (statement, first or others, whether in its body)."""
+    for ancestor, child in script.ancestors(node):
+        if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            return
+        if isinstance(ancestor, ast.If | ast.IfExp) and child is not ancestor.test:
+            kind = rank_test(script, ancestor.test)
+            if kind:
+                body = ancestor.body if isinstance(ancestor.body, list) else [ancestor.body]
+                yield ancestor, kind, any(item is child for item in body)
+
+
+def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
+    """Whether only one rank can reach a node: by a test, an early return, a decorator, or by every caller."""
+    for _, kind, inside in conditions(script, node):
+        if (kind == FIRST) == inside:
+            return True
+    if _after_return_of_others(script, node) or _after_and(script, node):
+        return True
+    function = script.scope(node)
+    if isinstance(function, ast.Module) or not depth:
+        return False
+    if any(_says_one_rank(script, decorator) for decorator in function.decorator_list):
+        return True
+    callers = callers_of(script, function)
+    return bool(callers) and all(on_one_rank(script, caller, depth - 1) for caller in callers)
+
+
+def callers_of(script: Script, function: Function) -> list[ast.Call]:
+    """The calls in this file of a function or method, taken by its name, but for calls of itself."""
+    found = [call for call in script.calls if last_name(call.func) == function.name]
+    return [call for call in found if script.scope(call) is not function]
+
+
+def runs_on_ranks(script: Script, node: ast.AST) -> bool:
+    """Whether a node runs in the ranks, not only in a parent that spawns them; True where nothing is spawned."""
+    targets = {last_name(target) for target in _spawned(script)}
+    if not targets:
+        return True
+    reached = {function for function in script.functions if function.name in targets}
+    pending = list(reached)
+    while pending:
+        inside = pending.pop()
+        names = {last_name(call.func) for call in script.calls if script.holds(inside, call)}
+        new = [function for function in script.functions if function.name in names - {""}]
+        pending += [function for function in new if function not in reached]
+        reached.update(new)
+    return any(ancestor in reached for ancestor, _ in script.ancestors(node))
+
+
+def _spawned(script: Script) -> Iterator[ast.expr]:
+    for call in script.calls:
+        name = script.name(call).rpartition(".")[2]
+        if name in ("spawn", "start_processes") or name == "Process":
+            target = argument(call, "target" if name == "Process" else "fn", None if name == "Process" else 0)
+            if target is not None:
+                yield target
+
+
+def _after_return_of_others(script: Script, node: ast.AST) -> bool:
+    """Whether ``if rank != 0: return`` (or ``continue``) stands before the node in a block around it."""
+    for ancestor, child in script.ancestors(node):
+        for block in _blocks(ancestor):
+            if not any(item is child for item in block):
+                continue
+            for item in block[: next(i for i, entry in enumerate(block) if entry is child)]:
+                leaves = isinstance(item, ast.If) and isinstance(item.body[-1], ast.Return | ast.Continue)
+                if leaves and isinstance(item, ast.If) and rank_test(script, item.test) == OTHERS:
+                    return True
+        if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+    return False
+
+
+def _after_and(script: Script, node: ast.AST) -> bool:
+    """Whether the node is what ``rank == 0 and ...`` goes on to."""
+    for ancestor, child in script.ancestors(node):
+        if isinstance(ancestor, ast.BoolOp) and isinstance(ancestor.op, ast.And):
+            for part in ancestor.values:
+                if part is child:
+                    break
+                if rank_test(script, part) == FIRST:
+                    return True
+        if isinstance(ancestor, ast.stmt):
+            return False
+    return False
+
+
+def _says_one_rank(script: Script, decorator: ast.expr) -> bool:
+    words = script.text(decorator).lower()
+    return any(word in words for word in ("rank_zero", "rank0", "main_process", "master_only", "on_main"))
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for _, value in ast.iter_fields(node):
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            yield value

@@ -1,0 +1,1 @@
+"""The rules, grouped by what they look at; ``catalogue`` lists them all."""

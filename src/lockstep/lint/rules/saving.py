@@ -1,0 +1,166 @@
+"""Rules on checkpoints: who writes them, what is in them, where they are loaded to."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from lockstep.lint.finding import Hit, rule
+from lockstep.lint.ranks import FIRST, mentions_rank, tests_local_only
+from lockstep.lint.reach import callers_of, conditions, on_one_rank, runs_on_ranks
+from lockstep.lint.script import Script, argument, arguments, is_open, receiver
+from lockstep.lint.wrappers import DDP, DP, is_distributed, is_managed, starts_group, wraps
+
+_CHECKPOINT = re.compile(r"check|ckpt|resume|pretrain|weight|state|model|snapshot|\bcp\b", re.IGNORECASE)
+_HANDLES_MODULE = (
+    "module.",
+    "without_ddp",
+    "unwrap",
+    "de_parallel",
+    "consume_prefix",
+    "raw_model",
+    "get_model",
+)
+
+
+@rule("LS050", "save-on-every-rank", "Every rank writes the same checkpoint file at the same time.")
+def save_on_every_rank(script: Script) -> Iterator[Hit]:
+    """Not where a rank test stands around the call or around all calls of its function, or in the path."""
+    for call in _saves(script):
+        path = argument(call, "f", 1)
+        if path is None or mentions_rank(script, path) or on_one_rank(script, call):
+            continue
+        function = script.scope(call)
+        unknown = not isinstance(function, ast.Module) and not callers_of(script, function)
+        entry = isinstance(function, ast.Module) or function.name in (
+            "main",
+            "train",
+            "run",
+            "main_worker",
+            "worker",
+        )
+        if runs_on_ranks(script, call) and not (unknown and not entry and not _is_target(script, function)):
+            yield Hit(
+                call,
+                "every rank writes this file at the same time: it can end torn, or mixed of several writers.",
+                f"if torch.distributed.get_rank() == 0: {script.text(call)}",
+            )
+
+
+@rule(
+    "LS051",
+    "save-on-every-host",
+    "A checkpoint is saved where the local rank is 0: with several hosts one process of each writes the same file.",
+)
+def save_on_every_host(script: Script) -> Iterator[Hit]:
+    """Only where no test of the global rank stands around it as well."""
+    for call in _saves(script):
+        tests = [s.test for s, kind, inside in conditions(script, call) if (kind == FIRST) == inside]
+        path = argument(call, "f", 1)
+        named = path is not None and any("host" in script.text(part) for part in script.sources(path))
+        if tests and all(tests_local_only(script, test) for test in tests) and not named:
+            yield Hit(
+                call,
+                f"'{script.text(tests[0])}' holds on every host, so with several hosts each writes this file.",
+                "if torch.distributed.get_rank() == 0:",
+            )
+
+
+@rule(
+    "LS052",
+    "wrapped-state-saved",
+    "The state of the wrapped model is saved: every key begins with module., and the plain model cannot load it.",
+)
+def wrapped_state_saved(script: Script) -> Iterator[Hit]:
+    """Only where nothing in the file takes the wrapper off, when saving or when loading."""
+    wrapped = {wrap.target: wrap for wrap in wraps(script, DDP, DP) if wrap.target}
+    if script.mentions(*_HANDLES_MODULE) or "module" in script.words or is_managed(script):
+        return
+    for call in script.method_calls("state_dict"):
+        model = script.text(receiver(call))
+        wrap = wrapped.get(model)
+        if wrap is None or call.args or not _is_saved(script, call) or not _reached(script, call, wrap.call):
+            continue
+        loads = [c for c in script.method_calls("load_state_dict") if script.text(receiver(c)) == model]
+        if wrap.certain and any(script.follows(load, wrap.call) for load in loads):
+            continue
+        yield Hit(
+            call,
+            f"{model} is wrapped in {wrap.kind} in line {wrap.call.lineno}: the saved names begin with 'module.' "
+            + ("and the plain model refuses them." if wrap.certain else "in some runs and not in others."),
+            f"getattr({model}, 'module', {model}).state_dict()",
+        )
+
+
+@rule(
+    "LS053",
+    "load-without-map-location",
+    "A checkpoint is loaded without map_location: every rank loads it to the GPU that it was saved from.",
+)
+def load_without_map_location(script: Script) -> Iterator[Hit]:
+    """In files that show that they run on several ranks, for what is called a checkpoint or a state."""
+    if not (is_distributed(script) or wraps(script, DDP)):
+        return
+    for call in script.calls:
+        if (
+            script.name(call) != "torch.load"
+            or not is_open(call)
+            or argument(call, "map_location", 1) is not None
+        ):
+            continue
+        statement = script.statement(call)
+        words = script.text(statement) if isinstance(statement, ast.Assign | ast.Expr) else script.text(call)
+        if not _CHECKPOINT.search(words.replace("torch.load", "")) or "load_state_dict" not in script.words:
+            continue
+        if not _has_mapped_twin(script, call) and not on_one_rank(script, call):
+            yield Hit(
+                call,
+                "every rank loads this to the GPU it was saved from, mostly the first, which runs out of memory.",
+                f"{script.text(call)[:-1]}, map_location='cpu')",
+            )
+
+
+def _has_mapped_twin(script: Script, call: ast.Call) -> bool:
+    """Whether the other branch of a condition around the call loads with map_location."""
+    loads = [other for other in script.calls if script.name(other) == "torch.load"]
+    return any(script.exclusive(call, o) and argument(o, "map_location", 1) is not None for o in loads)
+
+
+def _saves(script: Script) -> list[ast.Call]:
+    """torch.save in a file that starts the process group itself."""
+    if not starts_group(script) or is_managed(script):
+        return []
+    return [call for call in script.calls if script.name(call) == "torch.save"]
+
+
+def _is_target(script: Script, function: ast.AST) -> bool:
+    """Whether a function is handed to another one (as spawn is handed what to run)."""
+    name = getattr(function, "name", "")
+    return any(
+        isinstance(item, ast.Name) and item.id == name for call in script.calls for item in arguments(call)
+    )
+
+
+def _is_saved(script: Script, call: ast.Call) -> bool:
+    """Whether the state goes into a save call, or into a dictionary."""
+    for ancestor, _ in script.ancestors(call):
+        if isinstance(ancestor, ast.Dict):
+            return any("save" in word for word in script.words)
+        if isinstance(ancestor, ast.Call):
+            return "save" in script.text(ancestor.func).lower()
+        if isinstance(ancestor, ast.stmt):
+            return False
+    return False
+
+
+def _reached(script: Script, call: ast.Call, wrap: ast.Call) -> bool:
+    """Whether the name that is saved is the one that was wrapped: one function, wrapped above."""
+    return script.follows(call, wrap) or (
+        isinstance(script.scope(wrap), ast.Module) and "model" not in _parameters(script, call)
+    )
+
+
+def _parameters(script: Script, node: ast.AST) -> list[str]:
+    function = script.scope(node)
+    return [] if isinstance(function, ast.Module) else [item.arg for item in function.args.args]

@@ -1,0 +1,240 @@
+"""A parsed script and where everything in it stands: parents, functions, calls, assignments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+
+from lockstep.lint.names import dotted, imported_names, words_of
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Script:
+    """One Python file, parsed; nothing of it is ever imported or run."""
+
+    def __init__(self, text: str) -> None:
+        """Parses the text. ``SyntaxError``, ``ValueError`` or ``RecursionError`` where Python refuses it."""
+        self.tree = ast.parse(text)
+        self.nodes = list(ast.walk(self.tree))
+        self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self._imported = imported_names(self.tree)
+        self._texts: dict[ast.AST, str] = {}
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Every identifier, keyword and string of the file."""
+        return words_of(self.tree)
+
+    @cached_property
+    def imported_roots(self) -> frozenset[str]:
+        """The packages that anything in the file is imported from."""
+        return frozenset(name.partition(".")[0] for name in self._imported.values())
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call of the file, in the order of the lines."""
+        found = [node for node in self.nodes if isinstance(node, ast.Call)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    @cached_property
+    def functions(self) -> list[Function]:
+        """Every function and method of the file."""
+        return [node for node in self.nodes if isinstance(node, _FUNCTIONS)]
+
+    @cached_property
+    def _assigned(self) -> dict[tuple[Scope | None, str], list[ast.expr | None]]:
+        """Values given to a name, by function and name; by no function for attributes such as ``args.gpu``."""
+        found: dict[tuple[Scope | None, str], list[ast.expr | None]] = {}
+        for node in self.nodes:
+            for target, value in _bindings(node):
+                key = (self.scope(node) if isinstance(target, ast.Name) else None, self.text(target))
+                found.setdefault(key, []).append(value)
+        return found
+
+    def name(self, node: ast.AST) -> str:
+        """The dotted name of an expression with imports resolved; of a call, the name of what is called."""
+        return dotted(node.func if isinstance(node, ast.Call) else node, self._imported)
+
+    def text(self, node: ast.AST) -> str:
+        """The expression as one line of source."""
+        if node not in self._texts:
+            self._texts[node] = ast.unparse(node)
+        return self._texts[node]
+
+    def mentions(self, *parts: str) -> bool:
+        """Whether any identifier or string of the file contains one of the parts (lower case)."""
+        return any(part in word.lower() for word in self.words for part in parts)
+
+    def torch_calls(self, *names: str) -> list[ast.Call]:
+        """Calls of torch's own things with one of these last names: ``DataLoader``, ``all_reduce``."""
+        return [call for call in self.calls if _is_torch(self.name(call), names)]
+
+    def method_calls(self, *names: str) -> list[ast.Call]:
+        """Calls of a method of this name on anything: ``loss.backward()``."""
+        return [c for c in self.calls if isinstance(c.func, ast.Attribute) and c.func.attr in names]
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """The node that holds this one."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """(ancestor, its child on the way to the node), from the inside out."""
+        child, parent = node, self._parents.get(node)
+        while parent is not None:
+            yield parent, child
+            child, parent = parent, self._parents.get(parent)
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The function whose body holds the node; the module where there is none."""
+        for ancestor, _ in self.ancestors(node):
+            if isinstance(ancestor, _FUNCTIONS):
+                return ancestor
+        return self.tree
+
+    def statement(self, node: ast.AST) -> ast.stmt | None:
+        """The statement that an expression is part of."""
+        found: ast.AST | None = node
+        while found is not None and not isinstance(found, ast.stmt):
+            found = self._parents.get(found)
+        return found
+
+    def holds(self, outer: ast.AST, node: ast.AST) -> bool:
+        """Whether one node stands anywhere inside another."""
+        return any(ancestor is outer for ancestor, _ in self.ancestors(node))
+
+    def same_function(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether both nodes belong to one function (or both to the module)."""
+        return self.scope(one) is self.scope(other)
+
+    def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether the nodes stand in different branches of one ``if`` or ``try``, so that never both run."""
+        way = {id(ancestor): child for ancestor, child in self.ancestors(one)}
+        for ancestor, child in self.ancestors(other):
+            if id(ancestor) in way:
+                return _apart(ancestor, way[id(ancestor)], child)
+        return False
+
+    def follows(self, late: ast.expr | ast.stmt, early: ast.expr | ast.stmt) -> bool:
+        """Whether ``late`` stands below ``early`` in one function, and one run can pass both."""
+        below = (late.lineno, late.col_offset) > (early.lineno, early.col_offset)
+        return below and self.same_function(late, early) and not self.exclusive(late, early)
+
+    def values(self, node: ast.expr) -> list[ast.expr | None]:
+        """What a name or attribute is ever set to; None for a value that cannot be seen (a loop, a tuple)."""
+        if isinstance(node, ast.Attribute):
+            return self._assigned.get((None, self.text(node)), [])
+        if not isinstance(node, ast.Name):
+            return []
+        scope: Scope = self.scope(node)
+        found = self._assigned.get((scope, node.id))
+        if found is None and not (isinstance(scope, _FUNCTIONS) and node.id in parameters(scope)):
+            found = self._assigned.get((self.tree, node.id))
+        return found or []
+
+    def sources(self, node: ast.expr, depth: int = 4) -> Iterator[ast.expr]:
+        """The expression, its parts, and the parts of what its names were set to, a few steps back."""
+        yield from self._sources(node, depth, set())
+
+    def _sources(self, node: ast.expr, depth: int, seen: set[int]) -> Iterator[ast.expr]:
+        for part in ast.walk(node):
+            if not isinstance(part, ast.expr) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            yield part
+            if depth and isinstance(part, ast.Name | ast.Attribute):
+                for value in self.values(part):
+                    if value is not None:
+                        yield from self._sources(value, depth - 1, seen)
+
+
+def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
+    """An argument of a call by its name, else by its position; None where it is not given in the open."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if position is not None and len(call.args) > position:
+        found = call.args[position]
+        return None if isinstance(found, ast.Starred) else found
+    return None
+
+
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """All that a call is given, by position and by name."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def is_open(call: ast.Call) -> bool:
+    """Whether all arguments of a call can be seen: no ``*args`` and no ``**settings``."""
+    hidden = any(keyword.arg is None for keyword in call.keywords)
+    return not hidden and not any(isinstance(item, ast.Starred) for item in call.args)
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a literal; None for anything else (and for None)."""
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def parameters(function: Function) -> list[str]:
+    """The names of a function's parameters, in order."""
+    spec = function.args
+    return [item.arg for item in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
+
+
+def receiver(call: ast.Call) -> ast.expr:
+    """What a method is called on; of a plain call, the called expression."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else call.func
+
+
+def _is_torch(name: str, wanted: tuple[str, ...]) -> bool:
+    first, _, rest = name.partition(".")
+    return first == "torch" and rest.rpartition(".")[2] in wanted
+
+
+def _apart(ancestor: ast.AST, one: ast.AST, other: ast.AST) -> bool:
+    """Whether two children of a statement are in branches of which only one runs."""
+    if isinstance(ancestor, ast.If | ast.IfExp):
+        return {_field(ancestor, one), _field(ancestor, other)} == {"body", "orelse"}
+    if isinstance(ancestor, ast.Try):
+        fields = {_field(ancestor, one), _field(ancestor, other)}
+        return "handlers" in fields and "finalbody" not in fields and len(fields) == 2
+    return False
+
+
+def _field(ancestor: ast.AST, child: ast.AST) -> str:
+    """The part of a statement that holds the child: ``test``, ``body``, ``orelse``."""
+    for field, value in ast.iter_fields(ancestor):
+        if value is child or (isinstance(value, list) and any(item is child for item in value)):
+            return field
+    return ""
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """(target, value) of an assignment; a value that is unpacked or looped over is None."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _pairs(target, node.value)
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield node.target, node.value
+    elif isinstance(node, ast.AugAssign):
+        yield node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
+    elif isinstance(node, ast.NamedExpr):
+        yield node.target, node.value
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        yield from _pairs(node.target, None)
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield from _pairs(node.optional_vars, None)
+
+
+def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    if not isinstance(target, ast.Tuple | ast.List):
+        yield target, value
+        return
+    values: list[ast.expr | None] = [None] * len(target.elts)
+    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+        values = list(value.elts)
+    for item, part in zip(target.elts, values, strict=True):
+        yield from _pairs(item, part)

@@ -1,0 +1,97 @@
+"""Where a script wraps its model: DistributedDataParallel, DataParallel, FSDP."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from lockstep.lint.script import Script, argument
+
+DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
+_ROOTS = ("torch", "apex")
+_MANAGED = frozenset(
+    {
+        "accelerate",
+        "colossalai",
+        "composer",
+        "deepspeed",
+        "fairscale",
+        "horovod",
+        "ignite",
+        "lightning",
+        "lightning_fabric",
+        "lockstep",
+        "pytorch_lightning",
+        "ray",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """One call that wraps a model."""
+
+    kind: str
+    call: ast.Call
+    source: str
+    """What is wrapped, as text: ``model``."""
+    target: str
+    """What the wrapped model is called, as text; empty where it is not assigned."""
+    certain: bool
+    """Whether it stands outside every ``if`` of its function."""
+
+
+def wraps(script: Script, *kinds: str) -> list[Wrap]:
+    """The wraps of these kinds, in the order of the lines."""
+    found = []
+    for call in script.calls:
+        first, _, rest = script.name(call).partition(".")
+        kind = rest.rpartition(".")[2]
+        module = argument(call, "module", 0)
+        if first in _ROOTS and kind in kinds and module is not None:
+            found.append(_wrap(script, call, kind, module))
+    return found
+
+
+def starts_group(script: Script) -> list[ast.Call]:
+    """The calls that start torch's process group."""
+    return script.torch_calls("init_process_group")
+
+
+def is_managed(script: Script) -> bool:
+    """Whether a library that takes over these duties is imported: Accelerate, DeepSpeed, Lightning, ..."""
+    return not _MANAGED.isdisjoint(script.imported_roots)
+
+
+def is_distributed(script: Script) -> bool:
+    """Whether the file itself shows that it runs on several ranks, by torch alone."""
+    shown = starts_group(script) or wraps(script, DDP, FSDP) or script.torch_calls("DistributedSampler")
+    return bool(shown) and not is_managed(script)
+
+
+def reduces(script: Script) -> bool:
+    """Whether anything in the file could bring values of several ranks together."""
+    parts = ("reduce", "gather", "synchron", "sync_", "average_across", "broadcast", "dist_mean")
+    others = ("broadcast_buffers", "reducelronplateau", "sync_b", "syncb")
+    words = (word.lower() for word in script.words)
+    return any(part in word for word in words for part in parts if not any(other in word for other in others))
+
+
+def _wrap(script: Script, call: ast.Call, kind: str, module: ast.expr) -> Wrap:
+    statement = script.statement(call)
+    target = ""
+    if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
+        target = script.text(statement.targets[0])
+    certain = True
+    for ancestor, _ in script.ancestors(call):
+        if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef):
+            break
+        if isinstance(ancestor, ast.If | ast.IfExp | ast.Try) and not _is_main_guard(ancestor):
+            certain = False
+    return Wrap(kind, call, script.text(module), target, certain)
+
+
+def _is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and any(
+        isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test)
+    )
