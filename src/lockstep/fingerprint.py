@@ -66,6 +66,7 @@ class Context:
     torch: str
     compiled: bool = False
     channels_last: bool = False
+    sync_batch_norm: bool = False
     deterministic: bool = False
     optimizers: tuple[str, ...] = ()
 

@@ -14,6 +14,9 @@ from lockstep.mesh import Mesh
 STRATEGIES = ("single", "ddp")
 """Every ``--strategy``."""
 
+SYNC_BATCH_NORM = ("single", "ddp")
+"""The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
+
 OPTIONS: dict[str, Any] = {}
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 

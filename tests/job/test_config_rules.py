@@ -17,6 +17,10 @@ BROKEN = {
         ["training.reduce=powersgd", "training.precision=fp16"],
         "Use precision bf16 or fp32",
     ),
+    "SyncBatchNorm has whole shares": (
+        ["training.sync_batch_norm=true", "training.compile=true"],
+        "training.compile cannot go through its exchanges",
+    ),
     "the warm-up is given once": (
         ["schedule.warmup_steps=5", "schedule.warmup_epochs=1"],
         "Give one of the two",

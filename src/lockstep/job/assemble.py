@@ -74,6 +74,7 @@ def run_options(config: JobConfig) -> RunOptions:
         precision=training.precision,
         channels_last=training.channels_last,
         compile=training.compile,
+        sync_batch_norm=training.sync_batch_norm,
         running_buffers=training.running_buffers,
         fingerprint_every=training.fingerprint_every,
         threads=config.run.threads,

@@ -116,6 +116,8 @@ class TrainingConfig(Checked):
     """Keeps images and convolution weights in channels-last order."""
     compile: bool = False
     """Compiles the model with torch.compile; another recipe than the same job without."""
+    sync_batch_norm: bool = False
+    """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()
     """Patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
     clip_norm: float | None = field(default=None, metadata={"check": more_than(0)})

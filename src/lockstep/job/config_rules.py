@@ -13,6 +13,7 @@ from pathlib import Path
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig, ScheduleConfig
 from lockstep.job.config_reader import KeyPath, Problem
+from lockstep.strategy_options import SYNC_BATCH_NORM
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,20 @@ def _scale_is_kept(job: JobConfig) -> str | None:
     return None
 
 
+def _shares_run_at_once(job: JobConfig) -> str | None:
+    training = job.training
+    if not training.sync_batch_norm:
+        return None
+    if training.strategy not in SYNC_BATCH_NORM:
+        return (
+            "is true: a process would run its whole share of a step in one forward pass, which strategy "
+            f"{training.strategy!r} does not. Use strategy 'ddp'."
+        )
+    if training.compile:
+        return "is true, and training.compile cannot go through its exchanges. Use one of the two."
+    return None
+
+
 def _one_warm_up(job: JobConfig) -> str | None:
     schedule = job.schedule
     if isinstance(schedule, ScheduleConfig) and schedule.warmup_steps and schedule.warmup_epochs:
@@ -164,6 +179,7 @@ RULES = (
     Rule("every rank has a micro-batch", ("run", "devices"), _ranks_have_micro_batches),
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
     Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),
+    Rule("SyncBatchNorm has whole shares", ("training", "sync_batch_norm"), _shares_run_at_once),
     Rule("the warm-up is given once", ("schedule", "warmup_steps"), _one_warm_up),
     Rule("the warm-up ends before the run", ("schedule", "warmup_epochs"), _warm_up_ends),
     Rule("a schedule counts optimizer steps", ("schedule", "target"), _schedule_counts_steps),

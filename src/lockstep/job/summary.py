@@ -68,7 +68,8 @@ def sample_plan(config: JobConfig, facts: Facts) -> SamplePlan:
 def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     training, run = config.training, config.run
     ranks = "as many as there are devices" if facts.ranks is None else str(facts.ranks)
-    level = _LEVELS.get(training.reduce, "A (bitwise)")
+    exact = "B (tolerance)" if training.sync_batch_norm else "A (bitwise)"
+    level = _LEVELS.get(training.reduce, exact)
     evaluated = "none" if facts.validation_samples is None else f"{facts.validation_samples:,} samples"
     rows = [
         ("job", config.job),

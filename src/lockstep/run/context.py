@@ -26,6 +26,7 @@ def describe(options: RunOptions, session: Session, optimizers: Sequence[Optimiz
         torch=torch.__version__,
         compiled=options.compile,
         channels_last=options.channels_last,
+        sync_batch_norm=options.sync_batch_norm,
         deterministic=session.device.type == "cuda",
         optimizers=tuple(implementation(each) for each in optimizers),
     )

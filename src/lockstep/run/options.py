@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategy_options import OPTIONS, STRATEGIES
+from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,9 @@ class RunOptions:
     """Keep the weights and inputs of convolutions in channels-last order."""
     compile: bool = False
     """Compile the model's blocks with torch.compile; another recipe than eager."""
+    sync_batch_norm: bool = False
+    """Compute BatchNorm over the whole global batch (level B); a process then runs its share of a step in one forward
+    pass. With strategy single or ddp."""
     running_buffers: tuple[str, ...] = ()
     """Name patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
 
@@ -78,6 +81,16 @@ class RunOptions:
         for name in ("threads", "powersgd_rank"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.sync_batch_norm and self.strategy not in SYNC_BATCH_NORM:
+            raise ConfigError(
+                f"sync_batch_norm=True runs a process's whole share of a step in one forward pass, which strategy "
+                f"{self.strategy!r} does not. Use strategy 'ddp'."
+            )
+        if self.sync_batch_norm and self.compile:
+            raise ConfigError(
+                "sync_batch_norm=True exchanges statistics in the middle of the model, where compile=True cannot go. "
+                "Use one of the two."
+            )
         if self.reduce == "powersgd" and self.precision == "fp16":
             raise ConfigError(
                 "reduce='powersgd' keeps gradients from step to step, and precision fp16 changes their scale between "

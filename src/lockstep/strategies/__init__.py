@@ -12,6 +12,7 @@ from lockstep.reduce import open_reducer
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.groups import Groups
+from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.single import Single
 from lockstep.strategy_options import STRATEGIES, mesh_of
 
@@ -41,6 +42,8 @@ class StrategyOptions(Protocol):
     @property
     def powersgd_rank(self) -> int: ...
     @property
+    def sync_batch_norm(self) -> bool: ...
+    @property
     def running_buffers(self) -> Sequence[str]: ...
     @property
     def timeout(self) -> float: ...
@@ -69,7 +72,8 @@ def open_strategy(
 
 
 def _open_single(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
-    return Single(device, options.micro_batches, running_buffers=options.running_buffers)
+    kind = SyncedSingle if options.sync_batch_norm else Single
+    return kind(device, options.micro_batches, running_buffers=options.running_buffers)
 
 
 def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -84,7 +88,8 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
         options.shared_memory,
         powersgd_rank=options.powersgd_rank,
     )
-    return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+    kind = SyncedDistributedDataParallel if options.sync_batch_norm else DistributedDataParallel
+    return kind(device, options.micro_batches, reducer, group, options.running_buffers)
 
 
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {

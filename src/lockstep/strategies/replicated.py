@@ -84,7 +84,7 @@ class Replicated(Strategy):
             weights.append(weight)
         header = self._fill_header(losses, weights, advanced, stop)
         headers = self._reduce(header, running.take())
-        return self._finish(headers, leaves)
+        return self._finish(headers, leaves, nodes=leaves)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all holders; with one there is nothing to exchange."""
@@ -149,14 +149,14 @@ class Replicated(Strategy):
             self._total_running = self._reducer.total(self._buffer_bucket)
         return headers
 
-    def _finish(self, headers: Tensor, leaves: int) -> StepResult:
-        sizes = [len(self.share.of(leaves, holder)) for holder in range(self.share.holders)]
-        losses = _in_order(headers, sizes, 0)
-        weight = fold_rows(_in_order(headers, sizes, self._longest))
+    def _finish(self, headers: Tensor, leaves: int, *, nodes: int) -> StepResult:
+        """Sets gradients and buffers from ``leaves`` micro-batches, which left ``nodes`` sets of running buffers."""
+        losses = _in_order(headers, self.share, leaves, 0)
+        weight = fold_rows(_in_order(headers, self.share, leaves, self._longest))
         sums = headers[:, 2 * self._longest :].sum(0)
         if self._total_running is not None:
             advanced = sums[len(self._trainable) : -1]
-            self._buffers.finish_step(self._total_running, leaves, advanced)
+            self._buffers.finish_step(self._total_running, nodes, advanced)
         parts = self._tree.finish(self._used(sums), weight.float())
         if not self._checked:
             self._buffers.refuse_changed_others()
@@ -173,8 +173,13 @@ class Replicated(Strategy):
         return [int(count) for count in sums[: len(mine)].tolist()]
 
 
-def _in_order(headers: Tensor, sizes: list[int], first: int) -> Tensor:
+def _in_order(headers: Tensor, share: Share, leaves: int, first: int) -> Tensor:
     """The entries of all micro-batches, in order of k, from the ranks' columns that begin at ``first``."""
-    if len(sizes) == 1:
-        return headers[0, first : first + sizes[0]]
-    return torch.cat([row[first : first + size] for row, size in zip(headers, sizes)])
+    numbers = [[k for k in share.of(leaves, holder) if k < leaves] for holder in range(share.holders)]
+    if len(numbers) == 1:
+        return headers[0, first : first + leaves]
+    entries = torch.cat([row[first : first + len(part)] for row, part in zip(headers, numbers)])
+    if not (share.interleaved or share.rounds):
+        return entries
+    order = torch.tensor([k for part in numbers for k in part], device=headers.device)
+    return torch.empty_like(entries).index_copy_(0, order, entries)
