@@ -19,10 +19,12 @@ def alternate(
     *,
     alternations: int,
     seconds: float,
+    peaks: dict[str, float] | None = None,
 ) -> Rounds:
     """Runs every side once to warm up, then ``alternations`` times in turn.
 
-    ``seconds`` is about how long a round of the slowest side lasts; the number of steps is the same for all.
+    ``seconds`` is about how long a round of the slowest side lasts; the number of steps is the same for all. ``peaks``
+    takes the greatest peak memory of each side's ranks, in bytes.
     """
     with running(commands, processes) as sides:
         slowest = max(side.round(WARM_UP, WARM_UP) for side in sides)
@@ -31,4 +33,6 @@ def alternate(
         for _ in range(alternations):
             for side in sides:
                 times[side.name].append(side.round(WARM_UP, steps))
+        if peaks is not None:
+            peaks.update({side.name: max(side.peaks) for side in sides})
     return times

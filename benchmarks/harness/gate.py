@@ -14,10 +14,24 @@ import time
 from pathlib import Path
 
 
+def forget_peak() -> int:
+    """Starts the kernel's record of this process's peak memory anew; returns the bytes that it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """The most bytes of memory that this process has held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
 class Gate:
     """Counts the steps of a round and sleeps in a read until the next: an idle side uses no CPU."""
 
-    def __init__(self, control: Path, rank: int) -> None:
+    def __init__(self, control: Path, rank: int, before: int = 0) -> None:
+        """Connects to the harness; ``before`` is what ``forget_peak`` gave, for the memory that training takes."""
+        self._before = before
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(control))
         self._lines = self._socket.makefile("r")
@@ -33,7 +47,7 @@ class Gate:
             self._start = time.monotonic()
         if self._done < self._warm_up + self._steps:
             return True
-        self._send({"seconds": time.monotonic() - self._start})
+        self._send({"seconds": time.monotonic() - self._start, "peak": peak_memory() - self._before})
         return self._wait()
 
     def _wait(self) -> bool:

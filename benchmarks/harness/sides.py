@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.commands import environment
@@ -38,14 +38,17 @@ class Side:
     process: subprocess.Popen[bytes]
     log: Path
     connections: list[socket.socket]
+    peaks: list[float] = field(default_factory=list)
+    """Peak memory of each rank after the last round, in bytes beyond what it held before training."""
 
     def round(self, warm_up: int, steps: int) -> float:
         """Milliseconds per step of one round, by the slowest rank's clock."""
         order = json.dumps({"warm_up": warm_up, "steps": steps}).encode() + b"\n"
         for connection in self.connections:
             _send(self, connection, order)
-        seconds = [float(_receive(self, connection)["seconds"]) for connection in self.connections]
-        return 1000 * max(seconds) / steps
+        answers = [_receive(self, connection) for connection in self.connections]
+        self.peaks[:] = [answer["peak"] for answer in answers]
+        return 1000 * max(answer["seconds"] for answer in answers) / steps
 
     def stop(self) -> None:
         """Ends the ranks' loops and waits for a clean exit."""

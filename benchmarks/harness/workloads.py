@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
 from harness.resnet import resnet18
+from lockstep.models import transformer
 
 Pair = tuple[Tensor, Tensor]
 SEED = 0
@@ -21,6 +22,16 @@ SEED = 0
 def perceptron() -> nn.Module:
     """784-256-128-10: 235,146 parameters, 0.94 MB of gradients."""
     return nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def small_transformer() -> nn.Module:
+    """A decoder of 6 blocks of width 256: 4.9 million parameters, 19.5 MB of gradients; no dropout."""
+    return transformer(vocabulary_size=256, max_length=32, width=256, depth=6, heads=4, dropout=0.0)
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy over all tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,9 @@ class Workload:
     samples: int
     """Size of the data set, all of it in memory."""
     global_batch: int
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+    tokens: bool = False
+    """Whether inputs and targets are sequences of tokens."""
 
     def build_model(self) -> nn.Module:
         """The model, with the same start on every rank and every side."""
@@ -46,6 +60,10 @@ class Workload:
     def build_data(self, fetch: str) -> Dataset[Pair]:
         """Random inputs and labels, made from a seed: as ``TensorRows`` or as a plain ``TensorDataset``."""
         generator = torch.Generator().manual_seed(SEED)
+        if self.tokens:
+            text = torch.randint(256, (self.samples, self.shape[0] + 1), generator=generator)
+            inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+            return TensorRows(inputs, targets) if fetch == "rows" else TensorDataset(inputs, targets)
         inputs = torch.randn(self.samples, *self.shape, generator=generator)
         labels = torch.randint(0, 10, (self.samples,), generator=generator)
         return TensorRows(inputs, labels) if fetch == "rows" else TensorDataset(inputs, labels)
@@ -53,6 +71,9 @@ class Workload:
 
 IMAGES = (3, 32, 32)
 WORKLOADS = {
+    "transformer": Workload(
+        model=small_transformer, shape=(32,), samples=1024, global_batch=16, loss=token_loss, tokens=True
+    ),
     "perceptron": Workload(model=perceptron, shape=(784,), samples=16384, global_batch=128),
     "resnet": Workload(model=partial(resnet18, width=16), shape=IMAGES, samples=2048, global_batch=64),
     "resnet-1mb": Workload(model=partial(resnet18, width=10), shape=IMAGES, samples=2048, global_batch=64),
@@ -105,6 +126,8 @@ class Arguments:
     fetch: str
     micro_batches: int
     reduce: str
+    strategy: str = "ddp"
+    mesh: str = ""
 
 
 def read_arguments() -> Arguments:
@@ -113,9 +136,11 @@ def read_arguments() -> Arguments:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--control", type=Path, required=True, help="the harness' socket")
     parser.add_argument("--fetch", choices=["rows", "items"], default="rows")
-    parser.add_argument("--micro-batches", type=int, default=0, help="K; only Lockstep reads it")
+    parser.add_argument("--micro-batches", type=int, default=0, help="K; plain DDP and FSDP2 have K = W")
     reducers = ["ordered", "ordered-collectives", "ring"]
     parser.add_argument("--reduce", choices=reducers, default="ordered", help="only Lockstep reads it")
+    parser.add_argument("--strategy", default="ddp", help="only Lockstep reads it")
+    parser.add_argument("--mesh", default="", help="only Lockstep reads it")
     given = parser.parse_args()
     torch.set_num_threads(1)
     return Arguments(
@@ -124,4 +149,6 @@ def read_arguments() -> Arguments:
         fetch=given.fetch,
         micro_batches=given.micro_batches,
         reduce=given.reduce,
+        strategy=given.strategy,
+        mesh=given.mesh,
     )
