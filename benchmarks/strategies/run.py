@@ -52,8 +52,8 @@ def main() -> None:
 
 NOTES = (
     "The model is a decoder of 6 blocks (4.9 million parameters), 16 sequences of 32 tokens a step in W micro-batches, "
-    "SGD with momentum, one thread a process. Memory is the peak beyond what the process held before the model was built. "
-    "With more processes than cores, strategies in which all ranks compute at once share the cores."
+    "SGD with momentum, one thread a process. Memory is the peak beyond what the process held before the model was "
+    "built. With more processes than cores, strategies in which all ranks compute at once share the cores."
 )
 
 
