@@ -78,7 +78,7 @@ def one_tensor_many_times(script: Script) -> Iterator[Hit]:
         )
         given = argument(call, keyword, position)
         for value in [] if given is None else [given, *script.values(given)]:
-            if _repeated_tensor(script, value):
+            if _repeated_tensor(script, value) and not _filled(script, script.text(given or call)):
                 yield Hit(
                     value or call,
                     "this list holds one tensor several times, so every rank's result overwrites the one before.",
@@ -191,6 +191,12 @@ def _repeated_tensor(script: Script, value: ast.expr | None) -> bool:
     held = value.left if isinstance(value.left, ast.List) else value.right
     made = isinstance(held, ast.List) and len(held.elts) == 1 and isinstance(held.elts[0], ast.Call)
     return made and isinstance(held, ast.List) and script.name(held.elts[0]).startswith("torch.")
+
+
+def _filled(script: Script, name: str) -> bool:
+    """Whether entries of the list are set one by one."""
+    stores = [n for n in script.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    return any(script.text(store.value) == name for store in stores)
 
 
 def _fresh(script: Script, value: ast.expr | None) -> str:

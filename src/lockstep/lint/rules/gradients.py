@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
+from lockstep.lint.names import last_name
 from lockstep.lint.rules.accumulation import divisors
 from lockstep.lint.rules.scaling import CLIPPERS
 from lockstep.lint.script import Script
@@ -40,7 +41,9 @@ def gradients_summed(script: Script) -> Iterator[Hit]:
     counted = any(
         word in text for text in texts for word in ("world", "size", "rank", "num", "n_", "gpu", "count")
     )
-    if counted or script.mentions("avg", "average", "mul_") or is_managed(script):
+    called = {last_name(call.func) for call in script.calls}
+    by_function = any(word in name.lower() for name in called for word in ("div", "mul_", "mean", "average"))
+    if counted or by_function or script.mentions("avg", "average") or is_managed(script):
         return
     for call in _gradient_reductions(script):
         yield Hit(

@@ -186,7 +186,11 @@ def eval_without_train(script: Script) -> Iterator[Hit]:
 def _asks_wrapper(script: Script, node: ast.AST, wrap: Wrap) -> bool:
     if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load) or node.attr in MODULE_NAMES:
         return False
-    if script.text(node.value) != wrap.target or not isinstance(node.value, ast.Name):
+    if (
+        node.attr.startswith("_")
+        or script.text(node.value) != wrap.target
+        or not isinstance(node.value, ast.Name)
+    ):
         return False
     if not script.follows(node, wrap.call) or _asked_first(script, node):
         return False

@@ -113,7 +113,9 @@ def load_without_map_location(script: Script) -> Iterator[Hit]:
         words = script.text(statement) if isinstance(statement, ast.Assign | ast.Expr) else script.text(call)
         if not _CHECKPOINT.search(words.replace("torch.load", "")) or "load_state_dict" not in script.words:
             continue
-        if not _has_mapped_twin(script, call) and not on_one_rank(script, call):
+        path = argument(call, "f", 0)
+        own = path is not None and mentions_rank(script, path)
+        if not own and not _has_mapped_twin(script, call) and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "every rank loads this to the GPU it was saved from, mostly the first, which runs out of memory.",

@@ -86,13 +86,19 @@ def scaler_without_update(script: Script) -> Iterator[Hit]:
     """Only where the file has the scaled backward pass and no update at all of that scaler."""
     for scaler in sorted({scaler for _, scaler in scaled_backwards(script)}):
         steps = [call for call in script.method_calls("step") if script.text(receiver(call)) == scaler]
-        updates = [call for call in script.method_calls("update") if "scaler" in script.text(receiver(call))]
+        updates = [call for call in script.method_calls("update") if _is_scaler(script, call, scaler)]
         if steps and not updates:
             yield Hit(
                 steps[0],
                 f"{scaler} is never updated: RuntimeError 'step() has already been called since the last update()'.",
                 f"{scaler}.update()  # below this line",
             )
+
+
+def _is_scaler(script: Script, call: ast.Call, scaler: str) -> bool:
+    """Whether a method is called on this scaler, or on one of another name (``self.scaler`` and ``scaler``)."""
+    name = script.text(receiver(call))
+    return name == scaler or "scaler" in name.lower()
 
 
 def _calls(script: Script, near: ast.AST, scaler: str, method: str) -> list[ast.Call]:
