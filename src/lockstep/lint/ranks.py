@@ -78,7 +78,7 @@ def rank_kind(script: Script, node: ast.expr | None) -> str:
         return {"get_rank": GLOBAL, "get_global_rank": GLOBAL, "get_local_rank": LOCAL}.get(called, "")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return LOCAL if rank_kind(script, node.left) else ""
-    return _NAMES.get(last_name(node).lower(), "")
+    return _NAMES.get(_called(node), "")
 
 
 def mentions_rank(script: Script, node: ast.expr) -> bool:
@@ -128,8 +128,15 @@ def _compare(script: Script, left: ast.expr, op: ast.cmpop, right: ast.expr) -> 
 
 def _numbers_processes(script: Script, node: ast.expr) -> bool:
     """Whether a value is a rank, or is called as a number is that processes are told apart by."""
-    called = last_name(node).lower()
+    called = _called(node)
     return bool(rank_kind(script, node)) or called in _NUMBERS or "rank" in called
+
+
+def _called(node: ast.expr) -> str:
+    """What a value is called, in lower case: ``rank`` of ``rank``, ``args.rank`` and ``config["rank"]``."""
+    if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
+        return str(constant(node.slice)).lower()
+    return last_name(node).lower()
 
 
 def _named(script: Script, test: ast.expr, depth: int) -> str:

@@ -10,7 +10,7 @@ from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import FIRST, mentions_rank, tests_local_only
 from lockstep.lint.reach import callers_of, conditions, on_one_rank, runs_on_ranks
 from lockstep.lint.script import Script, argument, arguments, is_open, receiver
-from lockstep.lint.wrappers import DDP, DP, is_distributed, is_managed, starts_group, wraps
+from lockstep.lint.wrappers import DDP, DP, Wrap, is_distributed, is_managed, starts_group, wraps
 
 _CHECKPOINT = re.compile(r"check|ckpt|resume|pretrain|weight|state|model|snapshot|\bcp\b", re.IGNORECASE)
 _HANDLES_MODULE = (
@@ -82,13 +82,14 @@ def wrapped_state_saved(script: Script) -> Iterator[Hit]:
         wrap = wrapped.get(model)
         if wrap is None or call.args or not _is_saved(script, call) or not _reached(script, call, wrap.call):
             continue
+        always = wrap.certain or _wraps_in_every_branch(script, wrap)
         loads = [c for c in script.method_calls("load_state_dict") if script.text(receiver(c)) == model]
-        if wrap.certain and any(script.follows(load, wrap.call) for load in loads):
+        if always and any(_reached(script, load, wrap.call) for load in loads):
             continue
         yield Hit(
             call,
             f"{model} is wrapped in {wrap.kind} in line {wrap.call.lineno}: the saved names begin with 'module.' "
-            + ("and the plain model refuses them." if wrap.certain else "in some runs and not in others."),
+            + ("and the plain model refuses them." if always else "in some runs and not in others."),
             f"getattr({model}, 'module', {model}).state_dict()",
         )
 
@@ -142,6 +143,22 @@ def _is_target(script: Script, function: ast.AST) -> bool:
     return any(
         isinstance(item, ast.Name) and item.id == name for call in script.calls for item in arguments(call)
     )
+
+
+def _wraps_in_every_branch(script: Script, wrap: Wrap) -> bool:
+    """Whether every branch of the condition around the wrap wraps the model in something."""
+    calls = {other.call for other in wraps(script, DDP, DP) if other.target == wrap.target}
+
+    def covers(block: list[ast.stmt]) -> bool:
+        for item in block:
+            if isinstance(item, ast.Assign) and item.value in calls:
+                return True
+            if isinstance(item, ast.If) and item.orelse and covers(item.body) and covers(item.orelse):
+                return True
+        return False
+
+    outer = [ancestor for ancestor, _ in script.ancestors(wrap.call) if isinstance(ancestor, ast.If)]
+    return bool(outer) and covers([outer[-1]])
 
 
 def _is_saved(script: Script, call: ast.Call) -> bool:
