@@ -121,8 +121,9 @@ class StepCompute:
         """The model's arguments and the target."""
         if self.forward is not None:
             raise ConfigError(
-                "run.backward was given a forward of your own, which calls the whole model; this strategy runs the "
-                "model in parts. Give the model a forward(input), or use strategy 'ddp'."
+                "run.backward was given a forward of your own, which calls the whole model for one micro-batch; here "
+                "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
+                "use strategy 'ddp' without sync_batch_norm."
             )
         return self.compute.inputs(micro_batch.data, self.compute.finish)
 

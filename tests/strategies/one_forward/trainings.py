@@ -10,8 +10,8 @@ import lockstep
 from lockstep.launch.light_torch import postpone_compiler
 
 GLOBAL_BATCH, MICRO_BATCHES, SAMPLES, EPOCHS = 16, 8, 101, 2
-"""Seven steps an epoch; the last has two micro-batches of two rows, so that two of four ranks have none. A micro-batch of
-a single row is left out."""
+"""Seven steps an epoch; the last has two micro-batches of two rows, so two of four ranks have none. A micro-batch of a
+single row is left out."""
 
 
 class Block(nn.Module):

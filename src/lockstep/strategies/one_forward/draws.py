@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.errors import ConfigError
 from lockstep.strategies.one_forward.dropout import MicroBatchKeys
 
-_OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False}
+_OFF = {"p": 0.0, "dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 """Arguments of operators that may draw, with the values at which they do not."""
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(__file__).parents[2])
 
@@ -42,9 +42,13 @@ class RefuseDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs}
-    return not any(name in given and given[name] == off for name, off in _OFF.items())
+    arguments = func._schema.arguments
+    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    given |= {**{each.name: value for each, value in zip(arguments, args)}, **kwargs}
+    return not any(
+        name in given and not isinstance(given[name], torch.Tensor) and given[name] == off
+        for name, off in _OFF.items()
+    )
 
 
 def _line() -> str:
