@@ -35,7 +35,7 @@ LAYERS = (
         "levels",
         "strategy_options",
     },
-    {"mesh", "checks"},
+    {"slurm", "mesh", "checks"},
     {"errors"},
 )
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

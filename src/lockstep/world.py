@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError
+from lockstep.slurm import meeting_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:
         node=node,
         nodes=nodes,
         launcher="slurm",
-        rendezvous="env://" if tasks > 1 else "",
+        rendezvous=meeting_place(variables) if tasks > 1 else "",
         run_id=variables.get("SLURM_JOB_ID", ""),
     )
 

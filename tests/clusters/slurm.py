@@ -1,0 +1,163 @@
+"""A real SLURM on this machine: one controller and two nodes on loopback, in a folder, with no service manager."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+_CONFIGURATION = """\
+ClusterName=lockstep
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/sock,cred_expire=5
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SwitchType=switch/none
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=30
+KillWait=5
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 State=UNKNOWN
+PartitionName=test Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing():
+    """Why no cluster can be started here; empty if one can."""
+    absent = [name for name in PROGRAMS if not shutil.which(name, path=_path())]
+    if absent:
+        return f"SLURM is not installed here: {', '.join(absent)} missing (apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "SLURM's daemons need root"
+
+
+class Cluster:
+    """Starts on entering, and ends with every process it has started; its folder goes too."""
+
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))
+        self.folder.chmod(0o755)  # munge wants its socket to be reached by all
+        self.environment = {
+            **os.environ,
+            "PATH": _path(),
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "MASTER_ADDR": "127.0.0.1",  # the nodes' names are not resolved on one machine
+        }
+
+    def __enter__(self):
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        if (self.folder / "slurmctld.pid").exists():
+            self.call("scancel", "--user", "root")
+            wait_until(lambda: not self.call("squeue", "--noheader"), 20, "the jobs to leave")
+        for name in ("slurmd.n1", "slurmd.n2", "slurmctld"):
+            _end(self.folder / f"{name}.pid")
+        _end(self.folder / "munge" / "pid")
+        shutil.rmtree(self.folder)
+
+    def call(self, *words, cwd=None):
+        """Runs a command of the cluster and returns what it prints."""
+        done = subprocess.run(
+            words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=30, check=True
+        )
+        return done.stdout.strip()
+
+    def state(self, job):
+        """The state of a job, such as COMPLETED."""
+        shown = self.call("scontrol", "show", "job", str(job))
+        return shown.partition("JobState=")[2].split()[0]
+
+    def _start(self):
+        for name in ("state", "spool.n1", "spool.n2", "log", "munge"):
+            (self.folder / name).mkdir(mode=0o755)
+        munge = self.folder / "munge"
+        munge.chmod(0o711)
+        (munge / "key").touch(0o600)
+        (munge / "key").write_bytes(os.urandom(128))
+        places = {
+            "key-file": "key",
+            "socket": "sock",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        self.call("munged", *(f"--{option}={munge / name}" for option, name in places.items()))
+        controller, first, second = _free_ports(3)
+        text = _CONFIGURATION.format(
+            host=socket.gethostname().split(".")[0],
+            folder=self.folder,
+            controller=controller,
+            first=first,
+            second=second,
+        )
+        (self.folder / "slurm.conf").write_text(text)
+        self.call("slurmctld", "-f", str(self.folder / "slurm.conf"))
+        for node in ("n1", "n2"):
+            self.call("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
+        wait_until(
+            lambda: self.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes"
+        )
+
+
+def wait_until(condition, timeout, what):
+    """Polls until the condition is true, and returns its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.1)
+    return value
+
+
+def _path():
+    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+def _free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _end(pid_file):
+    try:
+        pid = int(pid_file.read_text())
+        handle = os.pidfd_open(pid)
+    except (OSError, ValueError):
+        return
+    signal.pidfd_send_signal(handle, signal.SIGTERM)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 10, "a daemon to end")
+    os.close(handle)
