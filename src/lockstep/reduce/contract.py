@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.collectives import let_go_of_groups
 from lockstep.levels import Level
 from lockstep.plan import share
 from lockstep.tree import Node, nodes_within
@@ -106,3 +107,7 @@ class Reducer(ABC):
     @abstractmethod
     def total(self, bucket: int) -> Tensor:
         """The flat sum of a bucket after ``finish``. Always the same memory."""
+
+    def release(self) -> None:
+        """Lets go of process groups, at the end of the run."""
+        let_go_of_groups(self)

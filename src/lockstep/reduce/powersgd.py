@@ -119,6 +119,11 @@ class PowerSgdReducer(Reducer):
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
+    def release(self) -> None:
+        """See ``Reducer.release``."""
+        for part in (self._exact, self._left, self._right):
+            part.release()
+
 
 class _Bucket:
     """One bucket: matrices that are compressed, and the rest, each in its place."""

@@ -57,7 +57,9 @@ class DistributedDataParallel(Replicated):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        let_go_of_groups(self, self._reducer)
+        let_go_of_groups(self)
+        if self._reducer is not None:
+            self._reducer.release()
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all ranks, shape (ranks, n). Collective."""

@@ -1,11 +1,12 @@
 """Training with BatchNorm over the global batch, on 1 to 4 ranks, against one forward on one device, step by step."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from tests.ranks import run_ranks
-from tests.strategies.one_forward.trainings import WAYS, apart, by_hand, furthest, train_ways
+from tests.strategies.one_forward.trainings import WAYS, apart, by_hand, furthest, resume, train_ways
 
+from lockstep.errors import CheckpointMismatch
 from lockstep.levels import Level
 
 EXACT = [name for name in WAYS if name not in ("bf16", "fp16", "bf16 sums", "powersgd")]
@@ -40,6 +41,19 @@ def test_in_sixteen_bits_it_is_as_near_as_their_rounding_lets_it_be(name, one_st
     distance, where = furthest(found[:1], expected[:1])
     assert distance < one_step, where
     assert apart(found, expected) < all_steps
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_and_not_as_another_recipe(tmp_path):
+    whole = run_ranks(resume, 1, str(tmp_path / "whole"), 2)[0]
+    parts = str(tmp_path / "parts")
+    run_ranks(resume, 2, parts, 1)
+    with pytest.raises(CheckpointMismatch, match="sync_batch_norm: True there, False here"):
+        run_ranks(partial(resume, sync_batch_norm=False), 2, parts, 2)
+    for state in run_ranks(resume, 3, parts, 2):
+        assert list(state) == list(whole)
+        for name, tensor in whole.items():
+            distance = (state[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
+            assert float(distance) < 1e-5, name
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

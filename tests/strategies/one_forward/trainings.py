@@ -105,6 +105,24 @@ def train_ways(world, names):
     return found if world.rank == 0 else None
 
 
+def resume(world, directory, epochs, **options):
+    """Trains up to ``epochs`` from the newest checkpoint of the folder, if any, and saves; gives the model's state."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    options = {"sync_batch_norm": True, "directory": directory, "resume": "auto", **options}
+    run = lockstep.init(global_batch=GLOBAL_BATCH, micro_batches=MICRO_BATCHES, seed=3, **options)
+    model = network(dropout=0.3)
+    model, optimizer = run.prepare(model, sgd(model))
+    for _ in run.epochs(epochs):
+        for batch in run.batches(photos(SAMPLES)):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    run.save()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run.close()
+    return state
+
+
 def by_hand(world):
     """The same training as a plain loop: torch's BatchNorm, one forward over the global batch."""
     from lockstep.plan import BatchShape, SamplePlan
