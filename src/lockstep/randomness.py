@@ -89,6 +89,7 @@ class KeyedRandomness:
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
         self._entered: dict[tuple[str, int], _Frame] = {}
+        self._begun: dict[tuple[int, int], tuple[dict[str, int], dict[tuple[str, int], _Frame]]] = {}
         self._where: tuple[int, int] | None = None
         self._handles: list[RemovableHandle] = []
         for name, module in (find_units(model) if units is None else units).items():
@@ -103,9 +104,13 @@ class KeyedRandomness:
 
     def begin_micro_batch(self, step: int, k: int) -> None:
         """Keys everything that is drawn from here on by global step ``step`` and micro-batch ``k``."""
+        self._begun[step, k] = {}, {}
+        self.resume_micro_batch(step, k)
+
+    def resume_micro_batch(self, step: int, k: int) -> None:
+        """Goes on with a micro-batch of this step after others: its backward pass, or further units of its forward."""
         self._where = (step, k)
-        self._calls.clear()
-        self._entered.clear()
+        self._calls, self._entered = self._begun[step, k]
         self._begin("<forward>")
 
     def begin_loss(self) -> None:
@@ -115,6 +120,7 @@ class KeyedRandomness:
     def end_step(self, step: int) -> None:
         """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
         self._where = None
+        self._begun.clear()
         self._manual_seed(derive_seed(self._seed, "loop", step))
 
     def _begin(self, outermost: str) -> None:

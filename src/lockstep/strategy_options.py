@@ -6,21 +6,49 @@ a field of the strategy's name for it, so it is a table of the job file, and a d
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
-STRATEGIES = ("single", "ddp")
+STRATEGIES = ("single", "ddp", "pipeline", "hybrid")
 """Every ``--strategy``."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
 """The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
 
-OPTIONS: dict[str, Any] = {}
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(Checked):
+    """Table ``[pipeline]``: how a model is cut into stages, and in which order they compute."""
+
+    schedule: str = field(default="1f1b", metadata={"check": one_of("1f1b", "gpipe", "interleaved")})
+    """Order of the passes: 1f1b, gpipe (keeps more activations) or interleaved (several stages per rank)."""
+    stages_per_rank: int = field(default=0, metadata={"check": at_least(0)})
+    """Stages that each rank holds; 0: two with schedule interleaved, one with the others, which allow no more."""
+    split: tuple[str, ...] = ()
+    """The module with which each stage after the first begins; none: the parameters' bytes are balanced."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule != "interleaved" and self.stages_per_rank > 1:
+            raise ConfigError(
+                f"pipeline.stages_per_rank={self.stages_per_rank} needs schedule 'interleaved', and the schedule is "
+                f"{self.schedule!r}."
+            )
+
+    @property
+    def stages_of_a_rank(self) -> int:
+        """How many stages each rank holds."""
+        return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
+
+
+OPTIONS: dict[str, Any] = {"pipeline": PipelineOptions}
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
-_AXES = {"single": "data", "ddp": "data"}
+_AXES = {"single": "data", "ddp": "data", "pipeline": "pipeline"}
 """The axis of the mesh along which a strategy lays all its ranks."""
 
 

@@ -74,5 +74,7 @@ def open_reducer(
 
 def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of the same ranks, whose collectives keep an order of their own. Collective."""
-    second: dist.ProcessGroup = dist.new_group(dist.get_process_group_ranks(group))
+    ranks = dist.get_process_group_ranks(group)
+    part = len(ranks) < dist.get_world_size()  # then other ranks make groups of their own at the same time
+    second: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=part)
     return second

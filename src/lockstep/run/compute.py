@@ -117,6 +117,11 @@ class StepCompute:
         note(self.heartbeat, "forward", self.plan.epoch, self.plan.step, micro_batch)
         self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
+        note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
+        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The model's arguments and the target."""
         if self.forward is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM
+from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM, PipelineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,8 @@ class RunOptions:
     """How the work is laid out; one of ``lockstep.strategy_options.STRATEGIES``."""
     mesh: str = ""
     """The axes of strategy hybrid, outermost first: "data=2,pipeline=2"."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """How strategy pipeline cuts the model, and in which order its stages compute."""
     directory: Path | str | None = None
     """The run folder, for checkpoints and logs; nothing is written without one."""
     resume: str = ""

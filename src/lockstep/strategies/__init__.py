@@ -8,19 +8,21 @@ from typing import Protocol
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.reduce import open_reducer
+from lockstep.reduce import Reducer, open_reducer
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.groups import Groups
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
+from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
-from lockstep.strategy_options import STRATEGIES, mesh_of
+from lockstep.strategy_options import STRATEGIES, PipelineOptions, mesh_of
 
 __all__ = [
     "STRATEGIES",
     "Compute",
     "DistributedDataParallel",
     "Groups",
+    "Pipeline",
     "Single",
     "StepResult",
     "Strategy",
@@ -49,6 +51,8 @@ class StrategyOptions(Protocol):
     def timeout(self) -> float: ...
     @property
     def shared_memory(self) -> bool: ...
+    @property
+    def pipeline(self) -> PipelineOptions: ...
 
 
 def open_strategy(
@@ -80,7 +84,36 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
     group = groups.along("data")
     if group is None:
         return _open_single(options, groups, device)
-    reducer = open_reducer(
+    reducer = _open_reducer(options, group, device)
+    kind = SyncedDistributedDataParallel if options.sync_batch_norm else DistributedDataParallel
+    return kind(device, options.micro_batches, reducer, group, options.running_buffers)
+
+
+def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("pipeline") is None:
+        return _open_ddp(options, groups, device)
+    return open_pipeline(
+        options.pipeline,
+        groups,
+        device,
+        options.micro_batches,
+        options.running_buffers,
+        lambda group: _open_reducer(options, group, device),
+    )
+
+
+def _open_hybrid(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    axes = frozenset(name for name, _ in groups.mesh.axes)
+    if axes not in _HYBRIDS:
+        known = " and ".join(",".join(f"{name}=N" for name in sorted(each)) for each in _HYBRIDS)
+        raise ConfigError(f"strategy 'hybrid' has no layout for the mesh {groups.mesh}. It knows: {known}.")
+    return _HYBRIDS[axes](options, groups, device)
+
+
+def _open_reducer(
+    options: StrategyOptions, group: torch.distributed.ProcessGroup, device: torch.device
+) -> Reducer:
+    return open_reducer(
         options.reduce,
         group,
         device,
@@ -88,11 +121,16 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
         options.shared_memory,
         powersgd_rank=options.powersgd_rank,
     )
-    kind = SyncedDistributedDataParallel if options.sync_batch_norm else DistributedDataParallel
-    return kind(device, options.micro_batches, reducer, group, options.running_buffers)
 
+
+_HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
+    frozenset({"data", "pipeline"}): _open_pipeline,
+}
+"""The axes of a mesh that go together."""
 
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     "single": _open_single,
     "ddp": _open_ddp,
+    "pipeline": _open_pipeline,
+    "hybrid": _open_hybrid,
 }

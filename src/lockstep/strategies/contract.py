@@ -41,6 +41,14 @@ class Compute(Protocol):
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
 
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        """Goes on with a micro-batch that was begun, after others: recomputed units find their keys again.
+
+        Args:
+            micro_batch: begun in this step.
+            phase: what this rank is at: ``forward`` of further units, or ``backward``.
+        """
+
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model, and the target, on the device.
 

@@ -1,0 +1,154 @@
+"""A model as a chain of modules, each taking what the one before it gave: where a pipeline can be cut.
+
+    ResNet     conv1 -> bn1 -> relu -> maxpool -> layer1.0 -> layer1.1 -> layer2.0 -> ... -> avgpool -> flatten() -> fc
+
+A Sequential is opened into its children, and so is any other module whose forward only calls its children one after the
+other, with nothing between them but reshaping and activations: torch.fx reads it. What cannot be opened stays whole, as
+one link of the chain: a block with a shortcut, or a forward that draws random numbers itself, since those draws are
+keyed by the module, which would then lie in two processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+_FUNCTIONS = (
+    torch.flatten,
+    torch.relu,
+    torch.tanh,
+    torch.sigmoid,
+    torch.squeeze,
+    torch.unsqueeze,
+    torch.transpose,
+)
+_ACTIVATIONS = (F.relu, F.gelu, F.silu, F.softmax, F.log_softmax, F.adaptive_avg_pool2d, F.avg_pool2d)
+_METHODS = (
+    "flatten",
+    "relu",
+    "tanh",
+    "mean",
+    "view",
+    "reshape",
+    "permute",
+    "transpose",
+    "contiguous",
+    "squeeze",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """One module of the chain."""
+
+    name: str
+    """In the whole model; what a forward does between its children is called ``flatten()``."""
+    module: nn.Module
+
+
+class Between(nn.Module):
+    """What a forward does between two of its children, such as ``torch.flatten(x, 1)``; holds no tensors."""
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self._function, self._arguments, self._named = function, arguments, named
+
+    def forward(self, value: Any) -> Any:
+        """Applies it."""
+        return self._function(value, *self._arguments, **self._named)
+
+
+def chain(model: nn.Module) -> list[Link]:
+    """The links of a model in the order in which they run; a model that cannot be opened is one link."""
+    return _open(Link("", model))
+
+
+def _open(link: Link) -> list[Link]:
+    inner = _inner(link.module)
+    if inner is None:
+        return [link]
+    prefix = f"{link.name}." if link.name else ""
+    return [leaf for each in inner for leaf in _open(Link(prefix + each.name, each.module))]
+
+
+def _inner(module: nn.Module) -> list[Link] | None:
+    """What a module calls in turn, by its names for them; None if it does anything else."""
+    if module._parameters or module._buffers or not module._modules or _is_watched(module):
+        return None
+    if type(module).forward is nn.Sequential.forward:
+        return [Link(name, child) for name, child in module._modules.items() if child is not None]
+    links = _traced(module, training=True)
+    other = _traced(module, training=False)
+    if links is None or other is None or [each.name for each in links] != [each.name for each in other]:
+        return None
+    called = {each.module for each in links}
+    idle = [child for child in module.children() if child not in called]
+    return None if any(True for child in idle for _ in (*child.parameters(), *child.buffers())) else links
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody else's hooks wait for calls of this module, which would not come if it were opened."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    )
+    return any(getattr(hook, "__module__", "") != "lockstep.randomness" for hook in hooks)
+
+
+class _OneLevel(fx.Tracer):
+    """Reads one forward; its children stay calls."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _traced(module: nn.Module, *, training: bool) -> list[Link] | None:
+    """The chain that a forward is in this mode; None if it is none, or if it draws while it is read."""
+    mode, numbers, draws = module.training, torch.get_rng_state(), random.getstate()
+    module.training = training
+    try:
+        nodes = list(_OneLevel().trace(module).nodes)
+    except Exception:
+        # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
+        return None
+    finally:
+        module.training = mode
+        drew = random.getstate() != draws or not torch.equal(torch.get_rng_state(), numbers)
+        torch.set_rng_state(numbers)
+        random.setstate(draws)
+    return None if drew else _as_chain(module, nodes)
+
+
+def _as_chain(module: nn.Module, nodes: list[fx.Node]) -> list[Link] | None:
+    """The links of a graph ``input -> node -> node -> ... -> output``; None for any other graph."""
+    first, *inner, last = nodes
+    before, links = first, []
+    for node in inner:
+        if node.all_input_nodes != [before] or not node.args or node.args[0] is not before:
+            return None
+        link = _link(module, node)
+        if link is None:
+            return None
+        links.append(link)
+        before = node
+    return links if first.op == "placeholder" and last.args == (before,) else None
+
+
+def _link(module: nn.Module, node: fx.Node) -> Link | None:
+    if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
+        return Link(str(node.target), module.get_submodule(str(node.target)))
+    arguments, named = node.args[1:], dict(node.kwargs)
+    if node.op == "call_function" and node.target in (*_FUNCTIONS, *_ACTIVATIONS):
+        return Link(f"{node.name}()", Between(node.target, arguments, named))
+    if node.op == "call_method" and node.target in _METHODS:
+        return Link(f"{node.name}()", Between(getattr(Tensor, str(node.target)), arguments, named))
+    return None

@@ -1,0 +1,85 @@
+"""Opens a pipeline for a mesh, after checking that the micro-batches suffice for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import ConfigError
+from lockstep.reduce import Reducer
+from lockstep.strategies.groups import Groups
+from lockstep.strategies.pipeline.strategy import Pipeline
+from lockstep.strategy_options import PipelineOptions
+
+
+def open_pipeline(
+    options: PipelineOptions,
+    groups: Groups,
+    device: torch.device,
+    micro_batches: int,
+    running_buffers: Sequence[str],
+    make_reducer: Callable[[dist.ProcessGroup], Reducer],
+) -> Pipeline:
+    """The strategy for a mesh with more than one rank along ``pipeline``, and maybe along ``data``. Collective.
+
+    Args:
+        options: schedule and cuts.
+        groups: of the mesh.
+        device: of this rank.
+        micro_batches: K of the recipe.
+        running_buffers: as for ``Pipeline``.
+        make_reducer: opens a reducer over the ranks of a group.
+
+    Raises:
+        ConfigError: there are too few micro-batches.
+    """
+    check_micro_batches(options, micro_batches, groups.size("data"), groups.size("pipeline"))
+    data = groups.along("data")
+    reducers = []
+    if data is not None:
+        # Stages finish in another order on every holder, so each has a group of its own.
+        lines = [data, *(_one_more(groups) for _ in range(1, options.stages_of_a_rank))]
+        reducers = [make_reducer(line) for line in lines]
+    return Pipeline(device, micro_batches, groups, reducers, options, running_buffers)
+
+
+def check_micro_batches(options: PipelineOptions, micro_batches: int, holders: int, ranks: int) -> None:
+    """Refuses fewer micro-batches than fill the pipeline once.
+
+    Args:
+        options: the schedule.
+        micro_batches: K of the recipe.
+        holders: D, the size of the data axis.
+        ranks: length of the pipeline.
+
+    Raises:
+        ConfigError: names the nearest K that would work.
+    """
+    if options.schedule == "interleaved":
+        step = holders * ranks
+        if micro_batches % step:
+            working = max(1, round(micro_batches / step)) * step
+            raise ConfigError(
+                f"micro_batches={micro_batches} do not fit the interleaved schedule, which takes rounds of {ranks}, "
+                f"one for each pipeline rank, on each of {holders} data-parallel holders. Use a multiple of {step}, "
+                f"for example micro_batches={working}, or schedule '1f1b'."
+            )
+    elif micro_batches // holders < ranks:
+        raise ConfigError(
+            f"A pipeline of {ranks} stages is not filled by micro_batches={micro_batches} over {holders} data-parallel "
+            f"holders, which leave {micro_batches // holders} for some. Use at least micro_batches={holders * ranks}, "
+            "or fewer stages."
+        )
+
+
+def _one_more(groups: Groups) -> dist.ProcessGroup:
+    """One more group of this rank's line of the data axis. Collective over the world."""
+    everyone = dist.get_process_group_ranks(groups.world)
+    mine: dist.ProcessGroup | None = None
+    for line in groups.mesh.lines("data"):
+        group = dist.new_group([everyone[rank] for rank in line])
+        mine = group if groups.rank in line else mine
+    assert mine is not None, "every rank is in one line"
+    return mine

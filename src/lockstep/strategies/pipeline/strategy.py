@@ -1,0 +1,221 @@
+"""Pipeline parallel: stages of the model in different processes, micro-batches one behind the other.
+
+        rank 0, stage 0   F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- | update of stage 0
+        rank 1, stage 1   .. F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 --       | update of stage 1
+
+A rank holds the parameters, gradients and optimizer state of its stages only. Each stage adds the gradients of its
+micro-batches in the tree, by the same hooks as ``single``. With a data axis, each stage is reduced over its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.collectives import all_gather_flat, let_go_of_groups
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.levels import Level
+from lockstep.plan import Share
+from lockstep.reduce import Reducer
+from lockstep.strategies.contract import Compute, StepResult, Strategy
+from lockstep.strategies.groups import Groups
+from lockstep.strategies.pipeline.chain import chain
+from lockstep.strategies.pipeline.holding import Holding
+from lockstep.strategies.pipeline.placed import PlacedPipeline, kind_of
+from lockstep.strategies.pipeline.schedule import Action, order_of
+from lockstep.strategies.pipeline.splitting import split
+from lockstep.strategies.pipeline.stage import Passes, Stage
+from lockstep.strategies.pipeline.totals import Totals
+from lockstep.strategies.pipeline.wiring import Wiring
+from lockstep.strategy_options import PipelineOptions
+from lockstep.sums import fold_rows
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One action of the schedule, with what it is done on."""
+
+    action: Action
+    micro_batch: MicroBatch
+    kind: tuple[object, ...]
+    received: Callable[[], None]
+    """To be called when the pass has its input."""
+
+
+class Pipeline(Strategy):
+    """Trains the stages of one model on the ranks of a pipeline, and replicas of the pipeline along a data axis.
+
+    Args:
+        device: this rank's device.
+        micro_batches: K of the recipe.
+        groups: of a mesh with an axis ``pipeline``, and maybe ``data``.
+        reducers: one for each stage of this rank, over the data axis; none if that has one holder.
+        options: schedule and cuts.
+        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
+    """
+
+    name = "pipeline"
+    replicated = False
+
+    def __init__(
+        self,
+        device: torch.device,
+        micro_batches: int,
+        groups: Groups,
+        reducers: Sequence[Reducer],
+        options: PipelineOptions,
+        running_buffers: Sequence[str] = (),
+    ) -> None:
+        self.device, self._micro_batches = device, micro_batches
+        self.share = Share(holders=groups.size("data"), holder=groups.coordinate("data"))
+        self.level = reducers[0].level if reducers else Level.BITWISE
+        self._per_rank = options.stages_of_a_rank
+        self._wiring = Wiring(groups, device, around=self._per_rank > 1)
+        self._groups, self._reducers, self._options = groups, reducers, options
+        self._declared = running_buffers
+        self._last_ranks = [
+            rank
+            for rank in range(groups.mesh.ranks)
+            if groups.mesh.coordinate("pipeline", rank) == self._wiring.length - 1
+        ]
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
+        wiring, stages = self._wiring, self._wiring.length * self._per_rank
+        parts = split(chain(model), stages, self._options.split)
+        names = [part[-1].name for part in parts]
+        mine = range(wiring.place, stages, wiring.length)
+        self._holding = Holding(model, [[link.module for link in part] for part in parts], mine, wiring)
+        self._passes: dict[int, Passes] = {}
+        self._totals: dict[int, Totals] = {}
+        for local, number in enumerate(mine):
+            stage = Stage(parts[number]).to(self.device)
+            self._passes[number] = Passes(stage, wiring.neighbours(number, names), parts[number][0].name)
+            reducer = self._reducers[local] if self._reducers else None
+            self._totals[number] = Totals(
+                stage, reducer, self.share, self._micro_batches, self._declared, self.device
+            )
+        self._holding.keep([each.stage for each in self._passes.values()])
+        self._trainable = {n: p for totals in self._totals.values() for n, p in totals.trainable.items()}
+        self._longest = self.share.longest(self._micro_batches)
+        return PlacedPipeline(self._passes, wiring.answers(names[-1]))
+
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
+        mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
+        order = order_of(
+            self._options.schedule, self._wiring.place, self._wiring.length, self._per_rank, len(mine)
+        )
+        for number, totals in self._totals.items():
+            totals.begin(mine, leaves)
+            self._passes[number].forget()
+        row = torch.zeros(2 * self._longest + 1, dtype=torch.float64, device=self.device)
+        row[-1] = stop
+        kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
+        begun: set[int] = set()
+        for action, following in zip(order, (*order[1:], None)):
+            micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
+            received = partial(self._expect, following, batch.micro_batches, kinds)
+            if action.forward and action.place not in begun:
+                begun.add(action.place)
+                compute.begin(micro_batch)
+            else:
+                compute.resume(micro_batch, "forward" if action.forward else "backward")
+            if action.forward:
+                self._forward(_Pass(action, micro_batch, kind, received), compute, scale, row)
+            else:
+                self._passes[action.stage].run_back(micro_batch.k, kind, received)
+                self._totals[action.stage].end_backward()
+        return self._finish(row, leaves)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
+        return self._everywhere(row)[self._last_ranks]
+
+    def release(self) -> None:
+        """See ``Strategy.release``."""
+        self._groups.release()
+        self._wiring.release()
+        let_go_of_groups(*self._reducers)
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The parameters of this rank's stages that require a gradient."""
+        return self._trainable
+
+    def squares(self) -> Tensor:
+        """See ``Strategy.squares``: each stage's, added to the others' zeros."""
+        found = self._holding.squares(self._trainable, self.device)
+        dist.all_reduce(found, group=self._wiring.group)
+        return found
+
+    def any_rank(self, flags: Tensor) -> Tensor:
+        """The largest of each entry over the stages. Collective."""
+        largest = flags.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._wiring.group)
+        return largest
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Strategy.state``: each tensor from the rank of its stage."""
+        return self._holding.state(self.device)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copies the values into this rank's stages."""
+        self._holding.load(state)
+
+    def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See ``Strategy.whole``: what the stage's rank holds, given to all."""
+        return self._holding.give(name, part, dtype, self.device)
+
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        """The tensor itself where the parameter's stage is, None elsewhere."""
+        return whole if self._holding.is_mine(name) else None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients of parameters; activations and their gradients are not counted."""
+        return sum(reducer.bytes_sent for reducer in self._reducers)
+
+    def _expect(
+        self, action: Action | None, micro_batches: Sequence[MicroBatch], kinds: list[tuple[object, ...]]
+    ) -> None:
+        if action is not None:
+            k = micro_batches[action.place].k
+            self._passes[action.stage].expect(kinds[action.place], k, forward=action.forward)
+
+    def _forward(self, turn: _Pass, compute: Compute, scale: float, row: Tensor) -> None:
+        place, k = turn.action.place, turn.micro_batch.k
+        passes, totals = self._passes[turn.action.stage], self._totals[turn.action.stage]
+        totals.begin_forward()
+        output, target = passes.run(turn.micro_batch, turn.kind, compute, turn.received)
+        totals.end_forward(k)
+        if not passes.is_last:
+            passes.pass_on(k, turn.kind, output)
+            return
+        loss, weight = compute.loss(output, target, turn.micro_batch)
+        row[place], row[self._longest + place] = loss.detach(), weight
+        passes.end_in(k, loss if scale == 1.0 else loss * scale)
+
+    def _finish(self, row: Tensor, leaves: int) -> StepResult:
+        for passes in self._passes.values():
+            passes.neighbours.flush()
+        everyone = self._everywhere(row)
+        sizes = [len(self.share.of(leaves, holder)) for holder in range(self.share.holders)]
+        rows = list(zip(everyone[self._last_ranks], sizes))
+        losses = torch.cat([each[:size] for each, size in rows])
+        weight = fold_rows(torch.cat([each[self._longest : self._longest + size] for each, size in rows]))
+        parts = [part for totals in self._totals.values() for part in totals.finish(weight.float())]
+        sums = torch.stack([losses.sum().float(), *(part.float() for part in parts)])
+        bad = self.any_rank((~sums.isfinite().all()).float().reshape(1))
+        return StepResult(fold_rows(losses) / weight, losses, everyone[:, -1].max(), bad[0] == 0)
+
+    def _everywhere(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, shape (ranks, n). Collective over the world."""
+        rows = torch.empty(self._groups.mesh.ranks, row.numel(), dtype=row.dtype, device=row.device)
+        assert self._groups.world is not None
+        all_gather_flat(rows.view(-1), row.contiguous(), self._groups.world)
+        return rows
