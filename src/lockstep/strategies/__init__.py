@@ -16,6 +16,7 @@ from lockstep.strategies.one_forward import SyncedDistributedDataParallel, Synce
 from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
 from lockstep.strategy_options import STRATEGIES, PipelineOptions, mesh_of
+from lockstep.sync_batch_norm import RankRows
 
 __all__ = [
     "STRATEGIES",
@@ -85,8 +86,12 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
     if group is None:
         return _open_single(options, groups, device)
     reducer = _open_reducer(options, group, device)
-    kind = SyncedDistributedDataParallel if options.sync_batch_norm else DistributedDataParallel
-    return kind(device, options.micro_batches, reducer, group, options.running_buffers)
+    if options.sync_batch_norm:
+        rows = RankRows.open(group, device, options.timeout, options.shared_memory)
+        return SyncedDistributedDataParallel(
+            device, options.micro_batches, reducer, group, rows, options.running_buffers
+        )
+    return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
 
 
 def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:

@@ -8,6 +8,7 @@ from lockstep.sync_batch_norm.module import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     convert_sync_batch_norm,
+    synchronise,
 )
 from lockstep.sync_batch_norm.rank_rows import RankRows
 from lockstep.sync_batch_norm.statistics import Moments, gather_moments
@@ -21,4 +22,5 @@ __all__ = [
     "SyncBatchNorm3d",
     "convert_sync_batch_norm",
     "gather_moments",
+    "synchronise",
 ]

@@ -92,7 +92,7 @@ _SYNCHRONISED: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 
 def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Lets every BatchNorm of a model compute its statistics over all ranks, and returns the model.
+    """Lets every BatchNorm of a model compute its statistics over all ranks, and returns the model. Collective.
 
     The modules stay the objects they are, so parameters, optimizers, hooks and references to them stay valid.
 
@@ -103,6 +103,19 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
 
     Raises:
         ConfigError: the model has no BatchNorm, or one whose forward pass is not torch's.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    synchronise(model, RankRows(group))
+    return model
+
+
+def synchronise(model: nn.Module, rows: RankRows) -> list[SyncBatchNorm]:
+    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does, and returns them. Collective.
+
+    Args:
+        model: changed in place.
+        rows: exchanges with the other ranks.
     """
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
@@ -116,10 +129,8 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
                 f"sync_batch_norm cannot convert {name or 'the model'!r}, a {type(module).__name__}, whose forward "
                 "pass is not that of nn.BatchNorm1d, 2d or 3d. Build the model with those."
             )
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    rows = RankRows(group)
+    rows.make_room(max(2 * module.num_features + 1 for module in found.values()))
     for module in found.values():
         module.__class__ = _SYNCHRONISED.get(type(module), type(module))
         module.rows = rows  # type: ignore[assignment]  # torch takes every attribute for a tensor or module
-    return model
+    return [module for module in found.values() if isinstance(module, SyncBatchNorm)]

@@ -28,7 +28,7 @@ from lockstep.strategies.one_forward.dropout import key_dropouts
 from lockstep.strategies.one_forward.rows import join, split
 from lockstep.strategies.replicated import Replicated
 from lockstep.strategies.single import Single
-from lockstep.sync_batch_norm import RankRows, SyncBatchNorm, convert_sync_batch_norm
+from lockstep.sync_batch_norm import RankRows, synchronise
 from lockstep.tree import Node
 
 _Losses = list[tuple[Tensor, Tensor]]
@@ -37,8 +37,8 @@ _Losses = list[tuple[Tensor, Tensor]]
 class _OneForward(Replicated):
     """What both have in common."""
 
-    _statistics_group: dist.ProcessGroup | None = None
-    """Ranks for the statistics, in a group that no gradient uses; None for one process."""
+    _rows: RankRows
+    """Exchanges statistics."""
 
     def place(self, model: nn.Module) -> nn.Module:
         """Converts every BatchNorm and dropout module, and places the model. Collective.
@@ -47,8 +47,7 @@ class _OneForward(Replicated):
             ConfigError: the model has no BatchNorm, or something in it cannot be run on several micro-batches at once.
         """
         _refuse_other_statistics(model, self._declared)
-        convert_sync_batch_norm(model, self._statistics_group)
-        self._norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+        self._norms = synchronise(model, self._rows)
         self._keys = key_dropouts(model)
         self._watched = False
         return super().place(model)
@@ -95,12 +94,19 @@ class SyncedSingle(_OneForward, Single):
     """One forward pass over the global batch: what the other one is compared with."""
 
     level = Level.TOLERANCE
+    _rows = RankRows(None)
 
 
 class SyncedDistributedDataParallel(_OneForward, DistributedDataParallel):
     """Data parallel with the statistics of every BatchNorm over the rows of all ranks.
 
-    Making one is collective. See ``DistributedDataParallel`` for the arguments.
+    Args:
+        device: see ``DistributedDataParallel``.
+        micro_batches: the same.
+        reducer: the same.
+        group: the same.
+        rows: exchanges statistics over the ranks of ``group``.
+        running_buffers: none may be declared.
     """
 
     def __init__(
@@ -109,20 +115,19 @@ class SyncedDistributedDataParallel(_OneForward, DistributedDataParallel):
         micro_batches: int,
         reducer: Reducer,
         group: dist.ProcessGroup,
+        rows: RankRows,
         running_buffers: Sequence[str] = (),
     ) -> None:
         super().__init__(device, micro_batches, reducer, group, running_buffers)
         self.share: Share = replace(self.share, rounds=True)
         if self.level is Level.BITWISE:
             self.level = Level.TOLERANCE
-        self._statistics_group = dist.new_group(dist.get_process_group_ranks(group))
+        self._rows = rows
 
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
-        for norm in getattr(self, "_norms", []):
-            rows: RankRows = norm.rows
-            rows.release()
+        self._rows.release()
 
 
 def _refuse_other_statistics(model: nn.Module, declared: Sequence[str]) -> None:
