@@ -1,0 +1,121 @@
+"""Models are read as chains: what is opened, what stays whole, and that the links compute what the model does."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.models import digits_net, lstm, resnet18, transformer
+from lockstep.strategies.pipeline.chain import chain
+
+
+def names(model):
+    return [link.name for link in chain(model)]
+
+
+@pytest.mark.parametrize(
+    "model, x, count",
+    [
+        (resnet18(small_images=True, num_classes=5), torch.randn(2, 3, 16, 16), 15),
+        (transformer(vocabulary_size=9, depth=3, width=8, heads=2), torch.arange(6).view(2, 3), 7),
+        (digits_net(width=2), torch.randn(3, 64), 15),
+        (lstm(num_classes=3, in_features=4, hidden_size=5), torch.randn(2, 6, 4), 3),
+    ],
+    ids=["resnet", "transformer", "digits", "lstm"],
+)
+def test_the_links_one_after_the_other_are_the_model(model, x, count):
+    links = chain(model.eval())
+    assert len(links) == count
+    value = x
+    for link in links:
+        value = link.module(value)
+    assert torch.equal(value, model(x))
+    held = {f"{link.name}.{name}" for link in links for name in link.module.state_dict()}
+    assert held == set(model.state_dict())
+
+
+class Straight(nn.Module):
+    """Calls its children one after the other."""
+
+    def __init__(self, between=lambda x: x):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+def test_what_a_forward_does_between_its_children_is_a_link():
+    model = Straight(lambda x: F.relu(x).flatten(1))
+    assert names(model) == ["first", "relu()", "flatten()", "second"]
+    x, value = torch.randn(3, 4), None
+    for link in chain(model):
+        value = link.module(x if value is None else value)
+    assert torch.equal(value, model(x))
+
+
+def shortcut(x):
+    return x + 1 * x
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        F.dropout,
+        lambda x: x + torch.rand(4),
+        lambda x: x * (random.random() < 2),
+        shortcut,
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x.to(torch.float64).float(),
+    ],
+    ids=["dropout", "torch random", "python random", "arithmetic", "branch", "unknown method"],
+)
+def test_a_forward_that_does_more_stays_whole(between):
+    model = nn.Sequential(Straight(between), nn.ReLU())
+    before = random.getstate(), torch.get_rng_state()
+    assert names(model) == ["0", "1"]
+    assert before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())
+
+
+class Auxiliary(Straight):
+    """Does something else in training."""
+
+    def forward(self, x):
+        return self.first(x) if self.training else super().forward(x)
+
+
+class Owner(Straight):
+    """Has a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Idle(Straight):
+    """Has a child that its forward does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("kind", [Auxiliary, Owner, Idle])
+def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
+    assert names(nn.Sequential(kind(), nn.ReLU())) == ["0", "1"]
+
+
+def test_a_module_whose_calls_somebody_watches_stays_whole():
+    model = nn.Sequential(Straight(), nn.ReLU())
+    model[0].register_forward_hook(lambda *_: None)
+    assert names(model) == ["0", "1"]
+
+
+def test_the_mode_of_a_model_stays():
+    model = nn.Sequential(Straight(), nn.ReLU())
+    model[0].eval()
+    chain(model)
+    assert model.training and not model[0].training
