@@ -195,13 +195,26 @@ def test_a_tensor_given_between_steps_is_the_old_value_of_the_next():
     assert_equal(state_of(model), state_of(other))
 
 
-def test_patterns_that_match_nothing_or_no_float32_are_refused():
+def test_patterns_that_match_nothing_and_types_that_do_not_fit_are_refused():
     model = nn.Sequential(nn.BatchNorm1d(3))
     with pytest.raises(ConfigError, match=r"names 'ema\.\*', which no buffer of the model matches"):
         RunningBuffers(model, ["ema.*"])
-    with pytest.raises(ConfigError, match=r"'0.running_mean' is torch.float64"):
-        RunningBuffers(model.double())
+    with pytest.raises(ConfigError, match=r"'0.running_mean' is torch.bfloat16"):
+        RunningBuffers(model.to(torch.bfloat16))
+    with pytest.raises(
+        ConfigError, match=r"'1.running_mean' is torch.float32; .* if all are float32, or all float64"
+    ):
+        RunningBuffers(nn.Sequential(nn.BatchNorm1d(3).double(), nn.BatchNorm1d(3)))
     assert RunningBuffers(nn.Sequential(nn.BatchNorm1d(3)), ["*running_mean", "0.*"]).numel == 6
+
+
+def test_a_model_of_float64_keeps_its_statistics_in_float64():
+    model, parts = nn.BatchNorm1d(3).double(), [part.double() for part in micro_batches(2, 8, 3)]
+    running = RunningBuffers(model)
+    run_step(running, model, parts)
+    assert running.dtype == torch.float64
+    means = [0.1 * part.mean(0) for part in parts]
+    assert torch.allclose(model.running_mean, (means[0] + means[1]) / 2, rtol=1e-14)
 
 
 def test_a_changed_buffer_that_was_not_declared_is_refused_by_name():

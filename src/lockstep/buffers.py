@@ -59,7 +59,8 @@ class RunningBuffers:
         groups, counters = _find(model, declared)
         averaged = [place for group in groups for place in group.places]
         self._places = [*averaged, *counters]
-        self._flat = _flatten([place.buffer for place in averaged], torch.float32)
+        dtype = averaged[0].buffer.dtype if averaged else torch.float32
+        self._flat = _flatten([place.buffer for place in averaged], dtype)
         self._counts = _flatten([place.buffer for place in counters], torch.int64)
         self._old, self._old_counts = self._flat.clone(), self._counts.clone()
         compared = [group for group in groups if group.counter is None]
@@ -83,6 +84,11 @@ class RunningBuffers:
     def counters(self) -> int:
         """How many numbers tell which buffers were used: the integer counters, and one for each other group."""
         return self._counts.numel() + len(self._compared)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the values: float32, or float64 for a model of float64."""
+        return self._flat.dtype
 
     @property
     def device(self) -> torch.device:
@@ -181,10 +187,13 @@ def _find(model: nn.Module, declared: Sequence[str]) -> tuple[list[_Group], list
             raise ConfigError(f"running_buffers names {pattern!r}, which no buffer of the model matches.")
         groups += [_Group([buffers[name]]) for name in matched if name not in found]
         found.update(matched)
-    for name, buffer in ((place.name, place.buffer) for group in groups for place in group.places):
-        if buffer.dtype != torch.float32:
+    averaged = [place for group in groups for place in group.places]
+    wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
+    for place in averaged:
+        if place.buffer.dtype != wide:
             raise ConfigError(
-                f"The running buffer {name!r} is {buffer.dtype}; only float32 ones can be averaged."
+                f"The running buffer {place.name!r} is {place.buffer.dtype}; running buffers can be averaged if all "
+                "are float32, or all float64."
             )
     return groups, counters
 

@@ -58,7 +58,7 @@ class Replicated(Strategy):
             shapes = self._tree.bucket_shapes
             self._buffer_bucket = len(shapes) if self._buffers.numel else -1
             if self._buffers.numel:
-                shapes = [*shapes, BucketShape(self._buffers.numel, torch.float32)]
+                shapes = [*shapes, BucketShape(self._buffers.numel, self._buffers.dtype)]
             self._reducer.allocate(shapes, self._header, self._micro_batches)
             self._tree.connect(most_slots(self._micro_batches, self.share.holders))
         return self._model

@@ -5,6 +5,7 @@ import logging
 import torch
 from tests.strategies.jobs import photos, sgd
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.launch.light_torch import postpone_compiler
@@ -65,7 +66,8 @@ def train(model, make_optimizer=sgd, loss=None, clip=None, **options):
     options = {"global_batch": GLOBAL_BATCH, "micro_batches": MICRO_BATCHES, "seed": 3, **options}
     run = lockstep.init(sync_batch_norm=True, fingerprint_every=5, **options)
     model, optimizer = run.prepare(model, make_optimizer(model))
-    data, steps = photos(SAMPLES), []
+    images, labels = photos(SAMPLES).tensors
+    data, steps = TensorDataset(images.to(next(model.parameters()).dtype), labels), []
     for _ in run.epochs(EPOCHS):
         for batch in run.batches(data):
             value = run.backward(batch, loss)
@@ -88,6 +90,7 @@ WAYS = {
     "channels last": {"channels_last": True},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "loss": small_loss},
+    "double": {"dtype": torch.float64},
     "collectives": {"shared_memory": False},
     "bf16 sums": {"reduce": "bf16"},
     "powersgd": {"reduce": "powersgd"},
@@ -101,7 +104,8 @@ def train_ways(world, names):
     found = {}
     for name in names:
         options = dict(WAYS[name])
-        found[name] = train(network(options.pop("dropout", 0.0)), **options)
+        model = network(options.pop("dropout", 0.0))
+        found[name] = train(model.to(options.pop("dtype", torch.float32)), **options)
     return found if world.rank == 0 else None
 
 

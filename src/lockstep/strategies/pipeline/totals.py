@@ -49,7 +49,7 @@ class Totals:
             shapes = self._tree.bucket_shapes
             self._buffer_bucket = len(shapes)
             if self._buffers.numel:
-                shapes = [*shapes, BucketShape(self._buffers.numel, torch.float32)]
+                shapes = [*shapes, BucketShape(self._buffers.numel, self._buffers.dtype)]
             reducer.allocate(shapes, len(self.trainable) + self._buffers.counters + 1, micro_batches)
             self._tree.connect(most_slots(micro_batches, share.holders))
 
