@@ -2,6 +2,7 @@
 
 import random
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from lockstep.errors import ConfigError
 from lockstep.lint import check_file, check_text
 
 CASES = Path(__file__).parent / "cases"
+IMPORTS = """\
+import os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
 STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -133,3 +139,37 @@ def test_the_standard_library_has_no_finding():
     )
     assert len(paths) > 40
     assert [finding.text() for path in paths for finding in check_file(str(path))] == []
+
+
+def seconds_of(text):
+    start = time.process_time()
+    check_text(text)
+    return time.process_time() - start
+
+
+def test_a_script_of_twenty_thousand_lines_is_checked_in_seconds():
+    blocks = [block for path in sorted(CASES.glob("*.txt")) for block in path.read_text().split("=== ")[1:]]
+    functions = [
+        "def case():\n" + "".join(f"    {line}\n" for line in block.splitlines()[1:]) for block in blocks
+    ]
+    text = IMPORTS + "\n".join(functions * 18)
+    assert text.count("\n") > 20_000
+    assert seconds_of(text) < 60
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rank = rank\n",
+        "a = b\nb = a\n",
+        "if rank == 0:\n    f(a)\ndef f(a):\n    f(b)\n",
+        "model = DDP(model)\nmodel.module(x).backward()\n",
+        "sampler = DistributedSampler(val_set, rank=rank, seed=rank)\n",
+    ],
+)
+def test_names_that_go_round_in_circles_end(line):
+    imports = (
+        IMPORTS + "from torch.utils.data.distributed import DistributedSampler\ndist.init_process_group()\n"
+    )
+    last = "if rank == a:\n    dist.barrier()\n    torch.save(a, b)\ntorch.cuda.set_device(rank)\n"
+    assert seconds_of(imports + line * 300 + last * 100) < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 
 from lockstep.lint.names import last_name
 from lockstep.lint.ranks import FIRST, OTHERS, rank_test
@@ -30,8 +31,11 @@ def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
     if _after_return_of_others(script, node) or _after_and(script, node):
         return True
     function = script.scope(node)
-    if isinstance(function, ast.Module) or not depth:
-        return False
+    return not isinstance(function, ast.Module) and depth > 0 and _called_on_one_rank(script, function, depth)
+
+
+@lru_cache(maxsize=10_000)
+def _called_on_one_rank(script: Script, function: Function, depth: int) -> bool:
     if any(_says_one_rank(script, decorator) for decorator in function.decorator_list):
         return True
     callers = callers_of(script, function)
@@ -40,24 +44,42 @@ def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
 
 def callers_of(script: Script, function: Function) -> list[ast.Call]:
     """The calls in this file of a function or method, taken by its name, but for calls of itself."""
-    found = [call for call in script.calls if last_name(call.func) == function.name]
+    found = script.calls_by_name.get(function.name, [])
     return [call for call in found if script.scope(call) is not function]
 
 
 def runs_on_ranks(script: Script, node: ast.AST) -> bool:
     """Whether a node runs in the ranks, not only in a parent that spawns them; True where nothing is spawned."""
-    targets = {last_name(target) for target in _spawned(script)}
-    if not targets:
-        return True
-    reached = {function for function in script.functions if function.name in targets}
-    pending = list(reached)
+    reached = _functions_of_ranks(script)
+    return reached is None or any(ancestor in reached for ancestor, _ in script.ancestors(node))
+
+
+@lru_cache(maxsize=4)
+def _functions_of_ranks(script: Script) -> frozenset[Function] | None:
+    """What the targets of spawn call, step by step; None where nothing is spawned."""
+    pending = [last_name(target) for target in _spawned(script)]
+    if not pending:
+        return None
+    named: dict[str, list[Function]] = {}
+    for function in script.functions:
+        named.setdefault(_called_as(script, function), []).append(function)
+    called: dict[Function, set[str]] = {}
+    for call in script.calls:
+        for ancestor, _ in script.ancestors(call):
+            if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef):
+                called.setdefault(ancestor, set()).add(last_name(call.func))
+    reached: set[Function] = set()
     while pending:
-        inside = pending.pop()
-        names = {last_name(call.func) for call in script.calls if script.holds(inside, call)}
-        new = [function for function in script.functions if function.name in names - {""}]
-        pending += [function for function in new if function not in reached]
+        new = [function for function in named.get(pending.pop(), []) if function not in reached]
         reached.update(new)
-    return any(ancestor in reached for ancestor, _ in script.ancestors(node))
+        pending += [name for function in new for name in called.get(function, set())]
+    return frozenset(reached)
+
+
+def _called_as(script: Script, function: Function) -> str:
+    """The name that a call runs the function by: that of the class for ``__init__``."""
+    parent = script.parent(function)
+    return parent.name if function.name == "__init__" and isinstance(parent, ast.ClassDef) else function.name
 
 
 def _spawned(script: Script) -> Iterator[ast.expr]:

@@ -6,11 +6,14 @@ import ast
 from collections.abc import Iterator
 from functools import cached_property
 
-from lockstep.lint.names import dotted, imported_names, words_of
+from lockstep.lint.bindings import bindings
+from lockstep.lint.names import dotted, imported_names, last_name, words_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_MOST_VALUES = 16
+"""A name that is set more often is taken for one whose value cannot be seen."""
 
 
 class Script:
@@ -23,6 +26,7 @@ class Script:
         self._parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self._imported = imported_names(self.tree)
         self._texts: dict[ast.AST, str] = {}
+        self._scopes: dict[ast.AST, Scope] = {}
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -41,6 +45,14 @@ class Script:
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     @cached_property
+    def calls_by_name(self) -> dict[str, list[ast.Call]]:
+        """The calls of each last name: ``save`` for ``save(x)`` and ``self.save(x)``."""
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            found.setdefault(last_name(call.func), []).append(call)
+        return found
+
+    @cached_property
     def functions(self) -> list[Function]:
         """Every function and method of the file."""
         return [node for node in self.nodes if isinstance(node, _FUNCTIONS)]
@@ -50,7 +62,7 @@ class Script:
         """Values given to a name, by function and name; by no function for attributes such as ``args.gpu``."""
         found: dict[tuple[Scope | None, str], list[ast.expr | None]] = {}
         for node in self.nodes:
-            for target, value in _bindings(node):
+            for target, value in bindings(node):
                 key = (self.scope(node) if isinstance(target, ast.Name) else None, self.text(target))
                 found.setdefault(key, []).append(value)
         return found
@@ -90,10 +102,10 @@ class Script:
 
     def scope(self, node: ast.AST) -> Scope:
         """The function whose body holds the node; the module where there is none."""
-        for ancestor, _ in self.ancestors(node):
-            if isinstance(ancestor, _FUNCTIONS):
-                return ancestor
-        return self.tree
+        if node not in self._scopes:
+            functions = (item for item, _ in self.ancestors(node) if isinstance(item, _FUNCTIONS))
+            self._scopes[node] = next(functions, self.tree)
+        return self._scopes[node]
 
     def statement(self, node: ast.AST) -> ast.stmt | None:
         """The statement that an expression is part of."""
@@ -126,13 +138,16 @@ class Script:
     def values(self, node: ast.expr) -> list[ast.expr | None]:
         """What a name or attribute is ever set to; None for a value that cannot be seen (a loop, a tuple)."""
         if isinstance(node, ast.Attribute):
-            return self._assigned.get((None, self.text(node)), [])
+            found = self._assigned.get((None, self.text(node)))
+            return found or [] if len(found or []) <= _MOST_VALUES else [None]
         if not isinstance(node, ast.Name):
             return []
         scope: Scope = self.scope(node)
         found = self._assigned.get((scope, node.id))
         if found is None and not (isinstance(scope, _FUNCTIONS) and node.id in parameters(scope)):
             found = self._assigned.get((self.tree, node.id))
+        if found and len(found) > _MOST_VALUES:
+            return [None]
         return found or []
 
     def sources(self, node: ast.expr, depth: int = 4) -> Iterator[ast.expr]:
@@ -210,31 +225,3 @@ def _field(ancestor: ast.AST, child: ast.AST) -> str:
         if value is child or (isinstance(value, list) and any(item is child for item in value)):
             return field
     return ""
-
-
-def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """(target, value) of an assignment; a value that is unpacked or looped over is None."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield from _pairs(target, node.value)
-    elif isinstance(node, ast.AnnAssign) and node.value is not None:
-        yield node.target, node.value
-    elif isinstance(node, ast.AugAssign):
-        yield node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
-    elif isinstance(node, ast.NamedExpr):
-        yield node.target, node.value
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield from _pairs(node.target, None)
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        yield from _pairs(node.optional_vars, None)
-
-
-def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    if not isinstance(target, ast.Tuple | ast.List):
-        yield target, value
-        return
-    values: list[ast.expr | None] = [None] * len(target.elts)
-    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-        values = list(value.elts)
-    for item, part in zip(target.elts, values, strict=True):
-        yield from _pairs(item, part)

@@ -9,9 +9,9 @@ from lockstep.lint.finding import Hit, rule
 from lockstep.lint.names import last_name
 from lockstep.lint.ranks import mentions_rank
 from lockstep.lint.reach import on_one_rank
-from lockstep.lint.rules.sampling import for_evaluation, samplers
-from lockstep.lint.script import Script, argument, constant, is_open
-from lockstep.lint.wrappers import DDP, is_distributed, is_managed, starts_group, wraps
+from lockstep.lint.rules.sampling import assigned_name, for_evaluation, samplers
+from lockstep.lint.script import Script, argument, arguments, constant, is_open, parameters
+from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
@@ -66,6 +66,25 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
 
 
 @rule(
+    "LS059",
+    "metric-of-one-share",
+    "Validation is shared out between the ranks and nothing brings the counts together: the metric is of one share.",
+)
+def metric_of_one_share(script: Script) -> Iterator[Hit]:
+    """Where the shares are read in this file, and nothing in it reduces or gathers anything."""
+    if not is_distributed(script) or reduces(script) or "torchmetrics" in script.imported_roots:
+        return
+    for call in samplers(script):
+        if for_evaluation(script, call) and _is_read_here(script, assigned_name(script, call)):
+            yield Hit(
+                call,
+                "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
+                "holds for one share.",
+                "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
+            )
+
+
+@rule(
     "LS008",
     "split-differs-between-ranks",
     "The split into training and validation data is drawn without a seed that the ranks share.",
@@ -115,6 +134,25 @@ def _for_one_process(script: Script, call: ast.Call) -> bool:
     words = ("dist", "world_size", "ddp", "rank", "gpu", "multi", "parallel")
     tests = [script.text(a.test).lower() for a, _ in script.ancestors(call) if isinstance(a, ast.If)]
     return any(word in test for test in tests for word in words)
+
+
+def _is_read_here(script: Script, sampler: str) -> bool:
+    """Whether a loop of this file goes over the loader of a sampler, there or in a function it is given to."""
+    makers = [
+        call for call in script.torch_calls("DataLoader") if sampler in map(script.text, arguments(call))
+    ]
+    loaders = {assigned_name(script, call) for call in makers} - {""}
+    defined = {function.name: function for function in script.functions}
+    loops = [node.iter for node in script.nodes if isinstance(node, ast.For)]
+    names = set(loaders)
+    for call in script.calls:
+        function = defined.get(last_name(call.func))
+        if function is not None:
+            names |= {
+                name for item, name in zip(call.args, parameters(function)) if script.text(item) in loaders
+            }
+    read = {part.id for item in loops for part in ast.walk(item) if isinstance(part, ast.Name)}
+    return bool(sampler) and bool(names & read)
 
 
 def _sklearn_splits(script: Script) -> list[ast.Call]:
