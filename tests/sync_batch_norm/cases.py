@@ -112,6 +112,24 @@ def train_all(world, names):
     return {name: train(world, name) for name in names}
 
 
+def under_ddp(world):
+    """Two steps of torch's DistributedDataParallel with equal shares, and of the whole batch; largest difference."""
+    case, rows = Case(dtype=torch.float64), 4
+    plain = network(case)
+    synced = convert_sync_batch_norm(copy.deepcopy(plain), group=dist.new_group())
+    ddp = nn.parallel.DistributedDataParallel(synced)
+    place, worst = slice(rows * world.rank, rows * (world.rank + 1)), 0.0
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, synced)]
+    for x in batches(case, rows * world.world_size):
+        for model, optimizer, given in zip((plain, ddp), optimizers, (x, x[place])):
+            optimizer.zero_grad()
+            model(given).pow(3).mean().backward()
+            optimizer.step()
+    for found, expected in zip(synced.state_dict().values(), plain.state_dict().values()):
+        worst = max(worst, float((found - expected).abs().max()))
+    return worst
+
+
 def run_step(model, x, place, total, case):
     """One forward and backward; every entry of the output has a weight of its own in the loss."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()

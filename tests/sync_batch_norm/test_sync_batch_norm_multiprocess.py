@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 from tests.ranks import run_ranks
-from tests.sync_batch_norm.cases import CASES, SHARES, train_all
+from tests.sync_batch_norm.cases import CASES, SHARES, train_all, under_ddp
 
 
 @cache
@@ -20,3 +20,8 @@ def test_every_step_is_that_of_one_forward_over_the_whole_batch(name, world_size
         beyond = {what: distance for what, distance in off[name].items() if distance > CASES[name].bound}
         assert not beyond, f"rank {rank} of {world_size}"
         assert len(off[name]) >= 4
+
+
+def test_torchs_own_data_parallel_takes_the_steps_of_the_whole_batch_with_it():
+    for worst in run_ranks(under_ddp, 3):
+        assert worst < 1e-10
