@@ -13,11 +13,23 @@ from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
-STRATEGIES = ("single", "ddp", "pipeline", "hybrid")
+STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "hybrid")
 """Every ``--strategy``."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
 """The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpOptions(Checked):
+    """Table ``[fsdp]``: how parameters are gathered."""
+
+    reshard_after_forward: bool = True
+    """Frees a block's parameters after its forward pass and gathers them again for backward: less memory."""
+    cpu_offload: bool = False
+    """Keeps the rows of a rank and their optimizer state in the host's memory; GPUs only."""
+    mixed_precision: str = field(default="", metadata={"check": one_of("", "bf16", "fp16")})
+    """torch's own mixed precision instead of autocast, which casts otherwise: level B. Empty, bf16 or fp16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +57,10 @@ class PipelineOptions(Checked):
         return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
 
 
-OPTIONS: dict[str, Any] = {"pipeline": PipelineOptions}
+OPTIONS: dict[str, Any] = {"fsdp": FsdpOptions, "pipeline": PipelineOptions}
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
-_AXES = {"single": "data", "ddp": "data", "pipeline": "pipeline"}
+_AXES = {"single": "data", "ddp": "data", "fsdp": "fsdp", "pipeline": "pipeline"}
 """The axis of the mesh along which a strategy lays all its ranks."""
 
 

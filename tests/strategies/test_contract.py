@@ -47,6 +47,7 @@ class Layout:
 LAYOUTS = [
     Layout("single", 1),
     *[Layout("ddp", world) for world in (2, 3, 4)],
+    *[Layout("fsdp", world) for world in (2, 3, 4)],
     *[Layout("pipeline", world, jobs=UNTIED) for world in (2, 3, 4)],
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED),

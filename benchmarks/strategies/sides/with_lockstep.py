@@ -12,7 +12,6 @@ from lockstep.world import World
 def train(given: Arguments) -> None:
     workload = given.workload
     world = World.from_environment()
-    before = forget_peak()
     run = lockstep.init(
         global_batch=workload.global_batch,
         micro_batches=given.micro_batches or world.world_size,
@@ -20,6 +19,7 @@ def train(given: Arguments) -> None:
         strategy=given.strategy,
         mesh=given.mesh,
     )
+    before = forget_peak()
     model = workload.build_model()
     model, optimizer = run.prepare(model, workload.build_optimizer(model))
     dataset = workload.build_data("items")

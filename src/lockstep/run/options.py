@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM, PipelineOptions
+from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM, FsdpOptions, PipelineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,8 @@ class RunOptions:
     """How the work is laid out; one of ``lockstep.strategy_options.STRATEGIES``."""
     mesh: str = ""
     """The axes of strategy hybrid, outermost first: "data=2,pipeline=2"."""
+    fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    """How strategy fsdp gathers parameters."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     """How strategy pipeline cuts the model, and in which order its stages compute."""
     directory: Path | str | None = None

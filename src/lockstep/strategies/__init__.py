@@ -15,7 +15,7 @@ from lockstep.strategies.groups import Groups
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
-from lockstep.strategy_options import STRATEGIES, PipelineOptions, mesh_of
+from lockstep.strategy_options import STRATEGIES, FsdpOptions, PipelineOptions, mesh_of
 from lockstep.sync_batch_norm import RankRows
 
 __all__ = [
@@ -52,6 +52,8 @@ class StrategyOptions(Protocol):
     def timeout(self) -> float: ...
     @property
     def shared_memory(self) -> bool: ...
+    @property
+    def fsdp(self) -> FsdpOptions: ...
     @property
     def pipeline(self) -> PipelineOptions: ...
 
@@ -92,6 +94,17 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
             device, options.micro_batches, reducer, group, rows, options.running_buffers
         )
     return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+
+
+def _open_fsdp(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("fsdp")
+    if group is None:
+        return _open_single(options, groups, device)
+    from lockstep.strategies.fsdp import FullyShardedDataParallel  # FSDP2 takes half a second to import
+
+    return FullyShardedDataParallel(
+        device, options.micro_batches, group, options.fsdp, options.running_buffers
+    )
 
 
 def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -136,6 +149,7 @@ _HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device],
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     "single": _open_single,
     "ddp": _open_ddp,
+    "fsdp": _open_fsdp,
     "pipeline": _open_pipeline,
     "hybrid": _open_hybrid,
 }

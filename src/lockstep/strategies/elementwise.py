@@ -1,0 +1,36 @@
+"""Which optimizers update every element from that element alone, and so may be stepped on parts of parameters."""
+
+from __future__ import annotations
+
+from torch import optim
+
+from lockstep.errors import ConfigError
+
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.ASGD,
+)
+
+
+def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
+    """Raises ``ConfigError`` for an optimizer that is not known to be elementwise.
+
+    A class of one's own that is says so with an attribute ``elementwise = True``.
+    """
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
+        return
+    known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+    raise ConfigError(
+        f"Strategy {strategy!r} steps the optimizer on parts of parameters, and {type(optimizer).__name__} is not "
+        f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
+        "class if it does, or use strategy 'ddp'."
+    )

@@ -1,0 +1,38 @@
+"""Which modules are gathered and freed as one: the blocks of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_SMALLEST = 1024
+"""Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in order: the children of its containers that hold enough parameters.
+
+    A module that shares a parameter with another place is left to the rest, which is gathered with the whole model.
+    """
+    blocks = {name: module for name, module in _candidates("", model) if _size(module) >= _SMALLEST}
+    owners: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
+        owners.setdefault(parameter, set()).add(owner)
+    shared = {owner for names in owners.values() if len(names) > 1 for owner in names}
+    return {name: module for name, module in blocks.items() if name not in shared}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _candidates(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if type(child) in _CONTAINERS or type(module) not in _CONTAINERS:
+            found += _candidates(path, child)
+        else:
+            found.append((path, child))
+    return found
