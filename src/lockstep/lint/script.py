@@ -53,6 +53,15 @@ class Script:
         return found
 
     @cached_property
+    def names(self) -> dict[str, list[ast.Name]]:
+        """Where each name stands, read or set."""
+        found: dict[str, list[ast.Name]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Name):
+                found.setdefault(node.id, []).append(node)
+        return found
+
+    @cached_property
     def functions(self) -> list[Function]:
         """Every function and method of the file."""
         return [node for node in self.nodes if isinstance(node, _FUNCTIONS)]

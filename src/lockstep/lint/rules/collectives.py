@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import FIRST, OTHERS, rank_test
@@ -33,7 +34,8 @@ COLLECTIVES = (
 _ACCELERATE = ("wait_for_everyone", "gather_for_metrics", "gather")
 
 
-def collectives(script: Script) -> list[ast.Call]:
+@lru_cache(maxsize=4)
+def collectives(script: Script) -> tuple[ast.Call, ...]:
     """The calls that all ranks of the world must make: torch's over the whole world, and Accelerate's."""
     found = []
     for call in script.calls:
@@ -41,7 +43,7 @@ def collectives(script: Script) -> list[ast.Call]:
         torchs = first == "torch.distributed" and last in COLLECTIVES and argument(call, "group") is None
         if torchs or (last in _ACCELERATE and first.rpartition(".")[2] == "accelerator"):
             found.append(call)
-    return found
+    return tuple(found)
 
 
 @rule(

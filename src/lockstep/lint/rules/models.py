@@ -78,12 +78,13 @@ def optimizer_before_sharding(script: Script) -> Iterator[Hit]:
     for wrap in wraps(script, FSDP):
         for maker in makers:
             given = script.text(maker.args[0])
-            early = given == f"{wrap.source}.parameters()" and script.follows(wrap.call, maker)
+            if given != f"{wrap.source}.parameters()" or not script.follows(wrap.call, maker):
+                continue
             again = any(
                 script.follows(other, wrap.call) and f"{wrap.target}.parameters()" in script.text(other)
                 for other in makers
             )
-            if early and not again:
+            if not again:
                 yield Hit(
                     maker,
                     f"FSDP replaces these parameters in line {wrap.call.lineno}; the optimizer keeps the old ones.",
@@ -137,8 +138,9 @@ def attribute_behind_wrapper(script: Script) -> Iterator[Hit]:
             continue
         if not script.name(wrap.call).startswith("torch."):
             continue
-        for node in script.nodes:
-            if _asks_wrapper(script, node, wrap) and isinstance(node, ast.Attribute):
+        for name in script.names.get(wrap.target, []):
+            node = script.parent(name)
+            if isinstance(node, ast.Attribute) and _asks_wrapper(script, node, wrap):
                 yield Hit(
                     node,
                     f"{wrap.target} is wrapped in {wrap.kind} in line {wrap.call.lineno}, which has no "
@@ -183,26 +185,21 @@ def eval_without_train(script: Script) -> Iterator[Hit]:
             )
 
 
-def _asks_wrapper(script: Script, node: ast.AST, wrap: Wrap) -> bool:
-    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load) or node.attr in MODULE_NAMES:
-        return False
-    if (
-        node.attr.startswith("_")
-        or script.text(node.value) != wrap.target
-        or not isinstance(node.value, ast.Name)
-    ):
+def _asks_wrapper(script: Script, node: ast.Attribute, wrap: Wrap) -> bool:
+    """Whether an attribute of the wrapped name is read below the wrap, and is neither torch's nor set there."""
+    if not isinstance(node.ctx, ast.Load) or node.attr in MODULE_NAMES or node.attr.startswith("_"):
         return False
     if not script.follows(node, wrap.call) or _asked_first(script, node):
         return False
-    stored = [
-        other
-        for other in script.nodes
-        if isinstance(other, ast.Attribute | ast.Name) and isinstance(other.ctx, ast.Store | ast.Del)
-    ]
-    below = [
-        other for other in stored if other.lineno > wrap.call.lineno and script.same_function(other, node)
-    ]
-    return not any(script.text(other) in (wrap.target, script.text(node)) for other in below)
+    for name in script.names[wrap.target]:
+        parent = script.parent(name)
+        same = isinstance(parent, ast.Attribute) and parent.attr == node.attr
+        set_here = not isinstance(name.ctx, ast.Load)
+        set_there = same and isinstance(parent, ast.Attribute) and not isinstance(parent.ctx, ast.Load)
+        below = name.lineno > wrap.call.lineno and script.same_function(name, node)
+        if below and (set_here or set_there):
+            return False
+    return True
 
 
 def _asked_first(script: Script, node: ast.Attribute) -> bool:

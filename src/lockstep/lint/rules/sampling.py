@@ -92,8 +92,8 @@ def sampler_not_used(script: Script) -> Iterator[Hit]:
         name = assigned_name(script, call)
         if not name.isidentifier() or script.mentions("locals", "globals"):
             continue
-        uses = [node for node in script.nodes if isinstance(node, ast.Name) and node.id == name]
-        read = [node for node in uses if isinstance(node.ctx, ast.Load) and not _tells_epoch(script, node)]
+        uses = [node for node in script.names[name] if isinstance(node.ctx, ast.Load)]
+        read = [node for node in uses if not _tells_epoch(script, node)]
         if not read:
             yield Hit(
                 call,
