@@ -142,8 +142,9 @@ def test_measured_points_cut_where_the_time_is_and_leave_no_trace(monkeypatch):
     monkeypatch.setattr("lockstep.strategies.pipeline.splitting.time", clock)
     model = nn.Sequential(*[Costly(clock, cost) for cost in (1, 1, 1, 7, 2, 2)])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x = torch.randn(4, 3)
     numbers = torch.get_rng_state()
-    assert measured_split(model, 2, torch.randn(4, 3)) == ("4",)
-    assert measured_split(model, 3, torch.randn(4, 3)) == ("3", "4")
+    assert measured_split(model, 2, x) == ("4",)
+    assert measured_split(model, 3, x) == ("3", "4")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(numbers, torch.get_rng_state()) and model.training

@@ -56,23 +56,26 @@ class Form:
         data = tensor.detach()
         return data.as_strided((data.numel(),), (1,)) if self.is_packed else data.contiguous().view(-1)
 
-    def empty(self, device: torch.device) -> Tensor:
-        """Flat memory that receives such a tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return torch.empty(count, dtype=getattr(torch, self.dtype), device=device)
+    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A tensor of this form, if it is packed, and the flat memory that receives its numbers."""
+        dtype = getattr(torch, self.dtype)
+        whole = (
+            torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+            if self.is_packed
+            else torch.empty(self.shape, dtype=dtype, device=device)
+        )
+        return whole, whole.as_strided((whole.numel(),), (1,))
 
-    def unpacked(self, flat: Tensor) -> Tensor:
-        """The tensor of this form from flat memory."""
+    def spread(self, whole: Tensor) -> Tensor:
+        """The received tensor with the strides that the sent one had."""
         if self.is_packed:
-            return flat.as_strided(self.shape, self.strides)
+            return whole
         repeated = tuple(1 if stride == 0 else size for size, stride in zip(self.shape, self.strides))
-        spread = torch.empty_strided(repeated, self.strides, dtype=flat.dtype, device=flat.device)
-        whole = flat.view(self.shape)
+        laid_out = torch.empty_strided(repeated, self.strides, dtype=whole.dtype, device=whole.device)
         for dim, size in enumerate(repeated):
             whole = whole.narrow(dim, 0, size)
-        return spread.copy_(whole).expand(self.shape)
+        laid_out.copy_(whole)
+        return laid_out if repeated == self.shape else laid_out.expand(self.shape)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Channel:
         for work, _ in parts:
             work.wait()
         description = self._known[kind]
-        return description, [form.unpacked(flat) for form, (_, flat) in zip(description.forms, parts)]
+        return description, [form.spread(whole) for form, (_, whole) in zip(description.forms, parts)]
 
     def flush(self) -> None:
         """Waits until all that was sent has arrived."""
@@ -209,10 +212,10 @@ class Channel:
     def _post(self, description: Description) -> list[tuple[dist.Work, Tensor]]:
         parts = []
         for form in description.forms:
-            flat = form.empty(self._device)
+            whole, flat = form.empty(self._device)
             work = dist.irecv(flat, self._peer, group=self._group, tag=self._tag)
             assert work is not None
-            parts.append((work, flat))
+            parts.append((work, whole))
         return parts
 
     def _start_send(self, tensor: Tensor) -> None:
