@@ -1,0 +1,185 @@
+"""What a pipeline cannot do ends in one sentence, before the first step, and what it holds is what it says."""
+
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.models import transformer
+from lockstep.run import Run, RunOptions
+from lockstep.strategies.pipeline.opening import check_micro_batches
+from lockstep.strategy_options import PipelineOptions
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_micro_batches_that_do_not_fill_the_pipeline_are_refused_with_a_number_that_does():
+    one_by_one, interleaved = PipelineOptions(), PipelineOptions(schedule="interleaved")
+    check_micro_batches(one_by_one, 8, 2, 4)
+    check_micro_batches(interleaved, 8, 2, 2)
+    with pytest.raises(
+        ConfigError, match=r"4 stages is not filled by micro_batches=6 over 2.*micro_batches=8"
+    ):
+        check_micro_batches(one_by_one, 6, 2, 4)
+    with pytest.raises(ConfigError, match=r"rounds of 3.*multiple of 3, for example micro_batches=9"):
+        check_micro_batches(interleaved, 8, 1, 3)
+
+
+def test_only_the_interleaved_schedule_has_several_stages_per_rank():
+    assert PipelineOptions().stages_of_a_rank == 1
+    assert PipelineOptions(schedule="interleaved").stages_of_a_rank == 2
+    assert PipelineOptions(schedule="interleaved", stages_per_rank=3).stages_of_a_rank == 3
+    with pytest.raises(ConfigError, match=r"stages_per_rank=2 needs schedule 'interleaved'"):
+        PipelineOptions(stages_per_rank=2)
+    with pytest.raises(ConfigError, match=r"'1f2b' is not known. Did you mean '1f1b'"):
+        PipelineOptions(schedule="1f2b")
+
+
+def options(**given):
+    return RunOptions.of(
+        **{"global_batch": 8, "micro_batches": 4, "threads": 1, "strategy": "pipeline", **given}
+    )
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 300), nn.ReLU(), nn.Linear(300, 4), nn.Linear(4, 2))
+
+
+def rows():
+    return TensorDataset(torch.arange(96.0).view(24, 4) / 96, torch.arange(24) % 2)
+
+
+class OwnDraws(nn.Module):
+    """Draws in its own forward, so it cannot be opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.second(nn.functional.dropout(self.first(x), 0.1))
+
+
+class Detached(nn.Module):
+    """Gives no gradient to what came before."""
+
+    def forward(self, x):
+        return x.detach()
+
+
+class Growing(nn.Module):
+    """Gives another shape in every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x.repeat(1, self.calls)
+
+
+class Opaque(nn.Module):
+    """Gives something that cannot be sent."""
+
+    def forward(self, x):
+        return {1, 2}
+
+
+REFUSED = {
+    "too few micro-batches": (
+        layers,
+        {"micro_batches": 1},
+        r"not filled by micro_batches=1.*micro_batches=2",
+    ),
+    "another mesh": (layers, {"strategy": "hybrid", "mesh": "tensor=1,pipeline=2"}, r"data=N,pipeline=N"),
+    "tied ends": (
+        lambda: transformer(vocabulary_size=9, depth=1, width=8, heads=2, tied=True),
+        {},
+        r"'head.weight' is also used in 'embed.table'",
+    ),
+    "own draws": (OwnDraws, {}, r"chain of 1 modules.*without drawing random numbers itself"),
+    "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', where the model cannot be cut"),
+    "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
+    "detached": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Detached(), nn.Linear(4, 2)),
+        {"pipeline": {"split": ["1"]}},
+        r"begins with '1' gives no gradient back.*pipeline.split",
+    ),
+    "other shapes": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Growing(), nn.AdaptiveAvgPool1d(2)),
+        {"pipeline": {"split": ["2"]}},
+        r"The stages meet at '1', where the tensors of one micro-batch have other shapes",
+    ),
+    "no tensors": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Opaque(), nn.Linear(4, 2)),
+        {"pipeline": {"split": ["2"]}},
+        r"ends with '1' gives set, and only tensors",
+    ),
+    "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(case):
+    with pytest.raises(ConfigError, match=REFUSED[case][2]):
+        run_ranks(one_step, 2, case, timeout=30)
+
+
+def one_step(world, case):
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    make, given, _ = REFUSED[case]
+    own = (lambda data: data[0]) if given.get("forward") else None
+    run = Run(options(**{name: value for name, value in given.items() if name != "forward"}), world)
+    model = make()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(1):
+        for batch in run.batches(rows()):
+            run.backward(batch, nn.CrossEntropyLoss(), forward=own)
+            optimizer.step()
+    run.close()
+
+
+def test_a_rank_holds_its_stages_and_gives_the_whole():
+    """Parameters, optimizer state and memory are shared out; outputs, state and evaluation are whole on every rank."""
+    whole = layers()
+    expected = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    for rank, found in enumerate(run_ranks(hold, 2, timeout=60)):
+        assert found["held"] == (
+            ["0.bias", "0.weight"] if rank == 0 else ["2.bias", "2.weight", "3.bias", "3.weight"]
+        )
+        assert found["optimized"] == len(found["held"])
+        assert found["elsewhere"] == (4 if rank == 0 else 2)
+        assert list(found["state"]) == list(expected)
+        assert all(torch.equal(found["state"][name], expected[name]) for name in expected)
+        assert torch.equal(found["output"], whole(rows().tensors[0][:3]).detach())
+        assert found["momentum"] == {"held": rank == 0, "whole": [300, 4]}
+        images, labels = rows().tensors
+        assert found["right"] == float((whole(images).argmax(1) == labels).double().mean())
+
+
+def hold(world):
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run, original = Run(options(), world), layers()
+    own = torch.optim.SGD(original.parameters(), lr=0.1, momentum=0.9)
+    model, _ = run.prepare(original, own)
+    found = {
+        "held": sorted(run.strategy.trainable()),
+        "optimized": sum(len(group["params"]) for group in own.param_groups),
+        "elsewhere": sum(parameter.is_meta for parameter in original.parameters()),
+        "state": {name: tensor.clone() for name, tensor in run.strategy.state()},
+        "output": model(rows().tensors[0][:3]),
+        "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),
+    }
+    whole = torch.arange(1200.0).view(300, 4)
+    part = run.strategy.part("0.weight", whole)
+    given = run.strategy.whole("0.weight", part, torch.float32)
+    assert torch.equal(given, whole)
+    found["momentum"] = {"held": part is not None, "whole": list(given.shape)}
+    run.close()
+    return found
