@@ -91,9 +91,9 @@ def _gradient_of_x(ctx: Any, gradient: Tensor, mean_gradient: Tensor, mean_produ
     scale = (variance + ctx.eps).rsqrt()
     if weight is not None:
         scale = scale * weight
-    wide = x.to(mean.dtype)
-    common = _normalise(wide, -mean_product, -mean_gradient, mean, variance, ctx.eps)
-    return common.add_(gradient).mul_(_per_channel(scale, x)).to(x.dtype)
+    wide, wide_gradient = x.to(mean.dtype), gradient.to(mean.dtype)
+    of_all = _normalise(wide, -scale * mean_product, -scale * mean_gradient, mean, variance, ctx.eps)
+    return of_all.addcmul_(wide_gradient, _per_channel(scale, x)).to(x.dtype)
 
 
 def _normalise(

@@ -48,7 +48,7 @@ def gather_moments(x: Tensor, rows: RankRows, counts: bool = True) -> Moments:
     channels = x.shape[1]
     row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if counts and x.numel():
-        variance, mean = torch.var_mean(_summable(x), channel_dims(x), correction=0)
+        mean, variance = torch.batch_norm_update_stats(x.to(statistics_dtype(x)), None, None, 0.0)
         row[0] = count = x.numel() // channels
         row[1 : channels + 1] = mean
         row[channels + 1 :] = variance.double() * count
@@ -60,15 +60,6 @@ def gather_moments(x: Tensor, rows: RankRows, counts: bool = True) -> Moments:
     return Moments(mean_of_all, squares_of_all / count_of_all, count_of_all[0])
 
 
-def channel_dims(x: Tensor) -> list[int]:
-    """All dimensions but the channels'."""
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """The type in which statistics of ``x`` are computed: float64 for float64, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _summable(x: Tensor) -> Tensor:
-    return x.to(statistics_dtype(x))
