@@ -8,7 +8,10 @@ from functools import lru_cache
 
 from lockstep.lint.names import last_name
 from lockstep.lint.ranks import FIRST, OTHERS, rank_test
-from lockstep.lint.script import Function, Script, argument
+from lockstep.lint.script import Function, Script, argument, arguments
+
+_ENTRIES = ("main", "train", "run", "main_worker", "worker")
+_LEAVES = (ast.Return, ast.Continue, ast.Raise)
 
 
 def conditions(script: Script, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfExp, str, bool]]:
@@ -44,7 +47,7 @@ def _called_on_one_rank(script: Script, function: Function, depth: int) -> bool:
 
 def callers_of(script: Script, function: Function) -> list[ast.Call]:
     """The calls in this file of a function or method, taken by its name, but for calls of itself."""
-    found = script.calls_by_name.get(function.name, [])
+    found = script.calls_by_name.get(_called_as(script, function), [])
     return [call for call in found if script.scope(call) is not function]
 
 
@@ -52,6 +55,15 @@ def runs_on_ranks(script: Script, node: ast.AST) -> bool:
     """Whether a node runs in the ranks, not only in a parent that spawns them; True where nothing is spawned."""
     reached = _functions_of_ranks(script)
     return reached is None or any(ancestor in reached for ancestor, _ in script.ancestors(node))
+
+
+def is_used_here(script: Script, node: ast.AST) -> bool:
+    """Whether this file itself runs a node: on its own lines, in a function it calls or hands on, or in ``main``."""
+    function = script.scope(node)
+    if isinstance(function, ast.Module) or function.name in _ENTRIES or callers_of(script, function):
+        return True
+    given = (item for call in script.calls for item in arguments(call))
+    return any(isinstance(item, ast.Name) and item.id == _called_as(script, function) for item in given)
 
 
 @lru_cache(maxsize=4)
@@ -92,18 +104,28 @@ def _spawned(script: Script) -> Iterator[ast.expr]:
 
 
 def _after_return_of_others(script: Script, node: ast.AST) -> bool:
-    """Whether ``if rank != 0: return`` (or ``continue``) stands before the node in a block around it."""
+    """Whether ``if rank != 0: return`` (or ``continue``, or ``raise``) stands before the node in a block around it."""
     for ancestor, child in script.ancestors(node):
         for block in _blocks(ancestor):
             if not any(item is child for item in block):
                 continue
             for item in block[: next(i for i, entry in enumerate(block) if entry is child)]:
-                leaves = isinstance(item, ast.If) and isinstance(item.body[-1], ast.Return | ast.Continue)
-                if leaves and isinstance(item, ast.If) and rank_test(script, item.test) == OTHERS:
+                if (
+                    isinstance(item, ast.If)
+                    and isinstance(item.body[-1], _LEAVES)
+                    and _stops_others(script, item)
+                ):
                     return True
         if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
     return False
+
+
+def _stops_others(script: Script, statement: ast.If) -> bool:
+    """Whether only one rank comes past: the others leave here, or every run of several ranks does."""
+    text = script.text(statement.test)
+    alone = "world_size" in text and any(text.endswith(end) for end in ("!= 1", "> 1", ">= 2"))
+    return alone or rank_test(script, statement.test) == OTHERS
 
 
 def _after_and(script: Script, node: ast.AST) -> bool:

@@ -157,7 +157,8 @@ def collective_after_rank_return(script: Script) -> Iterator[Hit]:
     for node in script.nodes:
         if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[-1], ast.Return):
             continue
-        if rank_test(script, node.test) not in (FIRST, OTHERS):
+        parts = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+        if any(rank_test(script, part) not in (FIRST, OTHERS) for part in parts):
             continue
         if isinstance(node.body[-1].value, ast.Call) and len(node.body) == 1:
             continue

@@ -9,7 +9,7 @@ from lockstep.lint.finding import Hit, rule
 from lockstep.lint.names import last_name
 from lockstep.lint.rules.accumulation import divisors
 from lockstep.lint.rules.scaling import CLIPPERS
-from lockstep.lint.script import Script
+from lockstep.lint.script import Script, receiver
 from lockstep.lint.wrappers import DDP, FSDP, is_managed, wraps
 
 
@@ -81,7 +81,8 @@ def forward_around_wrapper(script: Script) -> Iterator[Hit]:
 )
 def clip_of_shards(script: Script) -> Iterator[Hit]:
     """FSDP1 only; parameters of fully_shard are DTensors, and torch's function knows them."""
-    targets = {wrap.target for wrap in wraps(script, FSDP)} - {""}
+    own = {script.text(receiver(call)) for call in script.method_calls("clip_grad_norm_")}
+    targets = {wrap.target for wrap in wraps(script, FSDP)} - {""} - own
     for call in script.torch_calls(*CLIPPERS):
         model = script.text(call.args[0]).removesuffix(".parameters()") if call.args else ""
         if model in targets:

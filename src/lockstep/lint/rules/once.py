@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank
-from lockstep.lint.reach import on_one_rank, runs_on_ranks
+from lockstep.lint.reach import is_used_here, on_one_rank, runs_on_ranks
 from lockstep.lint.script import Script, argument, arguments, constant, receiver
 from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
@@ -54,7 +54,7 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
         given = arguments(call)
         if any(mentions_rank(script, item) for item in given) or argument(call, "group") is not None:
             continue
-        if runs_on_ranks(script, call) and not on_one_rank(script, call):
+        if runs_on_ranks(script, call) and is_used_here(script, call) and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "every rank comes past this line and opens a log of its own.",

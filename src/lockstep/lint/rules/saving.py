@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
+from lockstep.lint.names import last_name
 from lockstep.lint.ranks import FIRST, mentions_rank, tests_local_only
-from lockstep.lint.reach import callers_of, conditions, on_one_rank, runs_on_ranks
+from lockstep.lint.reach import conditions, is_used_here, on_one_rank, runs_on_ranks
 from lockstep.lint.script import Script, argument, arguments, is_open, receiver
 from lockstep.lint.wrappers import DDP, DP, Wrap, is_distributed, is_managed, starts_group, wraps
 
@@ -31,16 +32,7 @@ def save_on_every_rank(script: Script) -> Iterator[Hit]:
         path = argument(call, "f", 1)
         if path is None or mentions_rank(script, path) or on_one_rank(script, call):
             continue
-        function = script.scope(call)
-        unknown = not isinstance(function, ast.Module) and not callers_of(script, function)
-        entry = isinstance(function, ast.Module) or function.name in (
-            "main",
-            "train",
-            "run",
-            "main_worker",
-            "worker",
-        )
-        if runs_on_ranks(script, call) and not (unknown and not entry and not _is_target(script, function)):
+        if runs_on_ranks(script, call) and is_used_here(script, call) and not _is_in_memory(script, path):
             yield Hit(
                 call,
                 "every rank writes this file at the same time: it can end torn, or mixed of several writers.",
@@ -83,8 +75,7 @@ def wrapped_state_saved(script: Script) -> Iterator[Hit]:
         if wrap is None or call.args or not _is_saved(script, call) or not _reached(script, call, wrap.call):
             continue
         always = wrap.certain or _wraps_in_every_branch(script, wrap)
-        loads = [c for c in script.method_calls("load_state_dict") if script.text(receiver(c)) == model]
-        if always and any(_reached(script, load, wrap.call) for load in loads):
+        if always and _is_loaded(script, model, wrap):
             continue
         yield Hit(
             call,
@@ -137,12 +128,25 @@ def _saves(script: Script) -> list[ast.Call]:
     return [call for call in script.calls if script.name(call) == "torch.save"]
 
 
-def _is_target(script: Script, function: ast.AST) -> bool:
-    """Whether a function is handed to another one (as spawn is handed what to run)."""
-    name = getattr(function, "name", "")
+def _is_in_memory(script: Script, path: ast.expr) -> bool:
+    """Whether what is written to is no file but a buffer."""
     return any(
-        isinstance(item, ast.Name) and item.id == name for call in script.calls for item in arguments(call)
+        isinstance(part, ast.Call) and "BytesIO" in script.text(part.func) for part in script.sources(path)
     )
+
+
+def _is_loaded(script: Script, model: str, wrap: Wrap) -> bool:
+    """Whether a state is loaded into the wrapped model, by itself or by a function that it is given to."""
+    for call in script.calls:
+        name = last_name(call.func).lower()
+        taken = name == "load_state_dict" and script.text(receiver(call)) == model
+        handed = any(word in name for word in ("load", "resume", "restart", "restore"))
+        given = handed and any(
+            script.text(part) == model for item in arguments(call) for part in ast.walk(item)
+        )
+        if (taken or given) and _reached(script, call, wrap.call):
+            return True
+    return False
 
 
 def _wraps_in_every_branch(script: Script, wrap: Wrap) -> bool:

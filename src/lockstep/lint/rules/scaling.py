@@ -14,7 +14,9 @@ CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 
 def scaled_backwards(script: Script) -> list[tuple[ast.Call, str]]:
     """(call, scaler) of every ``scaler.scale(loss).backward()``."""
-    found = []
+    found: list[tuple[ast.Call, str]] = []
+    if "torch" not in script.imported_roots:
+        return found
     for call in script.method_calls("backward"):
         scaled = receiver(call)
         if (
