@@ -56,8 +56,16 @@ def choose(select: str, ignore: str) -> tuple[Rule, ...]:
 
 def table(rules: Iterable[Rule] = RULES) -> str:
     """The rules as a Markdown table; ``docs/lint.md`` holds it."""
-    rows = [f"| {item.number} | `{item.name}` | {item.summary} |" for item in rules]
-    return "\n".join(["| number | name | what it finds |", "|---|---|---|", *rows]) + "\n"
+    rows = [f"| {item.number} | `{item.name}` | {item.summary} | {_evidence(item)} |" for item in rules]
+    return (
+        "\n".join(["| number | name | what it finds | more precisely |", "|---|---|---|---|", *rows]) + "\n"
+    )
+
+
+def _evidence(item: Rule) -> str:
+    """What a rule wants to see before it speaks: the words of its check's docstring, in one line."""
+    text = " ".join((item.check.__doc__ or "").split()).replace("``", "`")
+    return text.replace("|", "\\|")
 
 
 def _named(text: str, option: str) -> set[Rule]:
