@@ -1,0 +1,46 @@
+"""The last lines of a run."""
+
+import pytest
+
+from lockstep.job.rank import report
+from lockstep.trainer import Outcome
+
+
+def outcome(**values):
+    return Outcome(
+        **{
+            "fingerprint": "ab12",
+            "values": {},
+            "best": None,
+            "best_epoch": -1,
+            "metric": "validation_loss",
+            "samples_per_second": 0.0,
+            "seconds": 0.0,
+            "weights": None,
+            "skipped_steps": 0,
+            **values,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (840, "840 bytes"),
+        (153_690.4, "153.7 kB"),
+        (1_234_567, "1.2 MB"),
+        (98_765_432_100, "98.8 GB"),
+    ],
+)
+def test_what_a_rank_sends_in_a_step_is_shown(sent, shown):
+    lines = report(outcome(bytes_per_step=sent), "").splitlines()
+    assert f"sent         {shown} of gradients per step and rank" in lines
+
+
+def test_one_process_sends_nothing_and_says_nothing_of_it():
+    assert "sent" not in report(outcome(), "lockstep train digits --devices 2")
+
+
+def test_a_proof_is_offered_where_there_is_one():
+    assert "prove it     lockstep train" in report(outcome(), "lockstep train digits --devices 2")
+    assert "prove it" not in report(outcome(), "")
