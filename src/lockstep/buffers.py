@@ -54,9 +54,15 @@ class RunningBuffers:
         declared: name patterns of further floating-point buffers to average (``["ema.*"]``).
     """
 
-    def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
+    ) -> None:
         self._model = model
         groups, counters = _find(model, declared)
+        self._known = {place.name for group in groups for place in group.places}
+        self._known |= {place.name for place in counters}
+        groups = [group for group in groups if on in (None, group.places[0].buffer.device)]
+        counters = [place for place in counters if on in (None, place.buffer.device)]
         averaged = [place for group in groups for place in group.places]
         self._places = [*averaged, *counters]
         dtype = averaged[0].buffer.dtype if averaged else torch.float32
@@ -141,6 +147,19 @@ class RunningBuffers:
                         place.buffer.copy_(found)
                 place.holder[place.key] = place.buffer
 
+    @staticmethod
+    def names(model: nn.Module, declared: Sequence[str] = ()) -> set[str]:
+        """The names of a model's running buffers and their counters."""
+        groups, counters = _find(model, declared)
+        return {place.name for group in groups for place in group.places} | {place.name for place in counters}
+
+    def take_over(self, other: RunningBuffers) -> None:
+        """Sets the values to those of the same model's buffers elsewhere."""
+        if self._places:
+            self._take_back(keep=False)
+            self._flat.copy_(other._flat)
+            self._counts.copy_(other._counts)
+
     def remember_others(self) -> None:
         """Notes the values of all buffers that are not averaged, to see later whether a forward pass changed one."""
         self._others = self._digest_others()
@@ -159,8 +178,71 @@ class RunningBuffers:
             )
 
     def _digest_others(self) -> dict[str, str]:
-        known = {place.name for place in self._places}
-        return digest_tensors({name: b for name, b in self._model.named_buffers() if name not in known})
+        return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})
+
+
+class RunningBuffersOnDevices(RunningBuffers):
+    """The running buffers of a model whose layers lie on several devices, seen as one.
+
+    Args:
+        model: the model, its layers in their places.
+        declared: as for ``RunningBuffers``.
+    """
+
+    def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
+        names = RunningBuffers.names(model, declared)
+        devices = dict.fromkeys(b.device for name, b in model.named_buffers() if name in names)
+        self._parts = [RunningBuffers(model, declared, device) for device in devices or [None]]
+        self._sizes = [part.numel for part in self._parts]
+
+    @property
+    def numel(self) -> int:
+        """See ``RunningBuffers``."""
+        return sum(self._sizes)
+
+    @property
+    def counters(self) -> int:
+        """See ``RunningBuffers``."""
+        return sum(part.counters for part in self._parts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``RunningBuffers``."""
+        return self._parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where what ``take`` gives is: the first of the devices."""
+        return self._parts[0].device
+
+    def begin_step(self) -> None:
+        """See ``RunningBuffers``."""
+        for part in self._parts:
+            part.begin_step()
+
+    def begin_micro_batch(self) -> None:
+        """See ``RunningBuffers``."""
+        for part in self._parts:
+            part.begin_micro_batch()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """See ``RunningBuffers``; the devices' values one after the other."""
+        taken = [part.take() for part in self._parts]
+        return tuple(torch.cat([each.to(self.device) for each in kind]) for kind in zip(*taken))  # type: ignore[return-value]  # two
+
+    def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
+        """See ``RunningBuffers``."""
+        counts = torch.split(advanced, [part.counters for part in self._parts])
+        for part, values, own in zip(self._parts, torch.split(total, self._sizes), counts):
+            part.finish_step(values.to(part.device), leaves, own.to(part.device))
+
+    def remember_others(self) -> None:
+        """See ``RunningBuffers``."""
+        self._parts[0].remember_others()
+
+    def refuse_changed_others(self) -> None:
+        """See ``RunningBuffers``."""
+        self._parts[0].refuse_changed_others()
 
 
 def has_batch_norm(model: nn.Module) -> bool:

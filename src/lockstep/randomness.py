@@ -17,6 +17,7 @@ call is meant: the units replay the keys they had when they were entered from th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,17 +76,24 @@ class KeyedRandomness:
         model: the model; hooks are added to its units and taken away by ``remove``.
         seed: the run's seed.
         device: whose generator the model draws from; the CPU's is always seeded too.
+        others: further devices that parts of the model draw on.
         units: the units, if not those that ``find_units`` finds (a compiled model has coarser ones).
     """
 
     def __init__(
-        self, model: nn.Module, seed: int, device: torch.device, units: dict[str, nn.Module] | None = None
+        self,
+        model: nn.Module,
+        seed: int,
+        device: torch.device,
+        units: dict[str, nn.Module] | None = None,
+        others: Sequence[torch.device] = (),
     ) -> None:
         self._seed = seed
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's stub
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+            numbers = dict.fromkeys(each.index or 0 for each in (device, *others))
+            self._generators += [torch.cuda.default_generators[number] for number in numbers]
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
         self._entered: dict[tuple[str, int], _Frame] = {}
@@ -191,6 +199,17 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
                 units.setdefault(f"{name}.{child}" if name else child, inner)
     first_names: dict[nn.Module, str] = {}
     return {name: module for name, module in units.items() if first_names.setdefault(module, name) == name}
+
+
+def draws_in_forward(model: nn.Module) -> bool:
+    """Whether a forward pass of the model may draw random numbers; code that is not known might."""
+    own = [m for m in model.modules() if not _passes_through(m) and not _draws_through_children(m)]
+    return any(_may_draw(module) for module in own)
+
+
+def _draws_through_children(module: nn.Module) -> bool:
+    """Whether a module is one of the built-in models' own, which draw nothing themselves."""
+    return type(module).__module__.startswith("lockstep.models.")
 
 
 def _in_backward() -> bool:

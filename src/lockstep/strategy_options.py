@@ -13,11 +13,19 @@ from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
-STRATEGIES = ("single", "ddp", "fsdp", "pipeline", "hybrid")
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "hybrid")
 """Every ``--strategy``."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
 """The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DpOptions(Checked):
+    """Table ``[dp]``: the replicas of one process."""
+
+    replicas: int = field(default=0, metadata={"check": at_least(0)})
+    """Replicas of the model, each with a device and a thread; 0: one for each device, on CPUs two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,16 @@ class FsdpOptions(Checked):
     """Keeps the rows of a rank and their optimizer state in the host's memory; GPUs only."""
     mixed_precision: str = field(default="", metadata={"check": one_of("", "bf16", "fp16")})
     """torch's own mixed precision instead of autocast, which casts otherwise: level B. Empty, bf16 or fp16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersOptions(Checked):
+    """Table ``[layers]``: how a model is cut for the devices of one process."""
+
+    devices: int = field(default=0, metadata={"check": at_least(0)})
+    """Devices that hold consecutive layers; 0: all of them, on CPUs two."""
+    split: tuple[str, ...] = ()
+    """The module with which each device after the first begins; none: the parameters' bytes are balanced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +75,13 @@ class PipelineOptions(Checked):
         return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
 
 
-OPTIONS: dict[str, Any] = {"fsdp": FsdpOptions, "pipeline": PipelineOptions}
+OPTIONS: dict[str, Any] = {"dp": DpOptions, "fsdp": FsdpOptions, "layers": LayersOptions, "pipeline": PipelineOptions}
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
-_AXES = {"single": "data", "ddp": "data", "fsdp": "fsdp", "pipeline": "pipeline"}
+ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
+"""The strategies that use several devices from one process, and their option that says how many."""
+
+_AXES = {"single": "data", "dp": "data", "ddp": "data", "fsdp": "fsdp", "layers": "data", "pipeline": "pipeline"}
 """The axis of the mesh along which a strategy lays all its ranks."""
 
 

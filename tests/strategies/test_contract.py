@@ -46,6 +46,9 @@ class Layout:
 
 LAYOUTS = [
     Layout("single", 1),
+    *[Layout("dp", 1, {"dp": {"replicas": count}}) for count in (1, 2, 3, 4)],
+    *[Layout("layers", 1, {"layers": {"devices": count}}, UNTIED) for count in (2, 3, 4)],
+    Layout("hybrid", 2, {"mesh": "data=2,layers=2"}, UNTIED),
     *[Layout("ddp", world) for world in (2, 3, 4)],
     *[Layout("fsdp", world) for world in (2, 3, 4)],
     *[Layout("pipeline", world, jobs=UNTIED) for world in (2, 3, 4)],

@@ -21,7 +21,7 @@ from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config_reader import read_table, to_table
 from lockstep.schedules import SCHEDULES, Schedule
-from lockstep.strategy_options import STRATEGIES, FsdpOptions, PipelineOptions
+from lockstep.strategy_options import STRATEGIES, DpOptions, FsdpOptions, LayersOptions, PipelineOptions
 
 REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -201,6 +201,8 @@ class JobConfig(Checked):
     optimizer: Component
     schedule: ScheduleConfig | Component = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    dp: DpOptions = field(default_factory=DpOptions)
+    layers: LayersOptions = field(default_factory=LayersOptions)
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     run: RunConfig = field(default_factory=RunConfig)

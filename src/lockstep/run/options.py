@@ -11,7 +11,15 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.plan import BatchShape
 from lockstep.precision import PRECISIONS
 from lockstep.reduce import REDUCERS
-from lockstep.strategy_options import OPTIONS, STRATEGIES, SYNC_BATCH_NORM, FsdpOptions, PipelineOptions
+from lockstep.strategy_options import (
+    OPTIONS,
+    STRATEGIES,
+    SYNC_BATCH_NORM,
+    DpOptions,
+    FsdpOptions,
+    LayersOptions,
+    PipelineOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +54,10 @@ class RunOptions:
     """How the work is laid out; one of ``lockstep.strategy_options.STRATEGIES``."""
     mesh: str = ""
     """The axes of strategy hybrid, outermost first: "data=2,pipeline=2"."""
+    dp: DpOptions = field(default_factory=DpOptions)
+    """The replicas of strategy dp."""
+    layers: LayersOptions = field(default_factory=LayersOptions)
+    """Where strategy layers cuts the model."""
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     """How strategy fsdp gathers parameters."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)

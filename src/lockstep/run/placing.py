@@ -60,7 +60,7 @@ def place(
     ]
     precision.prepare(model)
     units = compile_blocks(model) if options.compile else None
-    randomness = KeyedRandomness(model, options.seed, device, units)
+    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices)
     placed = strategy.place(model)
     for module in parts.modules:
         module.to(device)

@@ -11,11 +11,20 @@ from lockstep.errors import ConfigError
 from lockstep.reduce import Reducer, open_reducer
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.ddp import DistributedDataParallel
+from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.groups import Groups
+from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
-from lockstep.strategy_options import STRATEGIES, FsdpOptions, PipelineOptions, mesh_of
+from lockstep.strategy_options import (
+    STRATEGIES,
+    DpOptions,
+    FsdpOptions,
+    LayersOptions,
+    PipelineOptions,
+    mesh_of,
+)
 from lockstep.sync_batch_norm import RankRows
 
 __all__ = [
@@ -52,6 +61,10 @@ class StrategyOptions(Protocol):
     def timeout(self) -> float: ...
     @property
     def shared_memory(self) -> bool: ...
+    @property
+    def dp(self) -> DpOptions: ...
+    @property
+    def layers(self) -> LayersOptions: ...
     @property
     def fsdp(self) -> FsdpOptions: ...
     @property
@@ -94,6 +107,43 @@ def _open_ddp(options: StrategyOptions, groups: Groups, device: torch.device) ->
             device, options.micro_batches, reducer, group, rows, options.running_buffers
         )
     return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+
+
+def _open_dp(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    _require_one_process("dp", "strategy 'ddp'", groups)
+    devices = _devices_of_process(device, options.dp.replicas)
+    return DataParallel(devices, options.micro_batches, torch.get_num_threads(), options.running_buffers)
+
+
+def _open_layers(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    group, count = groups.along("data"), groups.mesh.size("layers")
+    if options.strategy == "layers":
+        _require_one_process("layers", "strategy 'hybrid' with a mesh such as data=2,layers=2", groups)
+        count = options.layers.devices
+    devices = _devices_of_process(device, count)
+    reducer = _open_reducer(options, group, device) if group is not None else None
+    k, buffers = options.micro_batches, options.running_buffers
+    return ModelParallel(devices, k, options.layers, reducer, group, buffers)
+
+
+def _require_one_process(strategy: str, other: str, groups: Groups) -> None:
+    if groups.world is not None:
+        raise ConfigError(
+            f"strategy {strategy!r} uses all its devices from one process, and {groups.world.size()} were started. "
+            f"Start one, or use {other}."
+        )
+
+
+def _devices_of_process(first: torch.device, count: int) -> list[torch.device]:
+    """The devices of one process: ``count`` from its first; 0 for all GPUs, or two on CPUs, which are all the same."""
+    if first.type == "cpu":
+        return [first] * (count or 2)
+    start, found = first.index or 0, torch.cuda.device_count()
+    if start + count > found:
+        raise ConfigError(
+            f"{count} devices from number {start} on were asked for in one process, which sees {found} GPUs. Use fewer."
+        )
+    return [torch.device("cuda", number) for number in range(start, start + count if count else found)]
 
 
 def _open_fsdp(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -142,13 +192,16 @@ def _open_reducer(
 
 
 _HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
+    frozenset({"data", "layers"}): _open_layers,
     frozenset({"data", "pipeline"}): _open_pipeline,
 }
 """The axes of a mesh that go together."""
 
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     "single": _open_single,
+    "dp": _open_dp,
     "ddp": _open_ddp,
+    "layers": _open_layers,
     "fsdp": _open_fsdp,
     "pipeline": _open_pipeline,
     "hybrid": _open_hybrid,

@@ -86,6 +86,8 @@ class Strategy(ABC):
     """Where the inputs of the model go."""
     share: Share
     """Which micro-batches this process computes."""
+    devices: tuple[torch.device, ...] = ()
+    """All devices of this process that compute; empty for ``device`` alone."""
     replicated: bool = True
     """Whether every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
     of the user's own need."""
@@ -135,7 +137,8 @@ class Strategy(ABC):
         Returns:
             float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
         """
-        sums = [sum_of_squares(p.grad) for _, p in sorted(self.trainable().items()) if p.grad is not None]
+        gradients = [p.grad for _, p in sorted(self.trainable().items()) if p.grad is not None]
+        sums = [sum_of_squares(gradient).to(self.device) for gradient in gradients]
         return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=self.device)
 
     def any_rank(self, flags: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _BUCKET_BYTES = 8 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
 
 
-class _Slot:
+class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
     __slots__ = ("bucket", "name", "parameter", "pushed", "stack", "staging", "total", "used")
@@ -46,16 +46,16 @@ class GradientTree:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: Reducer | None) -> None:
-        self._slots = [_Slot(name, parameter) for name, parameter in parameters.items()]
+        self.slots = [Slot(name, parameter) for name, parameter in parameters.items()]
         self._reducer = reducer
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
         self._merges: tuple[int, ...] = ()
         self._leaf = 0
         self._waiting: list[int] = []
-        self._members: list[list[_Slot]] = _fill_buckets(self._slots)
+        self._members: list[list[Slot]] = _fill_buckets(self.slots)
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
-            for slot in self._slots
+            for slot in self.slots
         ]
 
     @property
@@ -101,7 +101,7 @@ class GradientTree:
         self._waiting = [len(members) for members in self._members]
         self._started = 0
         self._prior = []
-        for slot in self._slots:
+        for slot in self.slots:
             slot.stack, slot.pushed, slot.used = [], 0, 0
             if slot.parameter.grad is not None:
                 self._prior.append((slot.parameter, slot.parameter.grad.clone()))
@@ -109,14 +109,14 @@ class GradientTree:
 
     def end_micro_batch(self) -> None:
         """Says that the backward of one micro-batch is done: a parameter it did not reach gets a leaf of zeros."""
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.pushed == self._leaf:
                 self._push(slot, torch.zeros_like(slot.parameter))
         self._leaf += 1
 
     def used(self) -> list[int]:
         """In how many of this rank's micro-batches each parameter had a gradient."""
-        return [slot.used for slot in self._slots]
+        return [slot.used for slot in self.slots]
 
     def start_all(self) -> None:
         """Starts the buckets that are not under way: all of them on a rank that had no micro-batch."""
@@ -136,20 +136,21 @@ class GradientTree:
         """
         reducer, buckets = self._reducer, range(len(self._members))
         sums = [reducer.total(bucket).div_(weight).sum() for bucket in buckets] if reducer is not None else []
-        for slot, count in zip(self._slots, used):
+        for slot, count in zip(self.slots, used):
             if count:
                 total = slot.total
                 if total is None:
-                    total = slot.stack[0].div_(weight)
-                    sums.append(total.sum())
-                slot.parameter.grad = total
+                    total = slot.stack[0]
+                    total.div_(weight.to(total.device))
+                    sums.append(total.sum().to(weight.device))
+                slot.parameter.grad = total.to(slot.parameter.device)
             slot.stack = []
         for parameter, before in self._prior:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
         self._merges = ()
         return sums
 
-    def _take(self, slot: _Slot, parameter: Tensor) -> None:
+    def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None or not self._merges:
             return
@@ -166,7 +167,7 @@ class GradientTree:
         slot.used += 1
         self._push(slot, gradient)
 
-    def _push(self, slot: _Slot, gradient: Tensor) -> None:
+    def _push(self, slot: Slot, gradient: Tensor) -> None:
         stack = slot.stack
         stack.append(gradient)
         for _ in range(self._merges[self._leaf]):
@@ -176,7 +177,7 @@ class GradientTree:
         if self._reducer is not None and slot.pushed == len(self._merges):
             self._hand_over(slot, self._reducer)
 
-    def _hand_over(self, slot: _Slot, reducer: Reducer) -> None:
+    def _hand_over(self, slot: Slot, reducer: Reducer) -> None:
         for place, node in zip(slot.staging[reducer.turn], slot.stack):
             place.copy_(node)
         slot.stack = []
@@ -186,10 +187,10 @@ class GradientTree:
             self._started += 1
 
 
-def _fill_buckets(slots: list[_Slot]) -> list[list[_Slot]]:
+def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
     """Groups the parameters in the reverse order of their registration, about the order in which backward reaches
     them: a small first bucket that can start early, then larger ones, each of one number type."""
-    buckets: list[list[_Slot]] = []
+    buckets: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
         limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES

@@ -48,8 +48,8 @@ class Replicated(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device and makes room for the exchange of its gradients. Collective."""
-        self._model = model.to(self.device)
-        self._buffers = RunningBuffers(self._model, self._declared)
+        self._model = self._move(model)
+        self._buffers = self._find_buffers(self._model)
         self._trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._tree = GradientTree(self._trainable, self._reducer)
         self._longest = self.share.longest(self._micro_batches)
@@ -85,6 +85,13 @@ class Replicated(Strategy):
         header = self._fill_header(losses, weights, advanced, stop)
         headers = self._reduce(header, running.take())
         return self._finish(headers, leaves, nodes=leaves)
+
+    def _move(self, model: nn.Module) -> nn.Module:
+        """Puts the model where it is trained."""
+        return model.to(self.device)
+
+    def _find_buffers(self, model: nn.Module) -> RunningBuffers:
+        return RunningBuffers(model, self._declared)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all holders; with one there is nothing to exchange."""

@@ -15,24 +15,27 @@ from lockstep.models.differences import shorten
 from lockstep.strategies.pipeline.chain import Link, chain
 
 
-def split(links: Sequence[Link], stages: int, points: Sequence[str] = ()) -> list[list[Link]]:
+def split(
+    links: Sequence[Link], stages: int, points: Sequence[str] = (), strategy: str = "pipeline"
+) -> list[list[Link]]:
     """Cuts a chain into stages.
 
     Args:
         links: the chain of the whole model.
         stages: how many.
         points: the module with which each stage after the first begins; without, the parameters' bytes are balanced.
+        strategy: whose option ``split`` the points are.
 
     Raises:
         ConfigError: the chain has too few links, a point is not on it, or a tensor would belong to two stages.
     """
     if points:
-        starts = _named(links, stages, points)
-        _refuse_ties(links, starts, stages)
+        starts = _named(links, stages, points, f"{strategy}.split")
+        _refuse_ties(links, starts, stages, f"{strategy}.split")
     else:
         starts = balanced([_bytes(link.module) for link in links], stages, _inseparable(links))
         if not starts:
-            raise ConfigError(_too_few(links, stages))
+            raise ConfigError(_too_few(links, stages, strategy))
     edges = [0, *starts, len(links)]
     return [list(links[start:stop]) for start, stop in pairwise(edges)]
 
@@ -115,10 +118,10 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def _named(links: Sequence[Link], stages: int, points: Sequence[str]) -> list[int]:
+def _named(links: Sequence[Link], stages: int, points: Sequence[str], option: str) -> list[int]:
     if len(points) != stages - 1:
         raise ConfigError(
-            f"pipeline.split names {len(points)} modules, and {stages} stages need {stages - 1}: the first module of "
+            f"{option} names {len(points)} modules, and {stages} stages need {stages - 1}: the first module of "
             "each stage after the first."
         )
     starts = []
@@ -127,13 +130,13 @@ def _named(links: Sequence[Link], stages: int, points: Sequence[str]) -> list[in
         if not found:
             names = [link.name for link in links]
             raise ConfigError(
-                f"pipeline.split names {point!r}, where the model cannot be cut.{nearest(point, names)} It can be cut "
+                f"{option} names {point!r}, where the model cannot be cut.{nearest(point, names)} It can be cut "
                 f"before: {shorten(names[1:], 40)}."
             )
         starts.append(found[0])
     if starts != sorted(set(starts)) or starts[0] == 0:
         raise ConfigError(
-            f"pipeline.split={list(points)} is not in the order of the model, or leaves a stage empty. Name modules in "
+            f"{option}={list(points)} is not in the order of the model, or leaves a stage empty. Name modules in "
             f"their order, none twice and not the first: {shorten((link.name for link in links[1:]), 40)}."
         )
     return starts
@@ -164,7 +167,7 @@ def draws(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU) or not known
 
 
-def _refuse_ties(links: Sequence[Link], starts: list[int], stages: int) -> None:
+def _refuse_ties(links: Sequence[Link], starts: list[int], stages: int, option: str) -> None:
     stage_of = [sum(start <= number for start in starts) for number in range(len(links))]
     for first, last, name in _ties(links):
         if stage_of[first] == stage_of[last]:
@@ -176,23 +179,23 @@ def _refuse_ties(links: Sequence[Link], starts: list[int], stages: int) -> None:
             else "Untie it, use fewer stages"
         )
         raise ConfigError(
-            f"{name!r} is also used in {links[first].name!r}, and pipeline.split puts them in the stages "
-            f"{stage_of[first]} and {stage_of[last]}, in different processes. {offer}, or use strategy 'ddp'."
+            f"{name!r} is also used in {links[first].name!r}, and {option} puts them in the stages "
+            f"{stage_of[first]} and {stage_of[last]}. {offer}, or use strategy 'ddp'."
         )
 
 
-def _too_few(links: Sequence[Link], stages: int) -> str:
+def _too_few(links: Sequence[Link], stages: int, strategy: str = "pipeline") -> str:
     ties = _ties(links)
     if len(links) >= stages and ties:
         first, _, name = max(ties, key=lambda tie: tie[1] - tie[0])
         parts = len(links) - len(_inseparable(links))
         return (
-            f"strategy 'pipeline' needs {stages} stages, and the model has {parts} parts that can be separated: "
-            f"{name!r} is also used in {links[first].name!r}, so all from one to the other stays in one process. Untie "
-            f"it (tied=False), use {parts if parts > 1 else 'no'} pipeline ranks, or use strategy 'ddp'."
+            f"strategy {strategy!r} needs {stages} stages, and the model has {parts} parts that can be separated: "
+            f"{name!r} is also used in {links[first].name!r}, so all from one to the other stays together. Untie "
+            f"it (tied=False), use {parts if parts > 1 else 'no'} stages, or use strategy 'ddp'."
         )
     return (
-        f"strategy 'pipeline' needs {stages} stages, and the model is a chain of {len(links)} modules"
+        f"strategy {strategy!r} needs {stages} stages, and the model is a chain of {len(links)} modules"
         f"{': ' + shorten((link.name for link in links), 20) if len(links) > 1 else ''}. A Sequential is opened, and a "
         "forward that only calls its children one after the other without drawing random numbers itself. Use fewer "
         "stages, make the model such a chain, or use strategy 'ddp'."

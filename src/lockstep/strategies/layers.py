@@ -1,0 +1,130 @@
+"""Model parallel in one process: consecutive layers on several devices.
+
+    device 0:  embed  block 0  block 1  |               |  sum of losses
+    device 1:                           |  block 2  head |
+
+Activations move where a new device begins, and the output comes back to the first device, where the loss is. The result
+does not depend on where the model is cut. Micro-batches run one after the other, so one device computes at a time: what
+is gained is room. For devices that compute at the same time use strategy pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.buffers import RunningBuffers, RunningBuffersOnDevices
+from lockstep.collectives import all_gather_flat, let_go_of_groups
+from lockstep.levels import Level
+from lockstep.plan import Share
+from lockstep.reduce import Reducer
+from lockstep.strategies.pipeline.chain import Between, Link, chain
+from lockstep.strategies.pipeline.splitting import split
+from lockstep.strategies.replicated import Replicated
+from lockstep.strategy_options import LayersOptions
+
+logger = logging.getLogger(__name__)
+
+
+class ModelParallel(Replicated):
+    """Trains a model whose layers lie on several devices of this process; other processes may hold replicas of it.
+
+    Args:
+        devices: of this process, in the order in which layers are given to them. On a CPU all are the same.
+        micro_batches: K of the recipe.
+        options: where the model is cut.
+        reducer: sums gradients over the processes; None for one.
+        group: the processes; None for one.
+        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
+    """
+
+    name = "layers"
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        micro_batches: int,
+        options: LayersOptions,
+        reducer: Reducer | None = None,
+        group: dist.ProcessGroup | None = None,
+        running_buffers: Sequence[str] = (),
+    ) -> None:
+        ranks = 1 if group is None else dist.get_world_size(group)
+        share = Share(holders=ranks, holder=0 if group is None else dist.get_rank(group))
+        super().__init__(devices[0], micro_batches, reducer, share, running_buffers)
+        self.level = Level.BITWISE if reducer is None else reducer.level
+        self.devices, self._options, self._group = tuple(devices), options, group
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Puts consecutive layers on the devices. Collective.
+
+        Raises:
+            ConfigError: the model is no chain of enough layers, or cannot be cut where it was asked for.
+        """
+        if len(self.devices) == 1:
+            return super().place(model.to(self.device))
+        parts = split(chain(model), len(self.devices), self._options.split, self.name)
+        for part, device in zip(parts, self.devices):
+            for link in part:
+                link.module.to(device)
+        for part, device in zip(parts[1:], self.devices[1:]):
+            _first_module(part).register_forward_pre_hook(_Move(device), with_kwargs=True)
+        model.register_forward_hook(_Return(self.device))
+        begins = ", ".join(
+            f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
+        )
+        logger.info("Layers begin with: %s.", begins)
+        return super().place(model)
+
+    def _move(self, model: nn.Module) -> nn.Module:
+        return model  # its layers are where they belong
+
+    def _find_buffers(self, model: nn.Module) -> RunningBuffers:
+        return RunningBuffersOnDevices(model, self._declared)
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Rows of all processes, shape (processes, n). Collective."""
+        if self._group is None:
+            return row.unsqueeze(0)
+        rows = torch.empty(self.share.holders, row.numel(), dtype=row.dtype, device=row.device)
+        all_gather_flat(rows.view(-1), row.contiguous(), self._group)
+        return rows
+
+    def release(self) -> None:
+        """See ``Strategy.release``."""
+        let_go_of_groups(self, *([self._reducer] if self._reducer is not None else []))
+
+
+def _first_module(part: Sequence[Link]) -> nn.Module:
+    """The first module of a part that the model itself calls; what comes before it holds nothing."""
+    return next(link.module for link in part if not isinstance(link.module, Between))
+
+
+class _Move:
+    """Brings the inputs of a layer to its device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, module: nn.Module, arguments: Any, named: Any) -> Any:
+        return _moved(arguments, self._device), _moved(named, self._device)
+
+
+class _Return:
+    """Brings the output of the model back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
+        return _moved(output, self._device)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
