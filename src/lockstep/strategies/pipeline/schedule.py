@@ -13,7 +13,7 @@ Four micro-batches on two ranks; F forward, B backward (twice as long), time to 
 
 The orders are those of torch's ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B, and a test holds them equal.
 On every stage both the forward and the backward passes come in order of the micro-batches, which the gradient tree
-needs. Why torch's runtime is not underneath: docs/decisions/0010-pipeline-runtime.md.
+needs. Why torch's runtime is not underneath: docs/decisions/0012-pipeline-runtime.md.
 """
 
 from __future__ import annotations
