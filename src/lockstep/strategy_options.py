@@ -85,6 +85,11 @@ _AXES = {"single": "data", "dp": "data", "ddp": "data", "fsdp": "fsdp", "layers"
 """The axis of the mesh along which a strategy lays all its ranks."""
 
 
+def devices_per_process(mesh: str) -> int:
+    """How many devices each process of a mesh uses."""
+    return Mesh.parse(mesh).size("layers") if mesh else 1
+
+
 def mesh_of(strategy: str, mesh: str, world_size: int) -> Mesh:
     """How a strategy lays out a world of this size.
 

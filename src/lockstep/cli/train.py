@@ -16,7 +16,8 @@ from lockstep.job.config_reader import Problem
 from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
-from lockstep.strategy_options import STRATEGIES
+from lockstep.mesh import Mesh
+from lockstep.strategy_options import ONE_PROCESS, STRATEGIES
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -75,6 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
         join(config, world, ENTRY, command)
         return EXIT_DONE
     devices = resolve_devices(config)
+    config = with_devices_of_process(config, devices)
     if arguments.dry_run:
         from lockstep.cli.dry_run import print_plan
 
@@ -100,7 +102,32 @@ def resolve_devices(config: JobConfig) -> Devices:
     if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
         devices = dataclasses.replace(devices, names=devices.names[:1])
     _refuse(machine_problems(config, devices.count, devices.kind))
-    return devices
+    return dataclasses.replace(devices, per_rank=_devices_per_rank(config, devices))
+
+
+def with_devices_of_process(config: JobConfig, devices: Devices) -> JobConfig:
+    """The job, in which a strategy of one process is told how many devices that one has."""
+    option = ONE_PROCESS.get(config.training.strategy)
+    if option is None:
+        return config
+    name = config.training.strategy
+    options = getattr(config, name)
+    count = getattr(options, option) or devices.per_rank
+    return dataclasses.replace(config, **{name: dataclasses.replace(options, **{option: count})})
+
+
+def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
+    if config.training.strategy in ONE_PROCESS:
+        return devices.count
+    if config.training.strategy != "hybrid" or not config.training.mesh:
+        return 1
+    layers = Mesh.parse(config.training.mesh).size("layers")
+    if devices.count % layers:
+        raise ConfigError(
+            f"The mesh {config.training.mesh} gives each process {layers} devices, and there are {devices.count}. "
+            f"Use a multiple of {layers}."
+        )
+    return layers
 
 
 def _supervise(config: JobConfig, devices: Devices, command: list[str]) -> int:

@@ -14,6 +14,9 @@ from lockstep.levels import Level
 from lockstep.trainer import Outcome
 from lockstep.world import World
 
+_OF_PLACE = ("--devices", "--resume", "--strategy", "--mesh")
+"""Options of ``train`` that say where a job runs; they have no part in its result."""
+
 
 def main(payload: Any) -> None:
     """Trains a job on this rank.
@@ -30,7 +33,7 @@ def main(payload: Any) -> None:
     outcome = trainer.fit()
     if world.is_main:
         bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"
-        proof = prove(payload["command"], world.world_size) if bitwise else ""
+        proof = prove(payload["command"], config.training.strategy, world.world_size) if bitwise else ""
         print(report(outcome, proof), flush=True)
 
 
@@ -79,17 +82,26 @@ def _size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def prove(command: list[str], ranks: int) -> str:
-    """The command that gives the same result on another number of devices."""
+def prove(command: list[str], strategy: str, ranks: int) -> str:
+    """The command that gives the same result elsewhere: on one device, or on two where one has done it.
+
+    Args:
+        command: the words that started the run.
+        strategy: of the run.
+        ranks: how many processes it had.
+    """
     words, skip = [], False
     for word in command:
-        if skip or word.startswith(("--devices=", "--resume=")):
+        if skip or word.startswith(tuple(f"{option}=" for option in _OF_PLACE)):
             skip = False
-        elif word in ("--devices", "--resume"):
+        elif word in _OF_PLACE:
             skip = True
         else:
             words.append(word)
-    return shlex.join([*words, "--devices", "1" if ranks > 1 else "2"])
+    if strategy not in ("single", "ddp"):
+        return shlex.join([*words, "--strategy", "single"])
+    other = [] if strategy == "ddp" else ["--strategy", "ddp"]
+    return shlex.join([*words, *other, "--devices", "1" if ranks > 1 else "2"])
 
 
 def _shown(path: Path) -> Path:

@@ -23,17 +23,19 @@ _GPU_NODE = re.compile(r"nvidia\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """One device for each rank of this host."""
+    """The devices that the ranks of this host share out."""
 
     kind: str
     """``cuda`` or ``cpu``."""
     names: tuple[str, ...]
-    """Per local rank: an entry of ``CUDA_VISIBLE_DEVICES``, or ``cpu``."""
+    """Each an entry of ``CUDA_VISIBLE_DEVICES``, or ``cpu``."""
+    per_rank: int = 1
+    """How many consecutive ones a rank uses."""
 
     @property
     def count(self) -> int:
         """Number of ranks on this host."""
-        return len(self.names)
+        return len(self.names) // self.per_rank
 
     @property
     def visible(self) -> str:

@@ -35,6 +35,7 @@ from lockstep.run.scaling import ScaledStep
 from lockstep.run.session import Session
 from lockstep.run.unread import Unread
 from lockstep.strategies import Strategy, open_strategy
+from lockstep.strategy_options import devices_per_process
 from lockstep.world import World
 
 _LOOK_EVERY = 16
@@ -50,7 +51,9 @@ class Run:
 
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
         self.options = options
-        self._session = Session(world or World.from_environment(), options.threads, options.timeout)
+        world = world or World.from_environment()
+        devices = devices_per_process(options.mesh)
+        self._session = Session(world, options.threads, options.timeout, devices)
         self.world, self.device = self._session.world, self._session.device
         if self._session.group is not None:
             start.require_equal_settings(options.as_text(), self._session.group, self.device)

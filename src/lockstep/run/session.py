@@ -27,11 +27,12 @@ class Session:
         world: who this process is.
         threads: CPU threads of this process; None for what the launcher set, or 1.
         timeout: seconds after which a collective fails.
+        devices: how many consecutive GPUs each process uses.
     """
 
-    def __init__(self, world: World, threads: int | None, timeout: float) -> None:
+    def __init__(self, world: World, threads: int | None, timeout: float, devices: int = 1) -> None:
         self.world = world
-        self.device = _choose_device(world)
+        self.device = _choose_device(world, devices)
         self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
         torch.set_num_threads(self.threads)
         self.heartbeat = Heartbeat.open(world)
@@ -62,16 +63,17 @@ class Session:
             self.close()
 
 
-def _choose_device(world: World) -> torch.device:
-    """The CUDA device of this local rank where there is one, else the CPU."""
+def _choose_device(world: World, devices: int) -> torch.device:
+    """The first CUDA device of this local rank where there is one, else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if world.local_rank >= count:
+    number = world.local_rank * devices
+    if number >= count:
         raise ConfigError(
             f"Rank {world.rank} is number {world.local_rank} on its host, which shows {count} CUDA devices. Start at "
             f"most {count} processes there, show more devices by CUDA_VISIBLE_DEVICES, or train with --devices cpu:N."
         )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)

@@ -1,0 +1,43 @@
+"""``lockstep train --strategy ...``: every strategy ends in the fingerprint of one device, from the command line."""
+
+import re
+
+import pytest
+
+FINGERPRINT = re.compile(r"^fingerprint\s+([0-9a-f]{64})$", re.MULTILINE)
+SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
+LAYOUTS = [
+    ("dp", "cpu:3"),
+    ("layers", "cpu:2"),
+    ("fsdp", "cpu:2"),
+    ("pipeline", "cpu:2"),
+    ("hybrid", "cpu:4", "--mesh", "data=2,layers=2"),
+    ("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"),
+]
+
+
+def fingerprint(result):
+    assert result.returncode == 0, result.stderr
+    return FINGERPRINT.search(result.stdout).group(1)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join([layout[0], *layout[3:]]))
+def test_a_strategy_ends_in_the_fingerprint_of_one_device(layout, process, expected):
+    if not expected:
+        expected["alone"] = fingerprint(process("train", "digits", *SHORT, "--strategy", "single"))
+    strategy, devices, *more = layout
+    found = process("train", "digits", *SHORT, "--strategy", strategy, "--devices", devices, *more)
+    assert fingerprint(found) == expected["alone"]
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_starts(process):
+    result = process(
+        "train", "digits", *SHORT, "--strategy", "hybrid", "--mesh", "data=2,layers=2", "--devices", "cpu:3"
+    )
+    assert result.returncode == 2
+    assert "Use a multiple of 2" in result.stderr
