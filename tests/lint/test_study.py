@@ -22,7 +22,9 @@ def counted(title):
 
 
 def stated(title):
-    row = re.search(rf"^\| {title} \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) % \|$", TEXT, flags=re.MULTILINE)
+    row = re.search(
+        rf"^\| {title} \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) % \| \d+ of \d+ \|$", TEXT, flags=re.MULTILINE
+    )
     return [float(word) for word in row.groups()]
 
 

@@ -48,7 +48,11 @@ def local_rank_option_only(script: Script) -> Iterator[Hit]:
     """Needs the process group in the same file, where LOCAL_RANK could have been read."""
     if not starts_group(script) or is_managed(script):
         return
-    if any("LOCAL_RANK" in word for word in script.words):
+    found = (
+        node for node in script.nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    )
+    overwritten = any(".local_rank" in script.text(target) for node in found for target in node.targets)
+    if overwritten or any("LOCAL_RANK" in word for word in script.words):
         return
     for call in script.method_calls("add_argument"):
         if any(constant(item) in ("--local_rank", "--local-rank") for item in call.args):
