@@ -22,6 +22,20 @@ def parameters_of_ways(world, job, ways):
     return {reduce: parameters_after(world, job, {"reduce": reduce, **options}) for reduce, options in ways}
 
 
+def parameters_of_jobs(world, jobs, ways):
+    return {job: parameters_of_ways(world, job, ways) for job in jobs}
+
+
+def test_mixed_types_channels_last_and_parameters_that_are_not_always_used():
+    layout = {"channels_last": True}
+    ways = (("ordered", layout), ("bf16", layout), ("powersgd", {"powersgd_rank": 1, **layout}))
+    ranks = run_ranks(parameters_of_jobs, 3, ("mixed", "experts"), ways)
+    for job, found in ranks[0].items():
+        assert 0 < distance(found["bf16"], found["ordered"]) < 5e-3
+        assert 0 < distance(found["powersgd"], found["ordered"]) < 0.2
+        assert all(torch.equal(other[job][way], found[way]) for other in ranks for way in found)
+
+
 @cache
 def after_digits(world_size):
     ways = (("ordered", {}), ("bf16", {}), ("powersgd", {"powersgd_rank": 2}))
