@@ -99,7 +99,7 @@ def prove(command: list[str], strategy: str, ranks: int) -> str:
         else:
             words.append(word)
     if strategy not in ("single", "ddp"):
-        return shlex.join([*words, "--strategy", "single"])
+        return shlex.join([*words, "--strategy", "single", "--devices", "1"])
     other = [] if strategy == "ddp" else ["--strategy", "ddp"]
     return shlex.join([*words, *other, "--devices", "1" if ranks > 1 else "2"])
 
