@@ -35,6 +35,9 @@ from lockstep.strategies.pipeline.wiring import Wiring
 from lockstep.strategy_options import PipelineOptions
 from lockstep.sums import fold_rows
 
+_LOSSES = "losses"
+"""The kind of what the last stage tells the others."""
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -93,17 +96,24 @@ class Pipeline(Strategy):
         self._holding = Holding(model, [[link.module for link in part] for part in parts], mine, wiring)
         self._passes: dict[int, Passes] = {}
         self._totals: dict[int, Totals] = {}
+        self._longest = self.share.longest(self._micro_batches)
         for local, number in enumerate(mine):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, wiring.neighbours(number, names), parts[number][0].name)
             reducer = self._reducers[local] if self._reducers else None
             self._totals[number] = Totals(
-                stage, reducer, self.share, self._micro_batches, self._declared, self.device
+                stage,
+                reducer,
+                self.share,
+                self._micro_batches,
+                self._declared,
+                self.device,
+                2 * self._longest,
             )
         self._holding.keep([each.stage for each in self._passes.values()])
         self._trainable = {n: p for totals in self._totals.values() for n, p in totals.trainable.items()}
-        self._longest = self.share.longest(self._micro_batches)
-        return PlacedPipeline(self._passes, wiring.answers(names[-1]))
+        self._answers = wiring.answers(names[-1])
+        return PlacedPipeline(self._passes, self._answers)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -114,8 +124,7 @@ class Pipeline(Strategy):
         for number, totals in self._totals.items():
             totals.begin(mine, leaves)
             self._passes[number].forget()
-        row = torch.zeros(2 * self._longest + 1, dtype=torch.float64, device=self.device)
-        row[-1] = stop
+        row = torch.zeros(2 * self._longest, dtype=torch.float64, device=self.device)
         kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
@@ -128,10 +137,11 @@ class Pipeline(Strategy):
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             if action.forward:
                 self._forward(_Pass(action, micro_batch, kind, received), compute, scale, row)
+                self._tell(action, row, len(mine))
             else:
                 self._passes[action.stage].run_back(micro_batch.k, kind, received)
                 self._totals[action.stage].end_backward()
-        return self._finish(row, leaves)
+        return self._finish(self._told(row, len(mine)), leaves, stop)
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
@@ -200,18 +210,33 @@ class Pipeline(Strategy):
         row[place], row[self._longest + place] = loss.detach(), weight
         passes.end_in(k, loss if scale == 1.0 else loss * scale)
 
-    def _finish(self, row: Tensor, leaves: int) -> StepResult:
-        for passes in self._passes.values():
-            passes.neighbours.flush()
-        everyone = self._everywhere(row)
-        sizes = [len(self.share.of(leaves, holder)) for holder in range(self.share.holders)]
-        rows = list(zip(everyone[self._last_ranks], sizes))
-        losses = torch.cat([each[:size] for each, size in rows])
-        weight = fold_rows(torch.cat([each[self._longest : self._longest + size] for each, size in rows]))
+    def _tell(self, action: Action, row: Tensor, count: int) -> None:
+        """Sends this holder's [losses, weights] to its other ranks, once the last stage has all of them."""
+        if self._passes[action.stage].is_last and action.place == count - 1:
+            for channel in self._answers.values():
+                channel.send(_LOSSES, row)
+
+    def _told(self, row: Tensor, count: int) -> Tensor:
+        """This holder's [losses, weights], on every one of its ranks."""
+        if not count or self._wiring.place == self._wiring.length - 1:
+            return row
+        (channel,) = self._answers.values()
+        return channel.receive(_LOSSES)[1][0]
+
+    def _finish(self, row: Tensor, leaves: int, stop: int) -> StepResult:
+        rows, *_ = [totals.reduce(row) for totals in self._totals.values()]
+        pairs = [(each, len(self.share.of(leaves, holder))) for holder, each in enumerate(rows)]
+        losses = torch.cat([each[:size] for each, size in pairs])
+        weight = fold_rows(torch.cat([each[self._longest : self._longest + size] for each, size in pairs]))
         parts = [part for totals in self._totals.values() for part in totals.finish(weight.float())]
         sums = torch.stack([losses.sum().float(), *(part.float() for part in parts)])
-        bad = self.any_rank((~sums.isfinite().all()).float().reshape(1))
-        return StepResult(fold_rows(losses) / weight, losses, everyone[:, -1].max(), bad[0] == 0)
+        flags = torch.stack([(~sums.isfinite().all()).long(), torch.tensor(stop, device=self.device)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+        for passes in self._passes.values():
+            passes.neighbours.flush()
+        for channel in self._answers.values():
+            channel.flush()
+        return StepResult(fold_rows(losses) / weight, losses, flags[1], flags[0] == 0)
 
     def _everywhere(self, row: Tensor) -> Tensor:
         """The rows of all ranks, shape (ranks, n). Collective over the world."""

@@ -26,6 +26,7 @@ class Totals:
         micro_batches: K of the recipe.
         declared: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
         device: of the stage.
+        row: size of the row that ``reduce`` exchanges.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Totals:
         micro_batches: int,
         declared: Sequence[str],
         device: torch.device,
+        row: int,
     ) -> None:
         self.reducer, self._device = reducer, device
         names = [name for name, _ in stage.named_buffers()]
@@ -50,7 +52,7 @@ class Totals:
             self._buffer_bucket = len(shapes)
             if self._buffers.numel:
                 shapes = [*shapes, BucketShape(self._buffers.numel, self._buffers.dtype)]
-            reducer.allocate(shapes, len(self.trainable) + self._buffers.counters + 1, micro_batches)
+            reducer.allocate(shapes, row + len(self.trainable) + self._buffers.counters, micro_batches)
             self._tree.connect(most_slots(micro_batches, share.holders))
 
     def begin(self, mine: range, leaves: int) -> None:
@@ -81,8 +83,36 @@ class Totals:
         """Says that the backward pass of a micro-batch is done; they come in order of ``k``."""
         self._tree.end_micro_batch()
 
+    def reduce(self, row: Tensor) -> Tensor:
+        """Reduces over the data axis; gradients and buffers are set by ``finish``. Collective on that axis.
+
+        Args:
+            row: numbers of this holder that are exchanged on the way, float64, shape (n,).
+
+        Returns:
+            The rows of all holders, shape (holders, n).
+        """
+        assert self._running is not None
+        nodes, self._used = list(self._running.take().values()), self._tree.used()
+        if self.reducer is None:
+            self._total, self._counts = (nodes[0] if nodes else None), self._advanced
+            return row.unsqueeze(0)
+        self._tree.start_all()
+        if self._buffers.numel:
+            for slot, value in enumerate(nodes):
+                self.reducer.staging(self._buffer_bucket, slot).copy_(value)
+            self.reducer.start(self._buffer_bucket)
+        uses = torch.tensor(self._used, dtype=torch.float64).to(self._device)
+        headers = self.reducer.finish(torch.cat([row, uses, self._advanced.double()]))
+        self._total = self.reducer.total(self._buffer_bucket) if self._buffers.numel else None
+        sums = headers[:, len(row) :].sum(0)
+        self._counts = sums[len(uses) :]
+        if not all(self._used):
+            self._used = [int(count) for count in sums[: len(uses)].tolist()]
+        return headers[:, : len(row)]
+
     def finish(self, weight: Tensor) -> list[Tensor]:
-        """Reduces over the data axis, sets the new buffers and the gradients of the mean. Collective on that axis.
+        """Sets the new buffers and the gradients of the mean, after ``reduce``.
 
         Args:
             weight: of the whole global batch, 0-dim.
@@ -90,37 +120,10 @@ class Totals:
         Returns:
             Sums that are finite only if every gradient is.
         """
-        assert self._running is not None
-        running = self._running.take()
-        used = self._tree.used()
-        if self.reducer is None:
-            total = next(iter(running.values()), None)
-            counts = self._advanced
-        else:
-            sums, total = self._reduce(self.reducer, list(running.values()), used)
-            counts = sums[len(used) :]
-            if not all(used):
-                used = [int(count) for count in sums[: len(used)].tolist()]
-        if total is not None:
-            self._buffers.finish_step(total, self._leaves, counts)
-        parts = self._tree.finish(used, weight)
+        if self._total is not None:
+            self._buffers.finish_step(self._total, self._leaves, self._counts)
+        parts = self._tree.finish(self._used, weight)
         if not self._checked:
             self._buffers.refuse_changed_others()
             self._checked = True
         return parts
-
-    def _reduce(
-        self, reducer: Reducer, running: list[Tensor], used: list[int]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Sums of [uses of each parameter, advances of each counter] over the holders, and of the buffers."""
-        self._tree.start_all()
-        if self._buffers.numel:
-            for slot, value in enumerate(running):
-                reducer.staging(self._buffer_bucket, slot).copy_(value)
-            reducer.start(self._buffer_bucket)
-        header = torch.zeros(len(used) + self._advanced.numel() + 1, dtype=torch.float64)
-        header[: len(used)] = torch.tensor(used, dtype=torch.float64)
-        header = header.to(self._device)
-        header[len(used) : -1] = self._advanced
-        sums = reducer.finish(header)[:, :-1].sum(0)
-        return sums, reducer.total(self._buffer_bucket) if self._buffers.numel else None
