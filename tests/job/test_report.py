@@ -52,7 +52,7 @@ def test_a_proof_is_offered_where_there_is_one():
         ("lockstep train digits --devices 4", "ddp", 4, "lockstep train digits --devices 1"),
         ("lockstep train digits", "ddp", 1, "lockstep train digits --devices 2"),
         (
-            "lockstep train x.toml --strategy single",
+            "lockstep train x.toml --strategy single --devices 1",
             "single",
             1,
             "lockstep train x.toml --strategy ddp --devices 2",
@@ -61,7 +61,7 @@ def test_a_proof_is_offered_where_there_is_one():
             "lockstep train x.toml --strategy=fsdp --devices 2",
             "fsdp",
             2,
-            "lockstep train x.toml --strategy single",
+            "lockstep train x.toml --strategy single --devices 1",
         ),
         (
             "lockstep train x.toml --strategy hybrid --mesh data=2,layers=2 --devices=4 --resume runs/x --epochs 3",
