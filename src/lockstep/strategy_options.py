@@ -13,7 +13,7 @@ from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
-STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "hybrid")
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "tensor", "hybrid")
 """Every ``--strategy``."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
@@ -75,13 +75,51 @@ class PipelineOptions(Checked):
         return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
 
 
-OPTIONS: dict[str, Any] = {"dp": DpOptions, "fsdp": FsdpOptions, "layers": LayersOptions, "pipeline": PipelineOptions}
+TENSOR_KINDS = ("column", "row", "heads", "channels", "features")
+"""How strategy tensor can split a module; see docs/strategies/tensor.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions(Checked):
+    """Table ``[tensor]``: which layers are split over ranks."""
+
+    plan: tuple[str, ...] = ()
+    """How modules are split, as `"name pattern=kind"` with the kinds column, row, heads, channels and features; none:
+    what is known of the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for entry in self.plan:
+            pattern, _, kind = entry.rpartition("=")
+            if not pattern:
+                raise ConfigError(f"tensor.plan has the entry {entry!r}; write for example '*.fc1=column'.")
+            if kind not in TENSOR_KINDS:
+                raise ConfigError(
+                    f"tensor.plan gives {pattern!r} the kind {kind!r}, which is not known.{nearest(kind, TENSOR_KINDS)}"
+                )
+
+
+OPTIONS: dict[str, Any] = {
+    "dp": DpOptions,
+    "fsdp": FsdpOptions,
+    "layers": LayersOptions,
+    "pipeline": PipelineOptions,
+    "tensor": TensorOptions,
+}
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
 ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
 
-_AXES = {"single": "data", "dp": "data", "ddp": "data", "fsdp": "fsdp", "layers": "data", "pipeline": "pipeline"}
+_AXES = {
+    "single": "data",
+    "dp": "data",
+    "ddp": "data",
+    "fsdp": "fsdp",
+    "layers": "data",
+    "pipeline": "pipeline",
+    "tensor": "tensor",
+}
 """The axis of the mesh along which a strategy lays all its ranks."""
 
 

@@ -54,6 +54,8 @@ LAYOUTS = [
     *[Layout("pipeline", world, jobs=UNTIED) for world in (2, 3, 4)],
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED),
+    *[Layout("tensor", 2, bound=1e-3)],
+    Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED),
     Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
 ]

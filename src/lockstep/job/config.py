@@ -21,7 +21,14 @@ from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config_reader import read_table, to_table
 from lockstep.schedules import SCHEDULES, Schedule
-from lockstep.strategy_options import STRATEGIES, DpOptions, FsdpOptions, LayersOptions, PipelineOptions
+from lockstep.strategy_options import (
+    STRATEGIES,
+    DpOptions,
+    FsdpOptions,
+    LayersOptions,
+    PipelineOptions,
+    TensorOptions,
+)
 
 REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -205,6 +212,7 @@ class JobConfig(Checked):
     layers: LayersOptions = field(default_factory=LayersOptions)
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    tensor: TensorOptions = field(default_factory=TensorOptions)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

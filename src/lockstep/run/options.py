@@ -19,6 +19,7 @@ from lockstep.strategy_options import (
     FsdpOptions,
     LayersOptions,
     PipelineOptions,
+    TensorOptions,
 )
 
 
@@ -62,6 +63,8 @@ class RunOptions:
     """How strategy fsdp gathers parameters."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     """How strategy pipeline cuts the model, and in which order its stages compute."""
+    tensor: TensorOptions = field(default_factory=TensorOptions)
+    """Which layers strategy tensor splits."""
     directory: Path | str | None = None
     """The run folder, for checkpoints and logs; nothing is written without one."""
     resume: str = ""

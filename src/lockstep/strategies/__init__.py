@@ -17,12 +17,14 @@ from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
+from lockstep.strategies.tensor import TensorParallel
 from lockstep.strategy_options import (
     STRATEGIES,
     DpOptions,
     FsdpOptions,
     LayersOptions,
     PipelineOptions,
+    TensorOptions,
     mesh_of,
 )
 from lockstep.sync_batch_norm import RankRows
@@ -69,6 +71,8 @@ class StrategyOptions(Protocol):
     def fsdp(self) -> FsdpOptions: ...
     @property
     def pipeline(self) -> PipelineOptions: ...
+    @property
+    def tensor(self) -> TensorOptions: ...
 
 
 def open_strategy(
@@ -170,6 +174,15 @@ def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.devic
     )
 
 
+def _open_tensor(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("tensor") is None:
+        return _open_ddp(options, groups, device)
+    data = groups.along("data")
+    reducer = _open_reducer(options, data, device) if data is not None else None
+    k, buffers = options.micro_batches, options.running_buffers
+    return TensorParallel(device, k, groups, options.tensor, reducer, buffers)
+
+
 def _open_hybrid(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
     axes = frozenset(name for name, _ in groups.mesh.axes)
     if axes not in _HYBRIDS:
@@ -194,6 +207,7 @@ def _open_reducer(
 _HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     frozenset({"data", "layers"}): _open_layers,
     frozenset({"data", "pipeline"}): _open_pipeline,
+    frozenset({"data", "tensor"}): _open_tensor,
 }
 """The axes of a mesh that go together."""
 
@@ -204,5 +218,6 @@ _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = 
     "layers": _open_layers,
     "fsdp": _open_fsdp,
     "pipeline": _open_pipeline,
+    "tensor": _open_tensor,
     "hybrid": _open_hybrid,
 }

@@ -1,0 +1,164 @@
+"""Which layers of a model are split: found in the built-in models and in chains, or given by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lockstep.errors import ConfigError, nearest
+from lockstep.models.transformer import SelfAttention
+from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS
+
+_ELEMENTWISE = (
+    nn.Identity,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Tanh,
+    nn.Hardswish,
+    nn.Mish,
+    nn.Softplus,
+)
+_POOLS = (
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+)
+_BLOCKS = {
+    "BasicBlock": {"conv1": "column", "bn1": "channels", "conv2": "row"},
+    "Bottleneck": {"conv2": "column", "bn2": "channels", "conv3": "row"},
+}
+"""Residual blocks, ours and torchvision's, whose names are the same."""
+
+
+def plan_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """The kind of split of each module that has one: the user's, or what is found in the model.
+
+    Args:
+        model: whole.
+        patterns: ``"name pattern=kind"``, later ones win; none for the plan that is found.
+
+    Raises:
+        ConfigError: nothing can be split, a pattern matches nothing, or a plan leaves an activation split.
+    """
+    plan = given_plan(model, patterns) if patterns else found_plan(model)
+    if not plan:
+        raise ConfigError(
+            f"Strategy 'tensor' found nothing to split in {type(model).__name__}: it knows pairs of Linear or of Conv "
+            "layers in a Sequential, the blocks of ResNets, and the built-in transformer's attention. Name your layers "
+            "in tensor.plan, such as ['*.fc1=column', '*.fc2=row'], or use strategy 'fsdp' or 'ddp'."
+        )
+    return plan
+
+
+def found_plan(model: nn.Module) -> dict[str, str]:
+    """The plan for the parts of a model that are known; empty if none is."""
+    plan: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kinds: Mapping[str, str] = {}
+        if type(module) is SelfAttention:
+            plan[path] = "heads"
+        elif isinstance(module, nn.Sequential):
+            kinds = _pairs(module)
+        elif type(module).__name__ in _BLOCKS:
+            kinds = _block(module)
+        plan |= {f"{path}.{child}" if path else child: kind for child, kind in kinds.items()}
+    return plan
+
+
+def given_plan(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
+    """The plan of a user, completed: BatchNorm and dropout between two split layers of a Sequential are split too."""
+    names = [name for name, _ in model.named_modules()]
+    plan: dict[str, str] = {}
+    for entry in patterns:
+        pattern, _, kind = entry.rpartition("=")
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(
+                f"tensor.plan names {pattern!r}, which no module matches.{nearest(pattern, names[1:])}"
+            )
+        plan |= dict.fromkeys(matched, kind)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Sequential):
+            _complete(f"{path}." if path else "", module, plan)
+    columns = [name for name, kind in plan.items() if kind == "column"]
+    if columns and "row" not in plan.values():
+        raise ConfigError(
+            f"tensor.plan splits the outputs of {columns[0]!r} with 'column', and no layer puts them together with "
+            "'row'. Give that kind to the layer that uses them."
+        )
+    return plan
+
+
+def _complete(prefix: str, chain: nn.Sequential, plan: dict[str, str]) -> None:
+    """Adds to a plan what stands between two split layers of a chain; refuses what needs the whole activation."""
+    opened = ""
+    for child, module in chain.named_children():
+        name = prefix + child
+        kind = plan.get(name, "")
+        if kind in ("column", "row"):
+            opened = child if kind == "column" else ""
+        elif opened and not kind:
+            passing = _passing(module, chain.get_submodule(opened))
+            if passing is None:
+                raise ConfigError(
+                    f"tensor.plan splits the outputs of {prefix + opened!r}, and {name!r}, a {type(module).__name__}, "
+                    "needs all of them. Give a layer before it the kind 'row', or leave the first one whole."
+                )
+            if passing:
+                plan[name] = passing
+
+
+def _pairs(chain: nn.Sequential) -> dict[str, str]:
+    """Pairs of layers with nothing but per-channel modules between, each of them in one pair at most."""
+    plan: dict[str, str] = {}
+    first, between = "", dict[str, str]()
+    for child, module in chain.named_children():
+        if _splittable(module):
+            if first and isinstance(module, nn.Linear) == isinstance(chain.get_submodule(first), nn.Linear):
+                plan |= {first: "column", **between, child: "row"}
+                first = ""
+            else:
+                first, between = child, {}
+        elif first:
+            kind = _passing(module, chain.get_submodule(first))
+            if kind is None:
+                first = ""
+            elif kind:
+                between[child] = kind
+    return plan
+
+
+def _passing(module: nn.Module, first: nn.Module) -> str | None:
+    """How a module after the split layer ``first`` is split: "" for as it is, None if it needs the whole activation."""
+    linear = isinstance(first, nn.Linear)
+    if type(module) in NORMS:
+        size = getattr(first, "out_features" if linear else "out_channels", 0)
+        return "channels" if module.num_features == size else None
+    if type(module) in DROPOUTS:
+        return "features" if linear else "channels"
+    if isinstance(module, _ELEMENTWISE) or (not linear and isinstance(module, _POOLS)):
+        return ""
+    return None
+
+
+def _block(block: nn.Module) -> dict[str, str]:
+    """The plan of a residual block, if its layers are the usual ones."""
+    kinds = _BLOCKS[type(block).__name__]
+    children = dict(block.named_children())
+    usual = all(name in children for name in kinds) and all(
+        _splittable(children[name]) if name.startswith("conv") else type(children[name]) in NORMS
+        for name in kinds
+    )
+    return kinds if usual else {}
+
+
+def _splittable(module: nn.Module) -> bool:
+    return type(module) in COLUMNS and type(module) in ROWS and getattr(module, "groups", 1) == 1
