@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": ("lockstep.cli.run", "start your own script on several local processes"),
     "lint": ("lockstep.cli.lint", "check training scripts for the known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write and submit the batch script of a job"),
+    "verify": ("lockstep.cli.verify", "prove that a job gives the same bits in every layout, or say why not"),
     "doctor": ("lockstep.cli.doctor", "look at this machine: devices, versions, memory, links"),
     "ps": ("lockstep.cli.ps", "list your runs on this host and their processes"),
     "stacks": ("lockstep.cli.stacks", "show in which line every rank of a run stands"),

@@ -138,7 +138,7 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = self._require_prepared().placed.smallest_micro_batch
+        smallest = self.require_prepared().placed.smallest_micro_batch
         self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest))
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
@@ -163,7 +163,7 @@ class Run:
         Raises:
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
-        self._require_prepared().require_accumulable(bool(self._pending))
+        self.require_prepared().require_accumulable(bool(self._pending))
         self._parts.require_frozen()
         self._scaled_step.settle()
         plan, heartbeat = batch.plan, self._session.heartbeat
@@ -207,7 +207,7 @@ class Run:
         Returns:
             A float, or floats by name.
         """
-        self._require_prepared()
+        self.require_prepared()
         epoch, step = self.position.epoch, self.position.step
         noted = partial(note, self._session.heartbeat, "evaluate", epoch, step)
         noted()
@@ -224,7 +224,7 @@ class Run:
         Returns:
             The checkpoint's folder on the main process, None on the others.
         """
-        saved = self._require_prepared()
+        saved = self.require_prepared()
         if self.options.directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if self._pending:
@@ -244,7 +244,7 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts = self._require_prepared().parts
+        parts = self.require_prepared().parts
         digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
         if (group := self._session.group) is not None:
             everything, step = {**digests, **parts.digests()}, self.position.step
@@ -256,7 +256,7 @@ class Run:
 
         The tensors may be the model's own.
         """
-        return self._require_prepared().model_state(keep=self.is_main)
+        return self.require_prepared().model_state(keep=self.is_main)
 
     def print(self, *values: object) -> None:
         """Prints on the main process only."""
@@ -288,7 +288,7 @@ class Run:
         smallest = (
             smallest_micro_batch(model)
             if model is not None
-            else self._require_prepared().placed.smallest_micro_batch
+            else self.require_prepared().placed.smallest_micro_batch
         )
         return self._feeder.plan(data, True, drop_last, smallest).steps_per_epoch
 
@@ -305,7 +305,8 @@ class Run:
             raise Stopped(self._unread.stop)
         note(self._session.heartbeat, "data", position.epoch, position.step)
 
-    def _require_prepared(self) -> saving.Saved:
+    def require_prepared(self) -> saving.Saved:
+        """All that a checkpoint of the run covers; ``ConfigError`` before ``prepare``."""
         if self._saved is None:
             raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
         return self._saved

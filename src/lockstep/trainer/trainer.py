@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
@@ -126,7 +127,7 @@ class Trainer:
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """The steps of one epoch; returns the means of its readings."""
-        run, batches = self._run, self._batches()
+        run, batches = self._run, self.batches()
         start = run.position.step - run.position.done
         self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self._steps)
         readings: list[dict[str, float]] = []
@@ -145,8 +146,13 @@ class Trainer:
         self._seconds += time.monotonic() - began
         return _means(readings)
 
-    def train_step(self, batch: Batch) -> None:
-        """Forward, loss, backward and reduction; clip; update."""
+    @property
+    def run(self) -> Run:
+        """The handle."""
+        return self._run
+
+    def train_step(self, batch: Batch) -> Tensor:
+        """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
         loss = self._run.backward(batch, self._meter.observed_loss)
         if self._settings.clip_norm is not None:
@@ -155,8 +161,10 @@ class Trainer:
         parts.optimizer.zero_grad()
         parts.scheduler.step()
         self._meter.add(loss, batch.plan.samples)
+        return loss
 
-    def _batches(self) -> Any:
+    def batches(self) -> Any:
+        """The steps of an epoch. Collective."""
         parts, settings = self._parts, self._settings
         return self._run.batches(parts.training_set, drop_last=settings.drop_last, workers=parts.workers)
 

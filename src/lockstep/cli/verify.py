@@ -1,0 +1,134 @@
+"""``lockstep verify``: runs a job in several layouts and proves that they agree, or says where and why they part."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.cli import train
+from lockstep.cli.parser import Parser
+from lockstep.errors import EXIT_DONE, ConfigError, nearest
+from lockstep.job.config import JobConfig
+from lockstep.job.config_file import load_job
+from lockstep.job.config_rules import machine_problems
+from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
+from lockstep.launch.supervisor import run_world
+from lockstep.strategy_options import STRATEGIES
+from lockstep.verify.comparison import Comparison, compare
+from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts
+from lockstep.verify.table import as_json, table
+from lockstep.verify.trace import Trace
+
+ENTRY = "lockstep.verify.rank:main"
+EXIT_DIFFERENT = 1
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "job", metavar="JOB", nargs="?", default="digits", help="a TOML file, or a built-in job"
+    )
+    parser.add_argument(
+        "--devices", default="", metavar="N,N", help="numbers of CPU devices (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--strategies", default="", metavar="A,B", help=f"of {', '.join(STRATEGIES)} (default: all)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, metavar="N", help="optimizer steps of each run (default: 12)"
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="writes all that was found")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting of the job"
+    )
+    for name in ("data", "precision", "threads"):
+        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as of 'lockstep train --{name}'")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs the layouts and prints the table; returns 1 if one does not keep what it promises."""
+    given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
+    given.devices = "1"
+    config = load_job(arguments.job, train.overrides(given))
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps {arguments.steps} was asked for; it must be at least 1.")
+    chosen = layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        comparisons = _compare_all(config, chosen, arguments.steps, Path(folder))
+    print(table(comparisons, arguments.steps))
+    if arguments.json:
+        Path(arguments.json).write_text(as_json(comparisons))
+    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+
+
+def _compare_all(config: JobConfig, chosen: Sequence[Layout], steps: int, folder: Path) -> list[Comparison]:
+    reference = _run(config, REFERENCE, steps, folder / "reference")
+    if reference.refused:
+        raise ConfigError(reference.refused)
+    comparisons = [Comparison(reference, "A")]
+    repeats: bool | None = None
+    for number, layout in enumerate(chosen):
+        here = folder / str(number)
+        print(f"running {layout.label} ({number + 1} of {len(chosen)})", file=sys.stderr)
+        trace = _run(config, layout, steps, here)
+        difference = 0.0 if trace.refused else _difference(folder / "reference", here)
+        found = compare(reference, trace, difference)
+        if found.diagnosis is not None and repeats is None:
+            again = _run(config, REFERENCE, steps, folder / "again")
+            repeats = compare(reference, again, 0.0).diagnosis is None
+        if found.diagnosis is not None:
+            found = compare(reference, trace, difference, repeats=repeats)
+        comparisons.append(found)
+    return comparisons
+
+
+def _run(config: JobConfig, layout: Layout, steps: int, folder: Path) -> Trace:
+    """The trace of one layout; a job that cannot run in it is a trace that says so."""
+    folder.mkdir()
+    problems = machine_problems(layout.of(config, str(folder)), layout.devices, "cpu")
+    if problems:
+        reason = " ".join(problem.text for problem in problems)
+        return Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason)
+    job = layout.of(config, str(folder))
+    payload = {"config": job.to_json(), "steps": steps, "label": layout.label, "folder": str(folder)}
+    options = LaunchOptions(
+        devices=parse_devices(f"cpu:{layout.ranks}"),
+        threads=job.run.threads,
+        log_directory=str(folder / "logs"),
+    )
+    outcome = run_world(EntryTarget(entry=ENTRY, payload=payload), options)
+    if (folder / "trace.json").exists() and outcome.code == EXIT_DONE:
+        return Trace.read(folder / "trace.json")
+    reason = outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"
+    return Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason)
+
+
+def _difference(reference: Path, other: Path) -> float:
+    """The largest relative difference of a tensor between the ends of two runs."""
+    import torch
+    from safetensors.torch import load_file
+
+    mine, theirs = (load_file(str(folder / "final.safetensors")) for folder in (reference, other))
+    worst = 0.0
+    for name, tensor in mine.items():
+        gap = float((theirs[name].double() - tensor.double()).norm())
+        worst = max(worst, gap / max(float(tensor.double().norm()), torch.finfo(torch.float32).tiny))
+    return worst
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if any(not word.isdecimal() or int(word) < 1 for word in words):
+        raise ConfigError(f"--devices {text!r} is not a list of numbers. Write for example --devices 1,2,4.")
+    return [int(word) for word in words] or list(DEVICES)
+
+
+def _names(text: str) -> list[str]:
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
+    return names

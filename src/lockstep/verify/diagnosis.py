@@ -1,0 +1,212 @@
+"""Why two runs part: a pure function of what was written down of them.
+
+Every step is checked in the order in which a step computes, so the first thing that differs has caused the rest:
+
+    settings -> samples -> inputs -> losses of micro-batches -> loss -> gradients -> buffers -> update
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from lockstep.verify.trace import StepTrace, Trace
+
+
+class Cause(Enum):
+    """What made a run differ."""
+
+    START = "the parameters began differently: they were not made alike, or not broadcast"
+    STALE = "values changed between two steps: something was restored, loaded or set outside of the update"
+    THREADS = "another number of threads, which decides how a CPU adds"
+    SOFTWARE = "other software or another device"
+    OPTIMIZER = "another optimizer, implementation or hyperparameter"
+    DATA_ORDER = "other samples in a step: the order of the data depends on the layout"
+    AUGMENTATION = (
+        "the same samples were prepared differently: augmentation or input randomness depends on the layout"
+    )
+    MODEL_RANDOMNESS = "the model drew other random numbers, in dropout for example"
+    OPERATOR = "an operator does not give the same bits twice"
+    ROUNDING = "sums inside of the model are added in another order"
+    FORWARD = "the forward pass or the loss depends on the layout"
+    LOSS_WEIGHTING = "micro-batches are weighted differently in the loss"
+    GRADIENT_SCALE = "gradients are scaled differently: divided or summed once too often"
+    LEFT_OUT = "some parameters are left out of the reduction"
+    REDUCTION_ORDER = "gradients are added in another order"
+    GRADIENTS = "gradients differ although losses do not"
+    BUFFERS = "running statistics or other buffers are not synchronised"
+    UPDATE = "the update differs although gradients do not"
+    REPLICAS = "ranks that must hold the same values do not"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where a run first differs from the reference, and the cause as far as it can be told."""
+
+    cause: Cause
+    step: int
+    """-1: before the first."""
+    tensor: str
+    """What differs first: a tensor, a micro-batch or a setting."""
+    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        where = f"step {self.step}" if self.step >= 0 else "before the first step"
+        return f"{where}, {self.tensor}: {self.cause.value}{f' ({self.detail})' if self.detail else ''}"
+
+
+_LAST_BITS = 1e-5
+"""Relative difference of a loss that rounding explains within one forward pass."""
+_ROUNDING = 1e-4
+"""Relative difference of norms that rounding explains over one step."""
+
+
+def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> Diagnosis | None:
+    """The first difference and its cause; None where all is equal.
+
+    Args:
+        reference: the run on one device.
+        other: the run to be judged.
+        repeats: whether the reference gave the same bits when it was run again; None if that was not tried.
+    """
+    found = _context(reference, other) or _start(reference, other)
+    if found is not None and found.step < 0 and found.cause is Cause.START:
+        return found
+    for number, (mine, theirs) in enumerate(zip(reference.steps, other.steps)):
+        before = (reference.steps[number - 1], other.steps[number - 1]) if number else None
+        step = _step(mine, theirs, before, reference, other, repeats)
+        if step is not None:
+            if found is not None and step.cause in _EXPLAINED_BY_CONTEXT:
+                return replace(step, cause=found.cause, detail=found.detail)
+            return step
+    return None
+
+
+_EXPLAINED_BY_CONTEXT = (
+    Cause.ROUNDING,
+    Cause.FORWARD,
+    Cause.MODEL_RANDOMNESS,
+    Cause.REDUCTION_ORDER,
+    Cause.GRADIENTS,
+    Cause.UPDATE,
+    Cause.OPERATOR,
+)
+
+
+def _context(reference: Trace, other: Trace) -> Diagnosis | None:
+    for key in sorted(reference.context):
+        mine, theirs = reference.context[key], other.context.get(key, "")
+        if mine != theirs:
+            detail = f"{key}: {mine} and {theirs}"
+            cause = {"threads": Cause.THREADS, "optimizers": Cause.OPTIMIZER}.get(key, Cause.SOFTWARE)
+            return Diagnosis(cause, -1, key, detail)
+    return None
+
+
+def _start(reference: Trace, other: Trace) -> Diagnosis | None:
+    name = _first_difference(reference.start, other.start)
+    return Diagnosis(Cause.START, -1, repr(name)) if name else None
+
+
+def _step(
+    mine: StepTrace,
+    theirs: StepTrace,
+    before: tuple[StepTrace, StepTrace] | None,
+    reference: Trace,
+    other: Trace,
+    repeats: bool | None,
+) -> Diagnosis | None:
+    step = mine.step
+    setting = _first_difference(mine.settings, theirs.settings)
+    if setting:
+        detail = f"{mine.settings.get(setting)} and {theirs.settings.get(setting)}"
+        return Diagnosis(Cause.OPTIMIZER, step, setting, detail)
+    k = _first_difference(mine.samples, theirs.samples)
+    if k:
+        return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))
+    k = _first_difference(mine.inputs, theirs.inputs)
+    if k:
+        return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}")
+    number = next((n for n, (a, b) in enumerate(zip(mine.losses, theirs.losses)) if a != b), None)
+    if number is not None:
+        return _forward(mine, theirs, number, reference, repeats)
+    if mine.loss != theirs.loss or len(mine.losses) != len(theirs.losses):
+        return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", _ratio(mine.loss, theirs.loss))
+    return _gradients(mine, theirs) or _after(mine, theirs)
+
+
+def _forward(
+    mine: StepTrace, theirs: StepTrace, number: int, reference: Trace, repeats: bool | None
+) -> Diagnosis:
+    tensor = f"loss of micro-batch {number}"
+    ratio = _quotient(float.fromhex(theirs.losses[number]), float.fromhex(mine.losses[number]))
+    if repeats is False:
+        return Diagnosis(Cause.OPERATOR, mine.step, tensor)
+    if abs(ratio - 1) < _LAST_BITS:
+        return Diagnosis(Cause.ROUNDING, mine.step, tensor, f"{ratio - 1:+.1e}")
+    return Diagnosis(Cause.MODEL_RANDOMNESS if reference.draws else Cause.FORWARD, mine.step, tensor)
+
+
+def _gradients(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
+    absent = sorted(set(mine.gradients) ^ set(theirs.gradients))
+    if absent:
+        return Diagnosis(Cause.LEFT_OUT, mine.step, repr(absent[0]), "it has a gradient in one of them only")
+    different = [name for name, (digest, _) in mine.gradients.items() if theirs.gradients[name][0] != digest]
+    if not different:
+        return None
+    ratios = {name: _quotient(theirs.gradients[name][1], mine.gradients[name][1]) for name in mine.gradients}
+    first, off = repr(different[0]), [n for n in different if abs(ratios[n] - 1) > _ROUNDING]
+    if not off:
+        return Diagnosis(Cause.REDUCTION_ORDER, mine.step, first, "norms agree but for rounding")
+    middle = statistics.median(ratios.values())
+    alike = [n for n in ratios if abs(ratios[n] / middle - 1) <= _ROUNDING] if middle else []
+    if len(alike) >= 0.9 * len(ratios) and abs(middle - 1) > _ROUNDING:
+        return Diagnosis(Cause.GRADIENT_SCALE, mine.step, first, f"all are {middle:.4g} times as large")
+    if len(off) <= len(ratios) / 2:
+        return Diagnosis(
+            Cause.LEFT_OUT,
+            mine.step,
+            repr(off[0]),
+            f"{len(off)} of {len(ratios)} differ by more than rounding",
+        )
+    return Diagnosis(Cause.GRADIENTS, mine.step, first)
+
+
+def _after(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
+    name = _first_difference(mine.buffers, theirs.buffers)
+    if name:
+        return Diagnosis(Cause.BUFFERS, mine.step, repr(name))
+    name = _first_difference(mine.optimizer, theirs.optimizer)
+    if name:
+        return Diagnosis(Cause.UPDATE, mine.step, f"optimizer state {name!r}")
+    name = _first_difference(mine.parameters, theirs.parameters)
+    if name:
+        return Diagnosis(Cause.UPDATE, mine.step, repr(name))
+    if theirs.apart:
+        return Diagnosis(Cause.REPLICAS, mine.step, repr(theirs.apart[0]))
+    return None
+
+
+def _repeated(step: StepTrace, trace: Trace) -> str:
+    """Says so where every epoch-like repetition reads the same samples again."""
+    seen = [tuple(each.samples.values()) for each in trace.steps]
+    again = [n for n, each in enumerate(seen) if each == tuple(step.samples.values())]
+    return f"the samples of steps {again[0]} and {again[1]} are the same" if len(again) > 1 else ""
+
+
+def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
+    return next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), "")
+
+
+def _ratio(mine: str, theirs: str) -> str:
+    return f"{_quotient(float.fromhex(theirs), float.fromhex(mine)):.6g} times as large"
+
+
+def _quotient(a: float, b: float) -> float:
+    if b:
+        return a / b
+    return 1.0 if not a else math.inf

@@ -1,0 +1,109 @@
+"""``lockstep verify`` on real jobs: equal ones, and some whose own code depends on the layout."""
+
+import json
+
+import pytest
+
+from lockstep.job.config_file import BUILT_IN_JOBS
+
+PARTS = """
+import os
+import torch
+from torch import nn
+from lockstep.data.digits import Digits
+
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+class Shifted(Digits):
+    '''Images that depend on which process reads them.'''
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + RANK, label
+    get_batch = None
+
+class ScaledLoss(nn.CrossEntropyLoss):
+    '''Divides by the number of processes once more.'''
+    def forward(self, output, target):
+        return super().forward(output, target) / WORLD
+
+class Drawing(nn.Module):
+    '''A layer that draws numbers of the process.'''
+    def forward(self, x):
+        return x + 0.1 * torch.rand(x.shape, generator=torch.Generator().manual_seed(RANK))
+
+def net(noisy=False):
+    first = [Drawing()] if noisy else []
+    return nn.Sequential(nn.Flatten(), *first, nn.Linear(64, 10))
+"""
+SHORT = ("--steps", "3", "--devices", "2", "--strategies", "ddp", "--set", "data.workers=0")
+
+
+@pytest.fixture
+def job(tmp_path):
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    text = (BUILT_IN_JOBS / "digits.toml").read_text()
+    (tmp_path / "own.toml").write_text(text.replace("lockstep.models:digits_net", "own_parts:net"))
+    return tmp_path / "own.toml"
+
+
+def verified(process, job, *arguments):
+    result = process("verify", str(job), *SHORT, "--json", "found.json", *arguments)
+    return result, json.loads((job.parent / "found.json").read_text())[-1]
+
+
+def test_a_sound_job_has_equal_bits_in_every_layout(process, tmp_path):
+    result = process(
+        "verify", "digits", "--steps", "2", "--devices", "2", "--set", "data.workers=0", "--json", "all.json"
+    )
+    assert result.returncode == 0, result.stderr
+    found = {each["layout"]: each for each in json.loads((tmp_path / "all.json").read_text())}
+    for each in found.values():
+        assert each["reached"] == each["promised"], each
+        assert each["memory"] and each["milliseconds"] > 0
+    assert {"single on 1", "dp on 2", "ddp on 2", "fsdp on 2", "layers on 2", "pipeline on 2"} <= set(found)
+    assert found["ddp on 2"]["sent"] > 0
+    assert not (tmp_path / "runs").exists(), "verify leaves nothing in the user's folders"
+
+
+def test_a_ring_is_named_as_another_order_of_sums(process, job):
+    result, found = verified(process, job, "--set", "training.reduce=ring", "--devices", "4")
+    assert result.returncode == 0
+    assert (found["promised"], found["reached"], found["cause"]) == ("B", "B", "reduction_order")
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (("loss.target", "own_parts:ScaledLoss"), "forward"),
+        (("model.noisy", "true"), "model_randomness"),
+        (("data.train.target", "own_parts:Shifted"), "augmentation"),
+    ],
+)
+def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, process, job):
+    result, found = verified(process, job, "--set", "=".join(change))
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert found["cause"] == cause
+    assert "differs since step 0" in result.stdout
+
+
+def test_a_layout_that_cannot_run_the_job_says_why(process, job):
+    result = process(
+        "verify",
+        str(job),
+        *SHORT[:4],
+        "--strategies",
+        "pipeline",
+        "--set",
+        "data.workers=0",
+        "--devices",
+        "3",
+    )
+    assert result.returncode == 0, result.stderr
+    assert "pipeline on 3 did not run: strategy 'pipeline' needs 3 stages" in result.stdout
+
+
+def test_mistakes_are_refused_in_a_sentence(process):
+    for arguments in (["--devices", "two"], ["--strategies", "dpp"], ["--steps", "0"]):
+        result = process("verify", "digits", *arguments)
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,132 @@
+"""Where two runs part and why, decided from what was written down of them."""
+
+import copy
+
+import pytest
+
+from lockstep.verify import Cause, StepTrace, Trace, compare
+from lockstep.verify.diagnosis import diagnose
+
+
+def trace(steps=3, **settings):
+    made = Trace(
+        "ddp on 2", "ddp", 2, "A", context={"threads": "1", "optimizers": "SGD"}, start={"w": "s", "b": "s"}
+    )
+    for key, value in settings.items():
+        setattr(made, key, value)
+    made.steps = [
+        StepTrace(
+            step=n,
+            loss=(2.0 - n / 10).hex(),
+            samples={"0": f"i{n}0", "1": f"i{n}1"},
+            inputs={"0": f"x{n}0", "1": f"x{n}1"},
+            losses=[(4.0 - n).hex(), (3.0 - n).hex()],
+            gradients={name: (f"g{n}{name}", 1.0 + n) for name in ("w", "b", "c", "d")},
+            parameters={"w": f"p{n}", "b": f"q{n}"},
+            buffers={"mean": f"m{n}"},
+            optimizer={"0|w|momentum_buffer": f"o{n}"},
+            settings={"lr": "0.1"},
+        )
+        for n in range(steps)
+    ]
+    return made
+
+
+def changed(change, at=1, **settings):
+    other = copy.deepcopy(trace(**settings))
+    for step in other.steps[at:]:
+        change(step)
+    return other
+
+
+def scaled(factor, names=("w", "b", "c", "d")):
+    def change(step):
+        for name in names:
+            digest, norm = step.gradients[name]
+            step.gradients[name] = digest + "!", norm * factor
+
+    return change
+
+
+def put(field, key, value):
+    return lambda step: getattr(step, field).__setitem__(key, value)
+
+
+CASES = {
+    "other samples": (put("samples", "1", "other"), Cause.DATA_ORDER, "micro-batch 1"),
+    "other inputs": (put("inputs", "0", "other"), Cause.AUGMENTATION, "micro-batch 0"),
+    "another loss of a micro-batch": (put("losses", 1, (9.0).hex()), Cause.FORWARD, "loss of micro-batch 1"),
+    "the last bits of a loss": (put("losses", 1, (2.0000001).hex()), Cause.ROUNDING, "loss of micro-batch 1"),
+    "another mean": (lambda step: setattr(step, "loss", (1.0).hex()), Cause.LOSS_WEIGHTING, "loss"),
+    "half of every gradient": (scaled(0.5), Cause.GRADIENT_SCALE, "'w'"),
+    "one gradient": (scaled(0.7, ["c"]), Cause.LEFT_OUT, "'c'"),
+    "the last bits of gradients": (scaled(1.0 + 1e-7), Cause.REDUCTION_ORDER, "'w'"),
+    "a gradient that is missing": (lambda step: step.gradients.pop("d"), Cause.LEFT_OUT, "'d'"),
+    "a buffer": (put("buffers", "mean", "other"), Cause.BUFFERS, "'mean'"),
+    "optimizer state": (
+        put("optimizer", "0|w|momentum_buffer", "other"),
+        Cause.UPDATE,
+        "optimizer state '0|w|mo",
+    ),
+    "a parameter": (put("parameters", "b", "other"), Cause.UPDATE, "'b'"),
+    "a hyperparameter": (put("settings", "lr", "0.2"), Cause.OPTIMIZER, "lr"),
+    "ranks apart": (lambda step: step.apart.append("w"), Cause.REPLICAS, "'w'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_thing_that_differs_has_caused_the_rest(case):
+    change, cause, tensor = CASES[case]
+    found = diagnose(trace(), changed(change))
+    assert (found.cause, found.step) == (cause, 1)
+    assert found.tensor.startswith(tensor)
+
+
+def test_equal_traces_have_no_difference():
+    assert diagnose(trace(), trace()) is None
+    assert compare(trace(), trace(), 0.0).reached == "A"
+
+
+def test_parameters_that_began_differently_come_first():
+    other = changed(put("samples", "0", "other"))
+    other.start["b"] = "other"
+    found = diagnose(trace(), other)
+    assert (found.cause, found.step, found.tensor) == (Cause.START, -1, "'b'")
+
+
+def test_dropout_is_named_where_the_model_draws():
+    found = diagnose(trace(draws=True), changed(put("losses", 0, (9.0).hex())))
+    assert found.cause is Cause.MODEL_RANDOMNESS
+
+
+def test_an_operator_is_named_where_the_reference_does_not_repeat_itself():
+    other = changed(put("losses", 0, (9.0).hex()))
+    assert diagnose(trace(draws=True), other, repeats=False).cause is Cause.OPERATOR
+
+
+@pytest.mark.parametrize(("key", "cause"), [("threads", Cause.THREADS), ("optimizers", Cause.OPTIMIZER)])
+def test_another_context_explains_other_numbers_but_not_other_samples(key, cause):
+    other = changed(scaled(1.0 + 1e-7))
+    other.context[key] = "2"
+    assert diagnose(trace(), other).cause is cause
+    samples = changed(put("samples", "0", "other"))
+    samples.context[key] = "2"
+    assert diagnose(trace(), samples).cause is Cause.DATA_ORDER
+
+
+def test_a_layout_that_did_not_keep_level_a_is_broken_and_one_of_level_b_is_not():
+    other = changed(scaled(1.0 + 1e-7))
+    assert compare(trace(), other, 1e-7).is_broken
+    other.level = "B"
+    found = compare(trace(), other, 1e-7)
+    assert (found.reached, found.is_broken) == ("B", False)
+
+
+def test_a_layout_that_did_not_run_is_not_broken():
+    refused = Trace("pipeline on 2", "pipeline", 2, "", refused="The model is no chain.")
+    assert not compare(trace(), refused, 0.0).is_broken
+
+
+def test_a_trace_survives_being_written(tmp_path):
+    trace().write(tmp_path / "trace.json")
+    assert Trace.read(tmp_path / "trace.json") == trace()
