@@ -13,6 +13,7 @@ from equal bits. That is checked in every step: a replicated gradient or loss th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives import all_gather_flat, let_go_of_groups
 from lockstep.data.batch import Batch
-from lockstep.errors import ConfigError
+from lockstep.errors import ReplicaError
 from lockstep.levels import Level
 from lockstep.plan import Share
 from lockstep.reduce import Reducer
@@ -30,6 +31,7 @@ from lockstep.strategies.groups import Groups
 from lockstep.strategies.replicated import Replicated
 from lockstep.strategies.tensor.exchange import Exchange
 from lockstep.strategies.tensor.plans import plan_of
+from lockstep.strategies.tensor.proof import PlanProof
 from lockstep.strategies.tensor.splitting import Splitter
 from lockstep.strategy_options import TensorOptions
 from lockstep.sums import fold_rows, sum_of_squares
@@ -66,22 +68,16 @@ class TensorParallel(Replicated):
         group = groups.along("tensor")
         assert group is not None, "one rank is no tensor parallel"
         self._exchange, self._data, self._options = Exchange(group), groups.along("data"), options
+        self._proof: PlanProof | None = None
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
-        try:
-            result = super().backward(batch, compute, scale=scale, stop=stop)
-        except RuntimeError as error:
-            if not self._options.plan or self._checked or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ConfigError(
-                f"The first step failed under tensor.plan={list(self._options.plan)}: {error}. If the model runs under "
-                "strategy 'single', the plan splits an activation that some module between 'column' and 'row' needs "
-                "whole: split that module too, or leave these layers whole."
-            ) from error
-        return self._agree(result)
+        if self._proof is not None and batch.micro_batches:
+            self._proof.check(self._model, self._buffers, batch.micro_batches[0], compute)
+            self._proof = None
+        return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all data-parallel holders, shape (holders, n). Collective."""
@@ -145,6 +141,8 @@ class TensorParallel(Replicated):
     def _move(self, model: nn.Module) -> nn.Module:
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
+        if self._options.plan:
+            self._proof = PlanProof(deepcopy(model).to(self.device), self._exchange)
         self._cuts = Splitter(model, self._exchange).split(plan)
         return model.to(self.device)
 
@@ -163,10 +161,9 @@ class TensorParallel(Replicated):
             names = ["the loss"] * result.losses.numel() + [
                 f"the gradient of {name!r}" for name in replicated
             ]
-            raise ConfigError(
-                f"{names[first]} differs between ranks that share the model's layers, so an activation that is split "
-                "was used as if it were whole, or a draw was not keyed. Look at tensor.plan: between 'column' and "
-                "'row', every BatchNorm and dropout must be split too, and nothing else may mix channels."
+            raise ReplicaError(
+                f"{names[first]} differs between ranks that share the model's layers and compute it from the same "
+                "bits: a parameter was changed on one of them alone, or the model draws numbers that are not keyed."
             )
         return replace(result, stop=shared[:, 0].amax(), finite=finite)
 

@@ -1,0 +1,163 @@
+"""Which layers are split, and what a plan is refused for: no process needed."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.models import digits_net, lstm, perceptron, resnet18, resnet50, transformer
+from lockstep.strategies.tensor.cut import Cut
+from lockstep.strategies.tensor.plans import plan_of
+from lockstep.strategies.tensor.splitting import Splitter
+from lockstep.strategy_options import TensorOptions
+
+
+class Ranks:
+    """An exchange that is never used."""
+
+    def __init__(self, ranks, rank=0):
+        self.ranks, self.rank = ranks, rank
+
+
+def chain(*layers):
+    return nn.Sequential(*layers)
+
+
+def test_the_transformer_splits_heads_and_perceptrons():
+    plan = plan_of(transformer(vocabulary_size=9, width=8, depth=1, heads=2), ())
+    assert plan == {
+        "blocks.0.attention.1": "heads",
+        "blocks.0.perceptron.1": "column",
+        "blocks.0.perceptron.3": "row",
+    }
+
+
+def test_a_perceptron_splits_its_layers_in_pairs():
+    plan = plan_of(perceptron(hidden=(8, 6, 4), dropout=0.1), ())
+    assert plan == {"1": "column", "3": "features", "4": "row", "7": "column", "9": "features", "10": "row"}
+
+
+def test_a_convolutional_chain_splits_what_lies_between_two_layers():
+    plan = plan_of(digits_net(width=4), ())
+    assert plan == {
+        "2": "column",
+        "3": "channels",
+        "5": "row",
+        "11": "column",
+        "13": "features",
+        "14": "row",
+    }
+
+
+def test_residual_blocks_split_their_inner_channels():
+    plan = plan_of(resnet18(), ())
+    assert plan["layer1.0.conv1"] == "column" and plan["layer1.0.bn1"] == "channels"
+    assert plan["layer4.1.conv2"] == "row" and "layer1.0.bn2" not in plan and "fc" not in plan
+    assert len(plan) == 8 * 3
+    assert len(plan_of(resnet50(), ())) == 16 * 3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        chain(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)),
+        chain(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4)),
+        chain(nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(4, 4)),
+        chain(nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2)),
+        chain(nn.Linear(4, 6), nn.BatchNorm1d(4), nn.Linear(6, 4)),
+    ],
+    ids=["layer norm", "softmax", "flatten", "groups", "norm of another dim"],
+)
+def test_layers_with_something_between_that_needs_all_features_are_no_pair(model):
+    with pytest.raises(ConfigError, match="found nothing to split in Sequential"):
+        plan_of(model, ())
+
+
+def test_a_model_without_a_plan_is_told_what_would_work():
+    with pytest.raises(
+        ConfigError, match=r"tensor\.plan, such as .*fc1=column.* or use strategy 'fsdp' or 'ddp'"
+    ):
+        plan_of(lstm(num_classes=3, in_features=4), ())
+
+
+def test_a_given_plan_is_completed_in_a_chain():
+    model = chain(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4), nn.Dropout(0.1))
+    assert plan_of(model, ("0=column", "3=row")) == {
+        "0": "column",
+        "3": "row",
+        "1": "channels",
+        "2": "features",
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (("fc=column",), r"'fc', which no module matches"),
+        (("0=column",), r"and '1', a LayerNorm, needs all of them"),
+        (("2=column",), r"no layer puts them together with 'row'"),
+    ],
+)
+def test_a_plan_that_leaves_an_activation_split_is_refused(plan, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        plan_of(chain(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), plan)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"), [("fc1", "has the entry 'fc1'"), ("fc1=colum", "Did you mean 'column'")]
+)
+def test_an_entry_that_cannot_be_read_is_refused(entry, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TensorOptions(plan=(entry,))
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
+    model = perceptron(hidden=(12, 8, 18, 9), num_classes=5)
+    sentence = r"cannot split the 18 heads, features or channels of '5' over 4 ranks\. Use 2 or 3 or 6 ranks"
+    with pytest.raises(ConfigError, match=sentence):
+        Splitter(model, Ranks(4)).split(plan_of(model, ()))
+
+
+def test_sizes_without_a_common_divisor_are_refused():
+    model = perceptron(hidden=(9, 8, 16), num_classes=5)
+    with pytest.raises(ConfigError, match="No number of ranks divides all layers"):
+        Splitter(model, Ranks(2)).split(plan_of(model, ()))
+
+
+def test_a_tied_weight_is_not_split():
+    model = chain(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(ConfigError, match="weight is tied to another layer"):
+        Splitter(model, Ranks(2)).split(plan_of(model, ()))
+
+
+def test_a_kind_that_does_not_fit_its_module_is_refused():
+    model = chain(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="gives '1', a ReLU, the kind 'column'"):
+        Splitter(model, Ranks(2)).split({"1": "column"})
+
+
+def test_what_a_rank_holds_is_its_part():
+    model = transformer(vocabulary_size=9, width=12, depth=1, heads=6, dropout=0.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    cuts = Splitter(model, Ranks(3, 1)).split(plan_of(model, ()))
+    held = model.state_dict()
+    assert list(held) == list(before), "names and their order stay"
+    attention = "blocks.0.attention.1"
+    query = before[f"{attention}.inputs.weight"].view(3, 6, 2, 12)[:, 2:4].reshape(12, 12)
+    assert torch.equal(held[f"{attention}.inputs.weight"], query)
+    assert torch.equal(held[f"{attention}.output.weight"], before[f"{attention}.output.weight"][:, 4:8])
+    assert torch.equal(held["blocks.0.perceptron.1.bias"], before["blocks.0.perceptron.1.bias"][16:32])
+    assert torch.equal(held["blocks.0.perceptron.3.bias"], before["blocks.0.perceptron.3.bias"])
+    whole = [name for name in held if name not in cuts]
+    assert all(torch.equal(held[name], before[name]) for name in whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_parts_make_the_whole(dim, blocks, ranks):
+    whole = torch.arange(18 * 36 * 2).view(18, 36, 2)
+    parts = torch.stack([Cut(dim, ranks, rank, blocks).part(whole) for rank in range(ranks)])
+    assert parts[0].shape[dim] == whole.shape[dim] // ranks
+    assert torch.equal(Cut(dim, ranks, 0, blocks).join(parts), whole)
