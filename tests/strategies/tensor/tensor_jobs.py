@@ -64,4 +64,13 @@ def blocks(dtype=torch.float64):
     return Job(model, sgd(model), data, nn.CrossEntropyLoss(), right, STEPS)
 
 
-JOBS = {"heads": heads, "features": features, "channels": channels, "blocks": blocks}
+def steep(dtype=torch.float32):
+    """A loss whose gradients overflow in half precision, until the loss scale has fallen."""
+    job = features(dtype)
+    job.loss = lambda output, target: 8 * nn.functional.cross_entropy(output, target)
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.005
+    return job
+
+
+JOBS = {"heads": heads, "features": features, "channels": channels, "blocks": blocks, "steep": steep}

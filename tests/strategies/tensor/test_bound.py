@@ -12,6 +12,7 @@ from tests.strategies.tensor.tensor_jobs import JOBS
 from lockstep.launch.light_torch import postpone_compiler
 
 pytestmark = pytest.mark.timeout(300)
+FOUR = ("heads", "features", "channels", "blocks")
 LAYOUTS = {
     "tensor 2": (2, {"strategy": "tensor"}),
     "tensor 3": (3, {"strategy": "tensor"}),
@@ -23,7 +24,10 @@ BOUND = {torch.float64: 1e-10, torch.float32: 1e-3}
 """Largest difference, relative to the tensor's norm (or to 0.001 where that is less)."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "tensor x data")) for name in LAYOUTS],
+)
 def test_twelve_steps_in_float64_are_those_of_one_device(name):
     compare(alone(), laid_out(name), torch.float64)
 
@@ -41,13 +45,14 @@ def test_fp16_skips_the_same_steps_and_trains():
     """A loss scale that begins too high overflows on parts of layers: all ranks must skip the step."""
     options = {"strategy": "tensor", "precision": "fp16"}
     expected = run_ranks(
-        train_jobs, 1, {**options, "strategy": "single"}, torch.float32, ("features",), timeout=120
+        train_jobs, 1, {**options, "strategy": "single"}, torch.float32, ("steep",), timeout=120
     )[0]
-    found = run_ranks(train_jobs, 2, options, torch.float32, ("features",), timeout=120)[0]
-    assert int(found["features"]["skipped"]) == int(expected["features"]["skipped"])
-    for name, tensor in expected["features"].items():
+    found = run_ranks(train_jobs, 2, options, torch.float32, ("steep",), timeout=120)[0]
+    assert int(found["steep"]["skipped"]) > 0
+    assert int(found["steep"]["skipped"]) == int(expected["steep"]["skipped"])
+    for name, tensor in expected["steep"].items():
         if name.startswith("loss"):
-            assert torch.allclose(found["features"][name].double(), tensor.double(), rtol=0.02), name
+            assert torch.allclose(found["steep"][name].double(), tensor.double(), rtol=0.02), name
 
 
 def compare(expected, found, dtype):
@@ -59,7 +64,7 @@ def compare(expected, found, dtype):
             assert difference <= limit, f"{job}, {name}: {difference} is more than {limit}"
 
 
-def train_jobs(world, options, dtype, jobs=tuple(JOBS)):
+def train_jobs(world, options, dtype, jobs=FOUR):
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     return {job: train(world, partial(JOBS[job], dtype), options) for job in jobs}

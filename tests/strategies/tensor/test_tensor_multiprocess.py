@@ -231,6 +231,24 @@ def test_ranks_that_drift_apart_are_found_in_the_same_step():
         assert "differs between ranks that share the model's layers" in said
 
 
+def overflow(world):
+    """Steps skipped, and whether parameters moved, after an overflow in one rank's part of a gradient."""
+    postpone_compiler()
+    job = JOBS["features"](torch.float32)
+    run, optimizer = start(world, job.model, precision="fp16")
+    before = {name: p.detach().clone() for name, p in run.strategy.trainable().items()}
+    if world.rank == 1:
+        run.strategy.trainable()["1.weight"].register_hook(lambda gradient: gradient * torch.inf)
+    for _ in steps(run, optimizer, TensorDataset(*(tensor[:16] for tensor in job.data.tensors))):
+        pass
+    moved = [name for name, p in run.strategy.trainable().items() if not torch.equal(p, before[name])]
+    return run.skipped_steps, moved
+
+
+def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all():
+    assert run_ranks(overflow, 2) == [(1, []), (1, [])]
+
+
 def sums(world):
     """The sum of different tensors of all ranks, by ``Exchange``, forward and backward."""
     import torch.distributed as dist
