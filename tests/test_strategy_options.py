@@ -29,5 +29,5 @@ def test_a_strategy_lays_out_the_whole_world(strategy):
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'dpp' is not known\. Did you mean 'ddp'"):
-        mesh_of("dpp", "", 2)
+    with pytest.raises(ConfigError, match=r"'fspd' is not known\. Did you mean 'fsdp'"):
+        mesh_of("fspd", "", 2)

@@ -13,7 +13,7 @@ from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
 from lockstep.mesh import Mesh
 
-STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "tensor", "hybrid")
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "parameter_server", "tensor", "hybrid")
 """Every ``--strategy``."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
@@ -99,7 +99,16 @@ class TensorOptions(Checked):
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerOptions(Checked):
+    """Table ``[parameter_server]``: who holds the parameters."""
+
+    servers: int = field(default=1, metadata={"check": at_least(1)})
+    """How many of the processes, the last ones, hold parameters and step the optimizer."""
+
+
 OPTIONS: dict[str, Any] = {
+    "parameter_server": ParameterServerOptions,
     "dp": DpOptions,
     "fsdp": FsdpOptions,
     "layers": LayersOptions,
@@ -112,6 +121,7 @@ ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
 
 _AXES = {
+    "parameter_server": "data",
     "single": "data",
     "dp": "data",
     "ddp": "data",

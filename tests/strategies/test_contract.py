@@ -49,6 +49,10 @@ LAYOUTS = [
     *[Layout("dp", 1, {"dp": {"replicas": count}}) for count in (1, 2, 3, 4)],
     *[Layout("layers", 1, {"layers": {"devices": count}}, UNTIED) for count in (2, 3, 4)],
     Layout("hybrid", 2, {"mesh": "data=2,layers=2"}, UNTIED),
+    *[
+        Layout("parameter_server", world, {"parameter_server": {"servers": servers}})
+        for world, servers in ((2, 1), (3, 1), (4, 2), (4, 1))
+    ],
     *[Layout("ddp", world) for world in (2, 3, 4)],
     *[Layout("fsdp", world) for world in (2, 3, 4)],
     *[Layout("pipeline", world, jobs=UNTIED) for world in (2, 3, 4)],

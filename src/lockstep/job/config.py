@@ -26,6 +26,7 @@ from lockstep.strategy_options import (
     DpOptions,
     FsdpOptions,
     LayersOptions,
+    ParameterServerOptions,
     PipelineOptions,
     TensorOptions,
 )
@@ -211,6 +212,7 @@ class JobConfig(Checked):
     dp: DpOptions = field(default_factory=DpOptions)
     layers: LayersOptions = field(default_factory=LayersOptions)
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
+    parameter_server: ParameterServerOptions = field(default_factory=ParameterServerOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     tensor: TensorOptions = field(default_factory=TensorOptions)
     run: RunConfig = field(default_factory=RunConfig)

@@ -18,6 +18,7 @@ from lockstep.strategy_options import (
     DpOptions,
     FsdpOptions,
     LayersOptions,
+    ParameterServerOptions,
     PipelineOptions,
     TensorOptions,
 )
@@ -61,6 +62,8 @@ class RunOptions:
     """Where strategy layers cuts the model."""
     fsdp: FsdpOptions = field(default_factory=FsdpOptions)
     """How strategy fsdp gathers parameters."""
+    parameter_server: ParameterServerOptions = field(default_factory=ParameterServerOptions)
+    """Who holds the parameters under strategy parameter_server."""
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     """How strategy pipeline cuts the model, and in which order its stages compute."""
     tensor: TensorOptions = field(default_factory=TensorOptions)

@@ -72,11 +72,13 @@ class ScaledStep:
         """Steps, unless a gradient was not finite; returns whether it did."""
         if self._scaler is None:
             optimizer.step()
+            self._strategy.after_step()
             return True
         taken: list[bool] = []
         handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         self._scaler.step(optimizer)
         handle.remove()
+        self._strategy.after_step()
         self._stepped = True
         self.skipped += not taken
         return bool(taken)

@@ -15,6 +15,7 @@ from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.groups import Groups
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
+from lockstep.strategies.parameter_server import ParameterServer
 from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
 from lockstep.strategies.tensor import TensorParallel
@@ -23,6 +24,7 @@ from lockstep.strategy_options import (
     DpOptions,
     FsdpOptions,
     LayersOptions,
+    ParameterServerOptions,
     PipelineOptions,
     TensorOptions,
     mesh_of,
@@ -69,6 +71,8 @@ class StrategyOptions(Protocol):
     def layers(self) -> LayersOptions: ...
     @property
     def fsdp(self) -> FsdpOptions: ...
+    @property
+    def parameter_server(self) -> ParameterServerOptions: ...
     @property
     def pipeline(self) -> PipelineOptions: ...
     @property
@@ -161,6 +165,14 @@ def _open_fsdp(options: StrategyOptions, groups: Groups, device: torch.device) -
     )
 
 
+def _open_parameter_server(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("data")
+    if group is None:
+        return _open_single(options, groups, device)
+    servers = options.parameter_server.servers
+    return ParameterServer(device, options.micro_batches, group, servers, options.running_buffers)
+
+
 def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
     if groups.along("pipeline") is None:
         return _open_ddp(options, groups, device)
@@ -217,6 +229,7 @@ _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = 
     "ddp": _open_ddp,
     "layers": _open_layers,
     "fsdp": _open_fsdp,
+    "parameter_server": _open_parameter_server,
     "pipeline": _open_pipeline,
     "tensor": _open_tensor,
     "hybrid": _open_hybrid,

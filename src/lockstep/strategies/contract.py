@@ -2,7 +2,7 @@
 
 1. How is the model placed?                                    ``place``, ``share``
 2. How do local micro-batches become reduced gradients?        ``backward``
-3. How is the optimizer stepped?                               ``step``, ``squares``, ``any_rank``
+3. How is the optimizer stepped?                               ``after_step``, ``squares``, ``any_rank``
 4. How is the full state taken and given?                      ``state``, ``load_state``, ``whole``, ``part``
 5. Which level does it promise?                                ``level``
 
@@ -127,9 +127,8 @@ class Strategy(ABC):
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # whole parameters suit all
         """Raises ``ConfigError`` where an optimizer cannot be stepped on what this strategy holds."""
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Updates the parameters from their gradients."""
-        optimizer.step()
+    def after_step(self) -> None:  # noqa: B027  # most strategies update where they compute
+        """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
     def squares(self) -> Tensor:
         """The sum of squares of each trained parameter's whole gradient; zero where there is none. Collective.

@@ -1,0 +1,63 @@
+"""Workers and servers on real ranks; that the bits are those of one device is in the contract over all strategies."""
+
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.run.jobs import begin, correct, dataset, network
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.launch.light_torch import postpone_compiler
+
+
+def held_and_sent(world, servers):
+    """What each rank's optimizer holds, and what it has sent after three steps."""
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    model = network()
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    run, model, optimizer = begin(
+        model, torch.optim.AdamW, strategy="parameter_server", parameter_server={"servers": servers}
+    )
+    for batch in run.batches(dataset(72)):
+        run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = sum(t.nbytes for each in optimizer.state.values() for t in each.values() if t.dim())
+    names = list(run.strategy.trainable())
+    value = run.evaluate(dataset(seed=2), correct)
+    found = names, state, run.strategy.bytes_sent, sizes, value, run.fingerprint()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(("world", "servers"), [(2, 1), (4, 2)])
+def test_servers_hold_the_keys_and_the_optimizer_state_and_workers_none(world, servers):
+    ranks = run_ranks(held_and_sent, world, servers)
+    workers, kept = ranks[: world - servers], ranks[world - servers :]
+    sizes = ranks[0][3]
+    assert all((names, state) == ([], 0) for names, state, *_ in workers)
+    assert sorted(name for names, *_ in kept for name in names) == sorted(sizes)
+    for names, state, *_ in kept:
+        assert state == 2 * sum(sizes[name] for name in names), "AdamW keeps two values for each"
+    assert len({(value, fingerprint) for *_, value, fingerprint in ranks}) == 1
+
+
+def test_the_traffic_is_what_the_formula_says():
+    """A worker of two has 4 of 8 micro-batches, one node of the tree: it pushes every gradient once a step."""
+    ranks = run_ranks(held_and_sent, 3, 1)
+    whole, steps = sum(ranks[0][3].values()), 3
+    assert [each[2] for each in ranks[:2]] == [steps * whole] * 2
+    assert ranks[2][2] == steps * whole * 2, "the server gives its values to each of two workers"
+
+
+def refused(world):
+    with pytest.raises(ConfigError, match=r"servers=2 leaves no worker among 2 processes\. Use at most 1"):
+        begin(strategy="parameter_server", parameter_server={"servers": 2})
+    return True
+
+
+def test_a_world_of_servers_only_is_refused():
+    assert run_ranks(refused, 2) == [True, True]
