@@ -158,6 +158,7 @@ def _open_fsdp(options: StrategyOptions, groups: Groups, device: torch.device) -
     group = groups.along("fsdp")
     if group is None:
         return _open_single(options, groups, device)
+    _require_ordered(options)
     from lockstep.strategies.fsdp import FullyShardedDataParallel  # FSDP2 takes half a second to import
 
     return FullyShardedDataParallel(
@@ -169,6 +170,7 @@ def _open_parameter_server(options: StrategyOptions, groups: Groups, device: tor
     group = groups.along("data")
     if group is None:
         return _open_single(options, groups, device)
+    _require_ordered(options)
     servers = options.parameter_server.servers
     return ParameterServer(device, options.micro_batches, group, servers, options.running_buffers)
 
@@ -201,6 +203,14 @@ def _open_hybrid(options: StrategyOptions, groups: Groups, device: torch.device)
         known = " and ".join(",".join(f"{name}=N" for name in sorted(each)) for each in _HYBRIDS)
         raise ConfigError(f"strategy 'hybrid' has no layout for the mesh {groups.mesh}. It knows: {known}.")
     return _HYBRIDS[axes](options, groups, device)
+
+
+def _require_ordered(options: StrategyOptions) -> None:
+    if options.reduce != "ordered":
+        raise ConfigError(
+            f"strategy {options.strategy!r} has its own exchange, in the tree's order, and knows no "
+            f"reduce={options.reduce!r}. Use reduce='ordered', or strategy 'ddp'."
+        )
 
 
 def _open_reducer(

@@ -98,7 +98,9 @@ class ModelParallel(Replicated):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        let_go_of_groups(self, *([self._reducer] if self._reducer is not None else []))
+        let_go_of_groups(self)
+        if self._reducer is not None:
+            self._reducer.release()
 
 
 def _first_module(part: Sequence[Link]) -> nn.Module:

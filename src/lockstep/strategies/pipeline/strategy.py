@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import all_gather_flat, let_go_of_groups
+from lockstep.collectives import all_gather_flat
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.levels import Level
 from lockstep.plan import Share
@@ -151,7 +151,8 @@ class Pipeline(Strategy):
         """See ``Strategy.release``."""
         self._groups.release()
         self._wiring.release()
-        let_go_of_groups(*self._reducers)
+        for reducer in self._reducers:
+            reducer.release()
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters of this rank's stages that require a gradient."""
