@@ -104,10 +104,15 @@ class FullyShardedDataParallel(Strategy):
         prior = [(each.held, each.held.grad) for each in self._trained if each.held.grad is not None]
         self._begin(leaves)
         header = torch.zeros(self._header_size, dtype=torch.float64, device=self.device)
-        values = torch.zeros(self._longest, self._buffers.numel, device=self.device)
+        values = torch.zeros(
+            self._longest, self._buffers.numel, dtype=self._buffers.dtype, device=self.device
+        )
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
             loss, weight = compute(micro_batch)
+            if self._buffers.numel and micro_batch.k < leaves:
+                values[place], advanced = self._buffers.take()
+                header[self._counters] += advanced
             counts = [each.used for each in self._trained]
             (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
             self._find_places()
@@ -116,9 +121,6 @@ class FullyShardedDataParallel(Strategy):
                     each.used = count
                 continue
             header[place], header[self._longest + place] = loss.detach(), weight
-            if self._buffers.numel:
-                values[place], advanced = self._buffers.take()
-                header[self._counters] += advanced
         return self._finish(header, values, leaves, stop, prior)
 
     def gather(self, row: Tensor) -> Tensor:
