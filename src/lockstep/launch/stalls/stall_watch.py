@@ -84,11 +84,14 @@ class StallWatch:
         return replace(sight, silence=time.monotonic() - since, limit=self._limit)
 
     def _is_news(self, verdict: StallVerdict, sights: list[Sight]) -> bool:
-        """A run that may still go on is spoken of once for each place at which it stands."""
+        """A run that may still go on is spoken of once for each place at which it stands.
+
+        Of a script without heartbeats nothing is said then: the same line is no sign of standing still.
+        """
         if verdict.kind is not Kind.BUSY:
             return True
-        by_rank = {sight.rank: sight for sight in sights}
-        place = tuple((rank, by_rank[rank].beat.place) for rank in verdict.culprits)
+        beats = {sight.rank: sight.beat for sight in sights if not _writes_no_beats(sight.beat)}
+        place = tuple((rank, beats[rank].place) for rank in verdict.culprits if rank in beats)
         if not place or place in self._told:
             return False
         self._told.add(place)
