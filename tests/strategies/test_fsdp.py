@@ -1,0 +1,165 @@
+"""Sharding over real ranks: the bits of one device, what a rank holds, and what is refused."""
+
+from functools import cache
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.contract_jobs import train_all
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.fingerprint import digest_tensors
+from lockstep.run import Run, RunOptions
+from lockstep.strategies.fsdp.parameters import require_shardable
+from lockstep.strategies.fsdp.rows import rows_of
+from lockstep.strategies.fsdp.units import find_blocks
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_every_row_is_held_by_one_rank_also_where_rows_are_fewer_than_ranks():
+    for rows in (1, 3, 4, 10):
+        for ranks in (2, 3, 4, 8):
+            held = [row for rank in range(ranks) for row in range(rows)[rows_of(rows, ranks, rank)]]
+            assert held == list(range(rows))
+
+
+def test_blocks_are_children_of_containers_that_share_no_parameter():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+    model.small = nn.Sequential(nn.Linear(4, 4))
+    assert list(find_blocks(model)) == ["blocks.0", "blocks.1", "blocks.2"]
+    model.blocks[1].weight = model.blocks[0].weight
+    assert list(find_blocks(model)) == ["blocks.2"]
+
+
+def test_single_numbers_and_channels_last_weights_are_refused():
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match=r"'scale' is a single number.*\(1,\)"):
+        require_shardable(model)
+    convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    with pytest.raises(ConfigError, match=r"'weight' is stored in channels-last.*'ddp'"):
+        require_shardable(convolution)
+
+
+@cache
+def trained(world):
+    settings = {"strategy": "fsdp" if world > 1 else "single"}
+    cases = [(precision, "resnet", {"precision": precision, **settings}) for precision in ("bf16", "fp16")]
+    gathered = {"strategy": "fsdp", "fsdp": {"reshard_after_forward": False}}
+    cases.append(("kept", "perceptron", gathered if world > 1 else settings))
+    return run_ranks(train_all, world, cases, timeout=200)[0]
+
+
+@pytest.mark.parametrize("world", (2, 3, pytest.param(8, marks=pytest.mark.slow)))
+def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(world):
+    expected, found = trained(1), trained(world)
+    for case in expected:
+        wanted, given = digest_tensors(expected[case]), digest_tensors(found[case])
+        assert [name for name in wanted if given.get(name) != wanted[name]] == [], case
+
+
+class Branches(nn.Module):
+    """One layer is used where the first row is large, one never, one is frozen; the head has fewer rows than ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.rare = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.never, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, rows):
+        hidden = self.frozen(self.body(rows))
+        return self.head(self.rare(hidden) if rows[0, 0] > 0.8 else hidden)
+
+
+def branches(world, strategy):
+    """Gradients of two steps by name: whether there is one, and their norm squared; then the parameters' bits."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run = Run(RunOptions.of(global_batch=12, micro_batches=6, threads=1, strategy=strategy), world)
+    model, optimizer = run.prepare(model, optimizer)
+    torch.manual_seed(1)
+    data, found = TensorDataset(torch.rand(24, 4), torch.arange(24) % 2), []
+    for _ in run.epochs(1):
+        for batch in run.batches(data):
+            run.backward(batch, nn.CrossEntropyLoss())
+            held = run.strategy.trainable()
+            found.append({name: parameter.grad is not None for name, parameter in held.items()})
+            found.append(
+                float(run.strategy.squares().cumsum(0)[-1])
+            )  # as clipping adds them: zeros count for nothing
+            optimizer.step()
+            optimizer.zero_grad()
+    found.append({name: tensor.clone() for name, tensor in run.strategy.state()})
+    run.close()
+    return found
+
+
+def test_unused_frozen_and_short_parameters_are_as_on_one_device():
+    (expected,) = run_ranks(branches, 1, "single")
+    for found in run_ranks(branches, 4, "fsdp"):
+        assert found[:-1] == expected[:-1]
+        assert digest_tensors(found[-1]) == digest_tensors(expected[-1])
+    assert not expected[0]["never.weight"] and "frozen.weight" not in expected[0]
+
+
+def held_bytes(world):
+    """Bytes of parameters, gradients and optimizer state on this rank after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    strategy = "fsdp" if world.world_size > 1 else "single"
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy), world)
+    model, optimizer = run.prepare(model, optimizer)
+    data = TensorDataset(torch.rand(8, 48), torch.arange(8) % 48)
+    for _ in run.epochs(1):
+        for batch in run.batches(data):
+            run.backward(batch, nn.CrossEntropyLoss())
+            optimizer.step()
+    sizes = [0, 0, 0]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = [value.nbytes for value in optimizer.state[parameter].values() if value.dim()]
+            for place, size in enumerate((parameter.nbytes, parameter.grad.nbytes, sum(state))):
+                sizes[place] += size
+    kept = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
+    run.close()
+    return [*sizes, kept]
+
+
+def test_parameters_gradients_and_optimizer_state_of_a_rank_fall_with_the_number_of_ranks():
+    (whole,) = run_ranks(held_bytes, 1)
+    for world in (2, 4):
+        for held in run_ranks(held_bytes, world):
+            assert held == [size // world for size in whole]
+
+
+class Whole(torch.optim.SGD):
+    """Not known to be elementwise."""
+
+
+def refusal(world, how):
+    model = nn.Linear(4, 4)
+    optimizer = (Whole if how == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    table = {"cpu_offload": True} if how == "offload" else {}
+    try:
+        options = RunOptions.of(global_batch=4, micro_batches=4, threads=1, strategy="fsdp", fsdp=table)
+        run = Run(options, world)
+        run.prepare(model, optimizer)
+    except ConfigError as error:
+        return str(error)
+    run.close()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("optimizer", "Whole is not known to update each"), ("offload", "on CPUs leave it out")]
+)
+def test_what_sharding_cannot_do_is_refused_on_every_rank(how, said):
+    assert all(said in message for message in run_ranks(refusal, 2, how))
