@@ -117,6 +117,12 @@ OPTIONS: dict[str, Any] = {
 }
 """The class of options of each strategy that has some; a field of that name in ``RunOptions`` and ``JobConfig``."""
 
+WHOLE_MODELS = ("single", "dp", "ddp", "layers")
+"""The strategies in which a process holds the whole model."""
+
+OWN_EXCHANGE = ("fsdp", "parameter_server")
+"""The strategies that exchange gradients in a way of their own, for which no reducer can be chosen."""
+
 ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
 

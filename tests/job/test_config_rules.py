@@ -3,7 +3,8 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.job.config_rules import RULES, device_count, machine_problems
+from lockstep.job.config_rules import RULES, machine_problems
+from lockstep.job.layout_rules import device_count
 
 BROKEN = {
     "global_batch is a multiple of micro_batches": (
@@ -12,6 +13,26 @@ BROKEN = {
     ),
     "single uses one device": (["training.strategy=single", "run.devices=2"], "strategy 'single' uses one"),
     "every rank has a micro-batch": (["run.devices=9"], "9 devices cannot share micro_batches=8"),
+    "a mesh fits the devices": (
+        ["training.strategy=hybrid", "training.mesh=data=2,pipeline=2", "run.devices=cpu:6"],
+        "takes 4 processes and 6 were started",
+    ),
+    "servers leave a worker": (
+        ["training.strategy=parameter_server", "parameter_server.servers=3", "run.devices=cpu:3"],
+        "servers is 3, which leaves no worker among 3 processes. Use at most 2.",
+    ),
+    "a reducer that is chosen is used": (
+        ["training.strategy=fsdp", "training.reduce=ring"],
+        "strategy 'fsdp' has an exchange of its own",
+    ),
+    "fsdp shares out contiguous weights": (
+        ["training.strategy=fsdp", "training.channels_last=true"],
+        "Use false, or strategy 'ddp'",
+    ),
+    "whole models are compiled": (
+        ["training.strategy=pipeline", "training.compile=true"],
+        "holds no whole model in one process",
+    ),
     "tf32 needs CUDA": (["training.precision=tf32", "run.devices=cpu:2"], "Use fp32 or bf16"),
     "powersgd keeps gradients of one scale": (
         ["training.reduce=powersgd", "training.precision=fp16"],
@@ -90,3 +111,32 @@ def test_what_the_machine_adds_is_held_against_the_rules(load):
     assert "16 devices cannot share micro_batches=8" in many[0].text
     no_gpu = machine_problems(load("training.precision=tf32"), 1, "cpu")
     assert "tf32" in no_gpu[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["training.strategy=layers", "run.devices=cpu:12"], ""),
+        (["training.strategy=tensor", "run.devices=cpu:12"], ""),
+        (["training.strategy=parameter_server", "run.devices=cpu:9"], ""),
+        (
+            ["training.strategy=parameter_server", "run.devices=cpu:10"],
+            "9 devices cannot share micro_batches=8. Use at most 9",
+        ),
+        (["training.strategy=hybrid", "training.mesh=data=2,layers=8", "run.devices=cpu:16"], ""),
+        (
+            ["training.strategy=hybrid", "training.mesh=data=2,layers=2", "run.devices=cpu:3"],
+            "Use a multiple of 2",
+        ),
+        (["training.strategy=hybrid", "training.mesh=data=9,layers=1", "run.devices=cpu:9"], "cannot share"),
+        (["training.strategy=hybrid"], "needs one, such as 'data=2,pipeline=2'"),
+        (["training.strategy=ddp", "training.mesh=data=2"], "belongs to strategy 'hybrid'"),
+    ],
+)
+def test_only_what_shares_the_micro_batches_is_counted(load, options, expected):
+    if not expected:
+        load(*options)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(*options)
+    assert expected in str(caught.value)

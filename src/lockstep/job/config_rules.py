@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.job import layout_rules
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig, ScheduleConfig
 from lockstep.job.config_reader import KeyPath, Problem
@@ -26,15 +27,6 @@ class Rule:
     """The setting that the message is about."""
     broken: Callable[[JobConfig], str | None]
     """Says what is wrong with a job, or None."""
-
-
-def device_count(devices: int | str) -> int | None:
-    """How many devices a setting asks for; None where the machine decides."""
-    text = str(devices)
-    if "," in text:
-        return len(text.rstrip(",").split(","))
-    number = text.removeprefix("cpu:")
-    return int(number) if number.isdecimal() else None
 
 
 def broken_rules(job: JobConfig) -> list[Problem]:
@@ -58,23 +50,6 @@ def _batch_is_divisible(job: JobConfig) -> str | None:
         near = max(1, round(batch / parts)) * parts
         return (
             f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
-        )
-    return None
-
-
-def _single_has_one_device(job: JobConfig) -> str | None:
-    count = device_count(job.run.devices)
-    if job.training.strategy == "single" and count is not None and count > 1:
-        return f"is {job.run.devices!r}, but strategy 'single' uses one. Use devices=1, or strategy 'ddp'."
-    return None
-
-
-def _ranks_have_micro_batches(job: JobConfig) -> str | None:
-    count, parts = device_count(job.run.devices), job.training.micro_batches
-    if job.training.strategy != "single" and count is not None and count > parts:
-        return (
-            f"is {job.run.devices!r}: {count} devices cannot share micro_batches={parts}. "
-            f"Use at most {parts} devices, or a recipe with more micro-batches."
         )
     return None
 
@@ -175,8 +150,15 @@ def _run_folder_is_free(job: JobConfig) -> str | None:
 
 RULES = (
     Rule("global_batch is a multiple of micro_batches", ("training", "global_batch"), _batch_is_divisible),
-    Rule("single uses one device", ("run", "devices"), _single_has_one_device),
-    Rule("every rank has a micro-batch", ("run", "devices"), _ranks_have_micro_batches),
+    Rule("single uses one device", ("run", "devices"), layout_rules.single_has_one_device),
+    Rule("every rank has a micro-batch", ("run", "devices"), layout_rules.ranks_have_micro_batches),
+    Rule("a mesh fits the devices", ("training", "mesh"), layout_rules.mesh_fits),
+    Rule("servers leave a worker", ("parameter_server", "servers"), layout_rules.servers_leave_a_worker),
+    Rule("a reducer that is chosen is used", ("training", "reduce"), layout_rules.reducer_is_used),
+    Rule(
+        "fsdp shares out contiguous weights", ("training", "channels_last"), layout_rules.rows_are_contiguous
+    ),
+    Rule("whole models are compiled", ("training", "compile"), layout_rules.compiled_models_are_whole),
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
     Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),
     Rule("SyncBatchNorm has whole shares", ("training", "sync_batch_norm"), _shares_run_at_once),

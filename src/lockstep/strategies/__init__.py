@@ -20,6 +20,7 @@ from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
 from lockstep.strategies.tensor import TensorParallel
 from lockstep.strategy_options import (
+    OWN_EXCHANGE,
     STRATEGIES,
     DpOptions,
     FsdpOptions,
@@ -206,7 +207,7 @@ def _open_hybrid(options: StrategyOptions, groups: Groups, device: torch.device)
 
 
 def _require_ordered(options: StrategyOptions) -> None:
-    if options.reduce != "ordered":
+    if options.reduce != "ordered" and options.strategy in OWN_EXCHANGE:
         raise ConfigError(
             f"strategy {options.strategy!r} has its own exchange, in the tree's order, and knows no "
             f"reduce={options.reduce!r}. Use reduce='ordered', or strategy 'ddp'."
