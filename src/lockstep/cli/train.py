@@ -17,7 +17,7 @@ from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
 from lockstep.mesh import Mesh
-from lockstep.strategy_options import ONE_PROCESS, STRATEGIES
+from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -70,7 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = load_job(arguments.job, overrides(arguments))
     world, command = World.from_environment(), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
-        _refuse(machine_problems(config, world.world_size))
+        count = world.world_size * devices_per_process(config.training.mesh)
+        _refuse(machine_problems(config, count))
         from lockstep.cli.joined_rank import join
 
         join(config, world, ENTRY, command)

@@ -52,7 +52,7 @@ def mesh_fits(job: JobConfig) -> str | None:
         laid_out = Mesh.parse(mesh)
         layers = laid_out.size("layers")
         if count is not None and count % layers:
-            return f"is {mesh!r}: each process gets {layers} devices, and there are {count}. Use a multiple of {layers}."
+            return f"is {mesh!r}: each process gets {layers} devices of {count}. Use a multiple of {layers}."
         if count is not None:
             laid_out.check_world(count // layers)
     except ConfigError as error:
