@@ -146,3 +146,9 @@ def test_a_missing_script_is_a_sentence_and_exit_code_two(command):
     assert code == 2
     assert len(lines) == 1
     assert "absent.py" in lines[0]
+
+
+def test_a_rank_that_works_on_its_own_after_the_last_step_is_waited_for(command):
+    code, lines = command.loop("1:3:late", steps=4).end()
+    assert (code, lines) == (0, [])
+    assert command.stdout == "rank 0 done\n"

@@ -7,7 +7,7 @@ Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later w
 preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
 a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
 the run stands still    SIGTERM at once, 3 s later SIGKILL
-a rank waits to leave   once another has trained nothing for 2 s: SIGTERM, 1 s later SIGKILL
+a rank waits to leave   for 2 s, while another waits for it in a collective: SIGTERM, 1 s later SIGKILL
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox, drain
-from lockstep.launch.stalls import Stall, StallWatch, describe
+from lockstep.launch.stalls import Stall, StallWatch, ask_all, describe
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
 
@@ -64,6 +64,7 @@ class Watch:
         self._sent: set[signal.Signals] = set()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
+        self._leaving_since = self._look_again = time.monotonic()
         self._stall_watch = StallWatch(directory, options.stall_limit)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -163,10 +164,18 @@ class Watch:
         ):
             self._end_within(0.0, _FORCE)
             return
-        beats = [read_beat(self._directory, rank) for rank in self._running]
-        leaving = any(beat and beat.membership is Membership.LEAVING for beat in beats)
-        if leaving and any(beat and _is_stuck(beat, now) for beat in beats):
-            self._end_within(0.0, _STUCK_KILL)
+        beats = [beat for rank in self._running if (beat := read_beat(self._directory, rank)) is not None]
+        if not any(beat.membership is Membership.LEAVING for beat in beats):
+            self._leaving_since, self._look_again = now, now + _STUCK
+        elif now > self._look_again and any(_is_stuck(beat, now) for beat in beats):
+            self._look_again = now + _STUCK
+            if self._is_awaited() or 0 < self._options.stall_limit < now - self._leaving_since:
+                self._end_within(0.0, _STUCK_KILL)
+
+    def _is_awaited(self) -> bool:
+        """Whether a rank that still trains waits for those that leave; it may also be at work on its own."""
+        sights = ask_all(self._directory, self._running, {})
+        return any(sight.waits_in and sight.beat.membership is Membership.JOINED for sight in sights)
 
     def _look_for_stalls(self) -> None:
         """Ends a run in which ranks wait for one that does not come; only mentions one that is merely slow."""
