@@ -39,7 +39,7 @@ def test_the_record_in_the_log_folder_says_who_where_and_why(command):
     record = json.loads((logs_of(command) / "rank-002.error.json").read_text())
     assert (record["rank"], record["phase"], record["epoch"], record["step"]) == (2, "forward", 0, 4)
     assert (record["samples"], record["kind"]) == ([42], "ValueError")
-    assert "Loop(world).run()" in record["traceback"]
+    assert "loop.run()" in record["traceback"]
     assert "the loss does not like this batch" in (logs_of(command) / "rank-002.log").read_text()
 
 
