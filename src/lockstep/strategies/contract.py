@@ -136,9 +136,12 @@ class Strategy(ABC):
         Returns:
             float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
         """
-        gradients = [p.grad for _, p in sorted(self.trainable().items()) if p.grad is not None]
-        sums = [sum_of_squares(gradient).to(self.device) for gradient in gradients]
-        return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.float64, device=self.device)
+        gradients = [parameter.grad for _, parameter in sorted(self.trainable().items())]
+        sums = torch.zeros(max(1, len(gradients)), dtype=torch.float64, device=self.device)
+        for place, gradient in zip(sums, gradients):
+            if gradient is not None:
+                place.copy_(sum_of_squares(gradient))
+        return sums
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share one model. Collective."""

@@ -255,7 +255,7 @@ class FullyShardedDataParallel(Strategy):
             [each.used for each in self._trained], dtype=torch.float64
         )
         header[-2] = float(stop)
-        header[-1] = ~torch.stack(sums).isfinite().all()
+        header[-1] = float(bool(sums) and not bool(torch.stack(sums).isfinite().all()))
         headers = self.gather(header)
         order = torch.arange(leaves, device=self.device)
         losses = headers[order % self._ranks, order // self._ranks]
