@@ -53,6 +53,64 @@ def test_the_traffic_is_what_the_formula_says():
     assert ranks[2][2] == steps * whole * 2, "the server gives its values to each of two workers"
 
 
+def test_servers_give_their_values_to_each_other_too():
+    """Two workers and two servers: all values go from their server to three ranks."""
+    ranks = run_ranks(held_and_sent, 4, 2)
+    sizes, steps = ranks[0][3], 3
+    for names, _, sent, *_ in ranks[2:]:
+        assert sent == steps * 3 * sum(sizes[name] for name in names)
+    assert sum(each[2] for each in ranks[2:]) == steps * 3 * sum(sizes.values())
+
+
+class Versioned(nn.Module):
+    """Its first format kept the weight negated: a state without its version would be turned once more."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return x * self.weight
+
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = -state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def saved_or_resumed(world, directory, resume):
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    model = nn.Sequential(network(), Versioned())
+    run, model, optimizer = begin(model, strategy="parameter_server", directory=directory, resume=resume)
+    if not resume:
+        for batch in run.batches(dataset(72)):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.save()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_state_of_a_module_with_versions_is_read_in_its_own_version(tmp_path):
+    saved = run_ranks(saved_or_resumed, 2, str(tmp_path), "")
+    assert run_ranks(saved_or_resumed, 2, str(tmp_path), "auto") == saved
+
+
+def all_frozen(world):
+    with pytest.raises(ConfigError, match=r"of the parameters all are frozen"):
+        begin(network().requires_grad_(False), strategy="parameter_server")
+    return True
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    assert run_ranks(all_frozen, 2) == [True, True]
+
+
 def refused(world):
     with pytest.raises(ConfigError, match=r"servers=2 leaves no worker among 2 processes\. Use at most 1"):
         begin(strategy="parameter_server", parameter_server={"servers": 2})

@@ -10,6 +10,7 @@ has no micro-batches, and a worker's optimizer has no parameters.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -71,6 +72,10 @@ class ParameterServer(Strategy):
         self._buffers = RunningBuffers(self._model, self._declared)
         self._parameters = dict(self._model.named_parameters())
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        if not trained:
+            raise ConfigError(
+                "Strategy 'parameter_server' trains on servers, but of the parameters all are frozen. Unfreeze some."
+            )
         self._names = list(trained)
         keys = spread({name: p.nbytes for name, p in trained.items()}, self._servers)
         self._store = Store(self._group, keys, trained)
@@ -144,7 +149,10 @@ class ParameterServer(Strategy):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors, on every rank."""
-        self._model.load_state_dict(dict(state))
+        given = OrderedDict(state)
+        # Without the version metadata, torch would take every module's state for one of its oldest format.
+        given._metadata = getattr(self._model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
+        self._model.load_state_dict(given)
 
     def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.whole``: the server that holds a key gives it to all."""
