@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,12 +81,21 @@ def _point(
             and strategy.replicated
         ):
             continue
-        if any(parameter in optimizer.state for parameter in group["params"]):
-            raise ConfigError(
-                f"The {type(optimizer).__name__} has state from before run.prepare, which strategy {strategy.name!r} "
-                "cannot share out. Prepare a fresh optimizer, and resume from a checkpoint of a run."
-            )
+        for name, parameter in zip(group_names, group["params"]):
+            state = optimizer.state.pop(parameter, {})
+            if state and name in held:
+                optimizer.state[held[name]] = {
+                    key: _part(name, value, held[name], parameter, strategy) for key, value in state.items()
+                }
         group["params"] = [held[name] for name in group_names if name in held]
+
+
+def _part(name: str, value: Any, held: Tensor, parameter: Tensor, strategy: Strategy) -> Any:
+    """What is held here of an optimizer's state from before ``prepare``; some optimizers begin with one."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
+        return value
+    part = strategy.part(name, value)
+    return value if part is None else part.detach().to(held.device, copy=True).contiguous()
 
 
 def _refuse_what_needs_whole_models(parts: Parts, options: RunOptions, strategy: Strategy) -> None:

@@ -217,9 +217,10 @@ class Trainer:
         return bool(patience) and self._progress.since_best >= patience
 
     def _bytes_per_step(self) -> float:
-        """Bytes of gradients per step of this process, of the rank that sends most. Collective."""
-        sent = torch.tensor([self._run.strategy.bytes_sent], dtype=torch.float64)
-        most = self._run.strategy.gather(sent.to(self._run.strategy.device)).max()
+        """Bytes per step that the rank sends which sends most. Collective."""
+        strategy = self._run.strategy
+        sent = torch.tensor([strategy.bytes_sent], dtype=torch.float64, device=strategy.device)
+        most = strategy.gather(strategy.any_rank(sent)).max()
         return float(most) / max(1, self._run.position.step - self._first_step)
 
     def _end(self) -> Outcome:
