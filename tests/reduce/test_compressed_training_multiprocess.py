@@ -81,7 +81,7 @@ def train_digits(reduce):
     return right
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_digits_are_read_as_well_within_one_point(world_size):
     ways = ("ordered", "bf16", "powersgd")
     for found in run_ranks(right_answers, world_size, ways):
