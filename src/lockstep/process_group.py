@@ -54,6 +54,7 @@ def open_process_group(
         return
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("start")
+    timeout, arrival_limit = world.patience(timeout), world.patience(arrival_limit)
     store = open_store(world, arrival_limit)
     roll_call(store, world, arrival_limit)
     if world.is_one_host:

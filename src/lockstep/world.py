@@ -31,6 +31,8 @@ class World:
     """Names the run on this host; empty where Lockstep's launcher did not start it."""
     run_directory: str = ""
     """Private folder (0700) shared with the launcher: rendezvous file, heartbeats, error records; empty if none."""
+    is_debugged: bool = False
+    """Whether a debugger may hold up one of the ranks, so that the others must wait for it without a limit."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -53,6 +55,10 @@ class World:
     def is_one_host(self) -> bool:
         """Whether every process of the run is on this host."""
         return self.local_world_size == self.world_size
+
+    def patience(self, seconds: float) -> float:
+        """Seconds to wait for other ranks: as many as asked, 30 days where a debugger may hold one up."""
+        return 30 * 86400.0 if self.is_debugged else seconds
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -78,6 +84,7 @@ class World:
                 rendezvous=variables.get("LOCKSTEP_RENDEZVOUS", "env://"),
                 run_id=variables.get("LOCKSTEP_RUN_ID", ""),
                 run_directory=variables.get("LOCKSTEP_RUN_DIRECTORY", ""),
+                is_debugged="LOCKSTEP_DEBUG_RANK" in variables,
             )
         if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:
             return _from_slurm(variables, read)

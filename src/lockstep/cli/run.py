@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
 from lockstep.errors import EXIT_DONE
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.parent_death import arm, arm_future_children
@@ -48,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time without progress after which a hanging run is explained and ended; 0: never (default: 60)",
     )
+    add_debug_arguments(parser)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
@@ -55,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the script and returns the exit code. ``ConfigError`` before anything is started."""
     target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
-    if World.from_environment().launcher != "python":
+    world = World.from_environment()
+    if world.launcher != "python":
+        refuse_debugger(arguments, world.launcher)
         return _join(target)
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
@@ -65,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         grace=arguments.grace,
         stall_limit=arguments.stall_limit,
     )
-    return supervise(target, options)
+    return supervise(target, with_debug_arguments(options, arguments))
 
 
 def _join(target: ScriptTarget) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
+from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import PRECISIONS, JobConfig
@@ -62,6 +63,7 @@ def add_arguments(parser: Parser) -> None:
         default=[],
         help="any setting, such as optimizer.lr=0.1",
     )
+    add_debug_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
@@ -70,6 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = load_job(arguments.job, overrides(arguments))
     world, command = World.from_environment(), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
+        refuse_debugger(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
         _refuse(machine_problems(config, count))
         from lockstep.cli.joined_rank import join
@@ -83,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         print_plan(config, devices)
         return EXIT_DONE
-    return _supervise(config, devices, command)
+    return _supervise(config, devices, command, arguments)
 
 
 def overrides(arguments: argparse.Namespace) -> list[Override]:
@@ -131,16 +134,17 @@ def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
     return layers
 
 
-def _supervise(config: JobConfig, devices: Devices, command: list[str]) -> int:
+def _supervise(config: JobConfig, devices: Devices, command: list[str], arguments: argparse.Namespace) -> int:
     """Starts the ranks on this host and waits for them."""
-    config = choose_run_folder(config)
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
-        log_directory=str(run_folder(config) / "ranks"),
         grace=config.run.grace,
         stall_limit=config.run.stall_limit,
     )
+    options = with_debug_arguments(options, arguments)
+    config = choose_run_folder(config)
+    options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
     target = EntryTarget(entry=ENTRY, payload={"config": config.to_json(), "command": command})
     with locked(run_folder(config)):
         return supervise(target, options)

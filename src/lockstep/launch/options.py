@@ -34,6 +34,10 @@ class LaunchOptions:
     """Seconds between a preemption signal and the end of ranks that did not stop."""
     stall_limit: float = 60.0
     """Seconds without any progress, at least, after which a run in which ranks wait for one is ended; 0: never."""
+    debug_rank: int | None = None
+    """The rank that waits for a debugger before it begins; set by ``with_debugger``."""
+    debug_port: int = 0
+    """Where it listens, on loopback; 0: any free port."""
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
@@ -71,6 +75,8 @@ def world_environment(
         LOCKSTEP_RUN_DIRECTORY=str(run_directory),
         LOCKSTEP_RENDEZVOUS=f"file://{run_directory / 'rendezvous'}",
     )
+    if options.debug_rank is not None:
+        environment.update(LOCKSTEP_DEBUG_RANK=str(options.debug_rank))
     return environment
 
 

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
 from lockstep.launch import stop_signals
 from lockstep.launch.answering import answer_from_now_on
+from lockstep.launch.debugger import lift_default_limit, wait_for_debugger
 from lockstep.launch.heartbeat import Heartbeat, read_beat
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.records import record_of, result_file, write_record
@@ -51,6 +52,8 @@ class RankTask:
     signal_pipe: int
     """Descriptor on which a signal to the rank reaches the supervisor at once, whatever the rank is doing."""
     target: Target
+    debug_port: int | None = None
+    """Where the rank waits for a debugger before it begins; None: it does not wait."""
 
 
 def run_rank(task: RankTask) -> NoReturn:
@@ -80,6 +83,9 @@ def run_rank(task: RankTask) -> NoReturn:
 def _run(task: RankTask, world: World) -> int:
     try:
         _meet_by_file(world)
+        lift_default_limit(world)
+        if task.debug_port is not None:
+            wait_for_debugger(world.rank, task.debug_port)
         _keep_result(task, run_target(task.target))
         _leave()
         return EXIT_DONE

@@ -74,7 +74,8 @@ def _order(target: Target, options: LaunchOptions, logs: Path) -> dict[str, Any]
         {
             "rank": rank,
             "environment": rank_environment(rank),
-            "log": str(log_file(logs, rank)) if rank else "",
+            "log": str(log_file(logs, rank)) if rank not in (0, options.debug_rank) else "",
+            "debug_port": options.debug_port if rank == options.debug_rank else None,
         }
         for rank in range(options.devices.count)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ class Run:
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
         self.options = options
         world = world or World.from_environment()
+        options = dataclasses.replace(options, timeout=world.patience(options.timeout))
         devices = devices_per_process(options.mesh)
         self._session = Session(world, options.threads, options.timeout, devices)
         self.world, self.device = self._session.world, self._session.device

@@ -1,0 +1,100 @@
+"""Lets a debugger join one rank, which waits for it, while nothing that the other ranks wait for has a limit.
+
+    rank 1   start ── listens on 127.0.0.1 ── waits ── the debugger attaches ── the user's script ...
+    others   start ── meet ........................................... wait for rank 1, however long it stands
+
+debugpy serves the protocol from within the rank: no further process, and no socket but the one on loopback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.launch.options import LaunchOptions
+from lockstep.world import World
+
+DEFAULT_PORT = 5678
+"""The one that debuggers offer first."""
+_HOST = "127.0.0.1"
+_MOST_PORT = 65535
+
+
+def with_debugger(options: LaunchOptions, rank: int, port: int = DEFAULT_PORT) -> LaunchOptions:
+    """The options of a run in which ``rank`` waits for a debugger and no rank is hurried.
+
+    Raises:
+        ConfigError: there is no such rank, debugpy is not installed, or the port cannot be had.
+    """
+    ranks = options.devices.count
+    if not 0 <= rank < ranks:
+        raise ConfigError(
+            f"A debugger on rank {rank} was asked for, and the run has the ranks 0 to {ranks - 1}. Choose one of them, "
+            "or start more with --devices."
+        )
+    if importlib.util.find_spec("debugpy") is None:
+        raise ConfigError(
+            "A debugger on a rank was asked for, and debugpy is not installed in this environment. Install it with: "
+            "pip install 'lockstep-train[debug]'."
+        )
+    _require_free(port)
+    return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0)
+
+
+def wait_for_debugger(rank: int, port: int) -> None:
+    """Listens on loopback, says where, and returns when a debugger has attached and set its breakpoints.
+
+    To be called on the rank that is debugged. The process then serves the debugger for as long as it lives; the
+    processes it starts, such as loader workers, are left alone.
+
+    Args:
+        rank: for the message.
+        port: 0 takes any free one.
+    """
+    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = (
+        "1"  # else it warns of frozen modules of the standard library
+    )
+    debugpy: Any = importlib.import_module("debugpy")
+    debugpy.configure(subProcess=False)
+    try:
+        host, port = debugpy.listen((_HOST, port), in_process_debug_adapter=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"Rank {rank} cannot listen for a debugger on {_HOST}:{port}: {error}. Give another --debug-port."
+        ) from error
+    print(f"lockstep: rank {rank} waits for a debugger at {host}:{port}.", file=sys.stderr, flush=True)
+    debugpy.wait_for_client()
+
+
+def lift_default_limit(world: World) -> None:
+    """Lets a script's own ``init_process_group()`` wait without a limit where a rank is debugged.
+
+    torch has no public place for it, so nothing happens where the constant is not found.
+    """
+    torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
+    if world.is_debugged and hasattr(torch_groups, "default_pg_timeout"):
+        limit = timedelta(seconds=world.patience(0.0))
+        torch_groups.default_pg_timeout = limit  # type: ignore[union-attr]  # hasattr has seen it
+
+
+def _require_free(port: int) -> None:
+    if not 0 <= port <= _MOST_PORT:
+        raise ConfigError(
+            f"The port {port} was asked for; ports are numbers from 1 to {_MOST_PORT}, or 0 for any free one."
+        )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError as error:
+            raise ConfigError(
+                f"The debugger's port {_HOST}:{port} cannot be had: {error.strerror}. Give another --debug-port; 0 "
+                "takes any free one."
+            ) from error

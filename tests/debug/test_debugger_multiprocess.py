@@ -1,0 +1,75 @@
+"""A debugger on one rank: it stops there and reads, and the others wait for as long as it takes."""
+
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from tests.debug.adapter_client import DebugClient
+from tests.debug.held_training import LIMIT
+from tests.launch.command import Command, wait_until
+
+from lockstep.launch.heartbeat import read_beat
+
+pytest.importorskip("debugpy", reason="debugpy is not installed: pip install 'lockstep-train[debug]'")
+
+SCRIPT = Path(__file__).with_name("held_training.py")
+LINE = 1 + SCRIPT.read_text().splitlines().index(
+    "            run.backward(batch, nn.functional.mse_loss)  # stop here"
+)
+OPTIONS = ("--debug-rank", "1", "--debug-port", "0", "--stall-limit", str(LIMIT))
+
+
+@pytest.fixture
+def command(tmp_path):
+    one = Command(tmp_path)
+    yield one
+    one.clean_up()
+
+
+def port_of(command):
+    pattern = re.compile(r"^lockstep: rank 1 waits for a debugger at 127\.0\.0\.1:(\d+)\.$", re.MULTILINE)
+    return int(wait_until(lambda: pattern.search(command.stderr), 60, f"an address; {command.stderr}")[1])
+
+
+def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(command):
+    command.start(SCRIPT, devices="cpu:2", options=OPTIONS)
+    with DebugClient(port_of(command)) as client:
+        client.attach({SCRIPT: [LINE]})
+        thread, frame = client.stopped_at()
+        assert (frame["line"], Path(frame["source"]["path"])) == (LINE, SCRIPT)
+        assert client.value("run.world.rank", frame) == "1"
+        assert client.locals_of(frame)["weight_of_rank"] == "1"
+        client.request("continue", threadId=thread)
+        thread, frame = client.stopped_at()
+        assert client.locals_of(frame)["weight_of_rank"] == "11"
+        _wait_until_rank_0_has_waited(command, 3 * LIMIT)
+        client.request("setBreakpoints", source={"path": str(SCRIPT)}, breakpoints=[])
+        client.request("continue", threadId=thread)
+        code, lines = command.end()
+    assert code == 0, lines
+    assert lines == [line for line in lines if "waits for a debugger" in line]
+    assert sorted(command.stdout.splitlines()) == [
+        f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)
+    ]
+    command.wait_until_nothing_runs()
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_a_debugger(command):
+    command.start(SCRIPT, devices="cpu:2", options=OPTIONS)
+    port = port_of(command)
+    command.signal(signal.SIGINT)
+    assert command.end()[0] == 130
+    assert command.seconds < 6
+    command.wait_until_nothing_runs()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+
+
+def _wait_until_rank_0_has_waited(command, seconds):
+    (directory,) = (path for path in (command.folder / "runtime").iterdir() if path.is_dir())
+    wait_until(
+        lambda: time.monotonic() - read_beat(directory, 0).time > seconds, 60, "rank 0 to wait for rank 1"
+    )
