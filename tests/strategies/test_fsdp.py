@@ -12,9 +12,8 @@ from torch.utils.data import TensorDataset
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import digest_tensors
 from lockstep.run import Run, RunOptions
-from lockstep.strategies.fsdp.parameters import require_shardable
-from lockstep.strategies.fsdp.rows import rows_of
 from lockstep.strategies.fsdp.units import find_blocks
+from lockstep.strategies.rows import require_rows, rows_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,10 +38,10 @@ def test_single_numbers_and_channels_last_weights_are_refused():
     model = nn.Linear(4, 4)
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ConfigError, match=r"'scale' is a single number.*\(1,\)"):
-        require_shardable(model)
+        require_rows(model, "fsdp")
     convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
     with pytest.raises(ConfigError, match=r"'weight' is stored in channels-last.*'ddp'"):
-        require_shardable(convolution)
+        require_rows(convolution, "fsdp")
 
 
 @cache

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import ConfigError
-
 
 class ShardedParameter:
     """One parameter.
@@ -70,18 +68,3 @@ class UseCounter:
                     sharded.used += 1
 
                 parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]  # torch's stub
-
-
-def require_shardable(model: nn.Module) -> None:
-    """Raises ``ConfigError`` naming a parameter that cannot be shared out by rows."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigError(
-                f"Strategy 'fsdp' shares parameters out by rows, and {name!r} is a single number. Give it the shape "
-                "(1,), or use strategy 'ddp'."
-            )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"Strategy 'fsdp' shares contiguous parameters out, and {name!r} is stored in channels-last order. Use "
-                "channels_last=False, or strategy 'ddp'."
-            )

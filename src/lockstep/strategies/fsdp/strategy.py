@@ -16,15 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
 
 from lockstep.buffers import RunningBuffers
 from lockstep.collectives import all_gather_flat, let_go_of_groups
@@ -35,14 +26,13 @@ from lockstep.plan import Share
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.elementwise import require_elementwise
 from lockstep.strategies.fsdp.exchange import OrderedReduceScatter
-from lockstep.strategies.fsdp.parameters import ShardedParameter, UseCounter, require_shardable
-from lockstep.strategies.fsdp.rows import gather_rows, rows_of
-from lockstep.strategies.fsdp.units import find_blocks
+from lockstep.strategies.fsdp.holding import Holding
+from lockstep.strategies.fsdp.parameters import UseCounter
+from lockstep.strategies.fsdp.units import shard
+from lockstep.strategies.rows import require_rows
 from lockstep.strategy_options import FsdpOptions
-from lockstep.sums import fold_rows, row_squares
+from lockstep.sums import fold_rows
 from lockstep.tree import TreeStack
-
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullyShardedDataParallel(Strategy):
@@ -72,30 +62,25 @@ class FullyShardedDataParallel(Strategy):
                 "fsdp.cpu_offload moves parameters from a GPU to the host; on CPUs leave it out."
             )
         self.device, self._group, self._options = device, group, options
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        self.share = Share(holders=self._ranks, holder=self._rank, rounds=True)
+        self._ranks = dist.get_world_size(group)
+        self.share = Share(holders=self._ranks, holder=dist.get_rank(group), rounds=True)
         self.level = Level.TOLERANCE if options.mixed_precision else Level.BITWISE
         self._declared, self._checked = running_buffers, False
         self._longest = self.share.longest(micro_batches)
 
     def place(self, model: nn.Module) -> nn.Module:
         """Shares the parameters out and frees the rest. Collective."""
-        require_shardable(model)
-        self._state_names = [(name, isinstance(value, nn.Parameter)) for name, value in _entries(model)]
-        first = {parameter: name for name, parameter in model.named_parameters()}
-        self._first = {name: first[p] for name, p in model.named_parameters(remove_duplicate=False)}
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        require_rows(model, self.name)
+        self._holding = Holding(model, self._group, self.device)
         model.to(self.device)
         self._buffers = RunningBuffers(model, self._declared)
-        self._exchanges: list[OrderedReduceScatter] = []
-        modules = self._shard(model)
-        self._parameters: dict[str, ShardedParameter] = {}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            self._parameters[name] = ShardedParameter(name, parameter, shapes[name])
-        self._trained = [each for each in self._parameters.values() if each.sharded.requires_grad]
-        UseCounter(self._parameters, modules)
-        self._model = model
+        modules = shard(model, self._group, self.device, self._options)
+        self._exchanges = [OrderedReduceScatter(self._group) for _ in modules]
+        for exchange, module in zip(self._exchanges, modules.values()):
+            exchange.install(module)
+        parameters = self._holding.find()
+        self._trained = [each for each in parameters.values() if each.sharded.requires_grad]
+        UseCounter(parameters, modules)
         return model
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
@@ -131,7 +116,7 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        let_go_of_groups(self, *self._exchanges)
+        let_go_of_groups(self, self._holding, *self._exchanges)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters."""
@@ -142,15 +127,8 @@ class FullyShardedDataParallel(Strategy):
         require_elementwise(optimizer, self.name)
 
     def squares(self) -> Tensor:
-        """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""
-        sizes = [-(-each.shape[0] // self._ranks) for each in self._trained]
-        mine = torch.zeros(sum(sizes), dtype=torch.float64, device=self.device)
-        for each, part in zip(self._trained, torch.split(mine, sizes)):
-            if each.held.grad is not None and each.held.grad.numel():
-                part[: each.held.shape[0]] = row_squares(each.held.grad)
-        parts = torch.split(self.gather(mine), sizes, dim=1)
-        sums = {each.name: fold_rows(p.reshape(-1)[: each.shape[0]]) for each, p in zip(self._trained, parts)}
-        return torch.stack([sums[name] for name in sorted(sums)])
+        """See ``Strategy.squares``."""
+        return self._holding.squares()
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""
@@ -160,54 +138,25 @@ class FullyShardedDataParallel(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        for name, is_parameter in self._state_names:
-            if is_parameter:
-                held = self._parameters[self._first[name]].held
-                yield name, self.whole(self._first[name], held.detach(), held.dtype)
-            else:
-                yield name, buffers[name]
+        return self._holding.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's rows, and all buffers."""
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        with torch.no_grad():
-            for name, is_parameter in self._state_names:
-                if is_parameter:
-                    self._parameters[self._first[name]].held.copy_(self.part(self._first[name], state[name]))
-                else:
-                    buffers[name].copy_(state[name])
+        self._holding.load(state)
 
     def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.whole``."""
         assert part is not None, f"every rank holds rows of {name!r}"
-        return gather_rows(part.to(self.device), self._parameters[name].shape, self._group)
+        return self._holding.whole(name, part)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows."""
-        return whole[rows_of(whole.shape[0], self._ranks, self._rank)]
+        return self._holding.part(whole)
 
     @property
     def bytes_sent(self) -> int:
         """See ``Strategy.bytes_sent``."""
         return sum(exchange.bytes_sent for exchange in self._exchanges)
-
-    def _shard(self, model: nn.Module) -> dict[str, FSDPModule]:
-        mesh = DeviceMesh.from_group(self._group, self.device.type)
-        dtype = _TYPES.get(self._options.mixed_precision)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        offload = CPUOffloadPolicy() if self._options.cpu_offload else OffloadPolicy()
-        modules: dict[str, FSDPModule] = {}
-        for name, module in [*find_blocks(model).items(), ("", model)]:
-            again = self._options.reshard_after_forward and bool(name)
-            sharded = fully_shard(
-                module, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
-            )
-            exchange = OrderedReduceScatter(self._group)
-            exchange.install(sharded)
-            self._exchanges.append(exchange)
-            modules[name] = sharded
-        return modules
 
     @property
     def _counters(self) -> slice:
@@ -296,8 +245,3 @@ class FullyShardedDataParallel(Strategy):
             stack.push_leaf(k, rows[k % self._ranks, k // self._ranks])
         (total,) = stack.take().values()
         self._buffers.finish_step(total, leaves, headers[:, self._counters].sum(0))
-
-
-def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Names of the model's state, in order, each with the tensor itself."""
-    return list(model.state_dict(keep_vars=True).items())

@@ -1,9 +1,22 @@
-"""Which modules are gathered and freed as one: the blocks of a model."""
+"""Which modules of a model are gathered and freed as one, and torch told so."""
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
+from lockstep.strategy_options import FsdpOptions
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
@@ -21,6 +34,30 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         owners.setdefault(parameter, set()).add(owner)
     shared = {owner for names in owners.values() if len(names) > 1 for owner in names}
     return {name: module for name, module in blocks.items() if name not in shared}
+
+
+def shard(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, options: FsdpOptions
+) -> dict[str, FSDPModule]:
+    """Makes FSDP2 share the blocks of a model out, and what is left with the whole of it. Collective.
+
+    Returns:
+        The modules that gather parameters, by name, the whole model last.
+    """
+    mesh = DeviceMesh.from_group(group, device.type)
+    dtype = _TYPES.get(options.mixed_precision)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    return {
+        name: fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=options.reshard_after_forward and bool(name),
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+        for name, module in [*find_blocks(model).items(), ("", model)]
+    }
 
 
 def _size(module: nn.Module) -> int:
