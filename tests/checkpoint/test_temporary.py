@@ -55,13 +55,24 @@ def test_a_process_that_got_the_pid_of_a_dead_one_is_not_taken_for_it(tmp_path):
 
 
 def test_an_entry_of_another_host_is_removed_only_when_it_is_old(tmp_path):
-    fresh = tmp_path / ".step-00000001.00000000-1-1-00000000.partial"
-    old = tmp_path / ".step-00000002.00000000-1-1-00000000.partial"
+    fresh = tmp_path / ".step-00000001.0000000000000000-1-1-00000000.partial"
+    old = tmp_path / ".step-00000002.0000000000000000-1-1-00000000.partial"
     for path in (fresh, old):
         path.mkdir()
     past = time.time() - 7200
     os.utime(old, (past, past))
     assert clean(tmp_path) == [old]
+
+
+def test_an_entry_of_another_process_namespace_goes_once_nobody_holds_it(tmp_path):
+    """A killed container leaves names whose process ids mean nothing outside of it."""
+    with folder_aside(tmp_path / "step-00000001") as aside:
+        place = aside.name.split(".")[2].split("-")[0]
+        moved = aside.with_name(aside.name.replace(place, place[:8] + "0" * 8))
+        aside.rename(moved)
+        assert clean(tmp_path) == []
+    assert clean(tmp_path) == [moved]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_left_behind_is_removed_and_not_followed(tmp_path):

@@ -1,5 +1,6 @@
 """Checkpoints that are complete or absent, verified before use, and free of any process layout."""
 
+from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
 from lockstep.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
@@ -14,6 +15,7 @@ from lockstep.checkpoint.temporary import clean
 from lockstep.checkpoint.writer import export, write
 
 __all__ = [
+    "BackgroundWriter",
     "Best",
     "CheckpointState",
     "Restored",

@@ -3,12 +3,15 @@
     .step-00000450.<place>-<pid>-<start time>-<token>.partial   being written; a rename makes it step-00000450
     .step-00000400.<place>-<pid>-<start time>-<token>.removed   being deleted; no longer seen as a checkpoint
 
-``place`` stands for the boot of a host and a process namespace, where the pid has a meaning.
+``place`` stands for the boot of a host and, in its second half, for a process namespace, where the pid has a
+meaning. What was made in another namespace of the same boot, such as a container that was killed, is known by a
+lock that its maker held.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -16,11 +19,11 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NAME = re.compile(
-    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.(?:partial|removed)"
+    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{16})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.(?:partial|removed)"
 )
 _FOREIGN_AGE = 3600.0
 """Seconds without a change after which a temporary entry of another host counts as left behind."""
@@ -37,11 +40,12 @@ def folder_aside(path: Path) -> Iterator[Path]:
     """Makes a hidden folder to be renamed to ``path`` by the caller; removes it if the caller fails."""
     aside = hidden(path)
     aside.mkdir()
-    try:
-        yield aside
-    finally:
-        if aside.exists():
-            shutil.rmtree(aside, ignore_errors=True)
+    with _held(aside):
+        try:
+            yield aside
+        finally:
+            if aside.exists():
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -54,20 +58,23 @@ def write_whole(path: Path, content: bytes) -> None:
 def file_aside(path: Path) -> Iterator[Path]:
     """Yields a hidden name to write to; afterwards the file is made durable and renamed to ``path``."""
     aside = hidden(path)
-    try:
-        yield aside
-        make_durable(aside)
-        aside.replace(path)
-        make_durable(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
+    aside.touch(0o666, exist_ok=False)
+    with _held(aside):
+        try:
+            yield aside
+            make_durable(aside)
+            aside.replace(path)
+            make_durable(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:
     """Deletes a folder so that it is never seen half deleted under its own name."""
     aside = hidden(path, "removed")
     path.rename(aside)
-    shutil.rmtree(aside)
+    with _held(aside):
+        shutil.rmtree(aside)
 
 
 def clean(directory: Path) -> list[Path]:
@@ -99,19 +106,52 @@ def make_durable(path: Path) -> None:
 
 
 def _is_left_behind(entry: Path, match: re.Match[str]) -> bool:
-    if match["place"] != _place():
-        return time.time() - entry.lstat().st_mtime > _FOREIGN_AGE
-    return _start_time(int(match["pid"])) != int(match["start"])
+    place, here = match["place"], _place()
+    if place == here:
+        return _start_time(int(match["pid"])) != int(match["start"])
+    if place[:8] == here[:8] and not _is_held(entry):
+        return True
+    return time.time() - entry.lstat().st_mtime > _FOREIGN_AGE
+
+
+@contextmanager
+def _held(entry: Path) -> Iterator[None]:
+    """Holds a lock on an entry, which the kernel takes back from a process that is killed."""
+    descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        with suppress(OSError):  # some network file systems have no such locks: then the age decides
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(entry: Path) -> bool:
+    """Whether a process of this boot holds the entry; True where that cannot be told."""
+    try:
+        descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _place() -> str:
-    parts = []
-    for path in (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")):
-        try:
-            parts.append(str(path.readlink()) if path.is_symlink() else path.read_text())
-        except OSError:
-            parts.append("unknown")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+    """Eight digits for the boot of this host, and eight for the process namespace."""
+    return _short(Path("/proc/sys/kernel/random/boot_id")) + _short(Path("/proc/self/ns/pid"))
+
+
+def _short(path: Path) -> str:
+    try:
+        text = str(path.readlink()) if path.is_symlink() else path.read_text()
+    except OSError:
+        text = "unknown"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _start_time(pid: int) -> int:

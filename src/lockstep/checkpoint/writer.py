@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -32,6 +33,36 @@ logger = logging.getLogger(__name__)
 
 _SLACK = 1 << 16
 """Bytes that headers, records and folder entries may take beside the tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A checkpoint whose folder is ready; nothing of it is written yet."""
+
+    path: Path
+    """What it will be called once it is whole."""
+    state: CheckpointState
+    record: bytes
+    """The content of ``state.json``."""
+    step: int
+    keep: int | None
+    protect: frozenset[int]
+
+    def carry_out(self) -> Path:
+        """Writes and commits the checkpoint, deletes older ones, and returns the checkpoint's folder.
+
+        On any failure what was there before is untouched and nothing new is left.
+        """
+        directory = self.path.parent
+        try:
+            with folder_aside(self.path) as aside:
+                _write_files(aside, self.state, self.record, self.step)
+                aside.rename(self.path)
+                make_durable(directory)
+        except (OSError, SafetensorError) as error:
+            raise _not_written(self.step, directory, error) from error
+        _prune_or_warn(directory, self.keep, {self.step, *self.protect})
+        return self.path
 
 
 def write(
@@ -54,11 +85,29 @@ def write(
         keep: how many of the newest checkpoints stay, this one included; None keeps all.
         protect: steps that stay in any case; the recorded best one does without being named.
     """
+    return prepare(directory, state, step=step, keep=keep, protect=protect).carry_out()
+
+
+def prepare(
+    directory: Path | str,
+    state: CheckpointState,
+    *,
+    step: int,
+    keep: int | None = None,
+    protect: Collection[int] = (),
+) -> Order:
+    """The first part of ``write``, to which its arguments belong: refuses what cannot be written.
+
+    Raises:
+        ConfigError: the state holds something that a checkpoint cannot.
+        CheckpointError: the folder cannot be written, or has no room.
+    """
     if keep is not None and keep < 1:
         raise ConfigError(
             f"keep={keep} checkpoints cannot be kept: the one being written is one. Use 1 or more."
         )
     directory = Path(directory)
+    _require_dense({**state.model, **state.optimizer})
     record = canonical(
         {
             "progress": encode(state.progress, "progress"),
@@ -71,17 +120,16 @@ def write(
         clean(directory)
         require_space(directory, state.tensor_bytes + len(record))
         path = name_of(directory, step)
-        with folder_aside(path) as aside:
-            _write_files(aside, state, record, step)
-            aside.rename(path)
-            make_durable(directory)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The checkpoint of step {step} could not be written to {directory}: {error}. "
-            "What was there before is untouched; make room or choose another folder."
-        ) from error
-    _prune_or_warn(directory, keep, {step, *protect})
-    return path
+    except OSError as error:
+        raise _not_written(step, directory, error) from error
+    return Order(path=path, state=state, record=record, step=step, keep=keep, protect=frozenset(protect))
+
+
+def _not_written(step: int, directory: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint of step {step} could not be written to {directory}: {error}. "
+        "What was there before is untouched; make room or choose another folder."
+    )
 
 
 def require_space(directory: Path, needed: int) -> None:
@@ -128,9 +176,7 @@ def _write_files(folder: Path, state: CheckpointState, record: bytes, step: int)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    odd = [f"{name} ({tensor.layout})" for name, tensor in tensors.items() if tensor.layout != torch.strided]
-    if odd:
-        raise ConfigError(f"A checkpoint holds dense tensors only, and these are not: {shorten(odd)}.")
+    _require_dense(tensors)
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     try:
@@ -140,6 +186,12 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         raise ConfigError(
             f"A checkpoint cannot hold {error.args[0]}, the dtype of {shorten(odd)}."
         ) from error
+
+
+def _require_dense(tensors: Mapping[str, Tensor]) -> None:
+    odd = [f"{name} ({tensor.layout})" for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if odd:
+        raise ConfigError(f"A checkpoint holds dense tensors only, and these are not: {shorten(odd)}.")
 
 
 def _plain(tensor: Tensor, seen: set[int]) -> Tensor:
