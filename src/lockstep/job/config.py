@@ -138,6 +138,11 @@ class TrainingConfig(Checked):
     """Evaluations without improvement after which the run ends; 0: never."""
     fingerprint_every: int = field(default=50, metadata={"check": at_least(0)})
     """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    gradients_every: int | None = field(default=None, metadata={"check": at_least(0)})
+    """Optimizer steps between two records of the gradients' bits, which ``lockstep replay`` compares with; none: as
+    ``fingerprint_every``; 0: never."""
+    record_micro_batches: bool = False
+    """Records the gradient of each micro-batch beside that of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 from lockstep.job.assemble import assemble
 from lockstep.job.config import JobConfig
+from lockstep.job.record import record
+from lockstep.job.run_folder import run_folder
 from lockstep.levels import Level
 from lockstep.trainer import Outcome
 from lockstep.world import World
@@ -30,6 +32,7 @@ def main(payload: Any) -> None:
         level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     trainer = assemble(config, world)
+    record(trainer, config, run_folder(config))
     outcome = trainer.fit()
     if world.is_main:
         bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"

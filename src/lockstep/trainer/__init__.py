@@ -2,6 +2,6 @@
 
 from lockstep.trainer.meter import Meter, accuracy
 from lockstep.trainer.progress import Progress
-from lockstep.trainer.trainer import Outcome, Prepared, Rhythm, Settings, Trainer
+from lockstep.trainer.trainer import Outcome, Prepared, Rhythm, Settings, Trainer, Watcher
 
-__all__ = ["Meter", "Outcome", "Prepared", "Progress", "Rhythm", "Settings", "Trainer", "accuracy"]
+__all__ = ["Meter", "Outcome", "Prepared", "Progress", "Rhythm", "Settings", "Trainer", "Watcher", "accuracy"]

@@ -36,6 +36,13 @@ class Settings(Protocol):
     def early_stop(self) -> int: ...  # noqa: D102
 
 
+class Watcher(Protocol):
+    """What stands between the trainer and the gradients of its steps, such as a record of them."""
+
+    def backward(self, batch: Batch, loss: Callable[..., Any], *, follows_save: bool) -> Tensor:
+        """As ``Run.backward``; ``follows_save``: a checkpoint holds the state that the step begins with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
     """When a trainer saves and reads its meters."""
@@ -113,6 +120,8 @@ class Trainer:
         self._samples, self._seconds = 0, 0.0
         self._first_step = run.position.step
         self._saved_step = run.position.step if run.position.step else -1
+        self.watcher: Watcher | None = None
+        """Gets the gradients computed, if there is one."""
 
     def fit(self) -> Outcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
@@ -129,11 +138,11 @@ class Trainer:
         """The steps of one epoch; returns the means of its readings."""
         run, batches = self._run, self.batches()
         start = run.position.step - run.position.done
-        self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self._steps)
+        self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self.steps_per_epoch)
         readings: list[dict[str, float]] = []
         began = time.monotonic()
         self._meter.restart_clock()
-        last = self._steps - 1
+        last = self.steps_per_epoch - 1
         for batch in batches:
             self.train_step(batch)
             self._samples += batch.plan.samples
@@ -154,7 +163,7 @@ class Trainer:
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
-        loss = self._run.backward(batch, self._meter.observed_loss)
+        loss = self._backward(batch)
         if self._settings.clip_norm is not None:
             self._run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
@@ -163,13 +172,20 @@ class Trainer:
         self._meter.add(loss, batch.plan.samples)
         return loss
 
+    def _backward(self, batch: Batch) -> Tensor:
+        if self.watcher is None:
+            return self._run.backward(batch, self._meter.observed_loss)
+        follows_save = batch.plan.step == self._saved_step
+        return self.watcher.backward(batch, self._meter.observed_loss, follows_save=follows_save)
+
     def batches(self) -> Any:
         """The steps of an epoch. Collective."""
         parts, settings = self._parts, self._settings
         return self._run.batches(parts.training_set, drop_last=settings.drop_last, workers=parts.workers)
 
     @property
-    def _steps(self) -> int:
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch."""
         return self._run.steps_per_epoch(self._parts.training_set, drop_last=self._settings.drop_last)
 
     def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:

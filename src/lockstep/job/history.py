@@ -1,0 +1,71 @@
+"""What a run folder says of how it came about: ``job.json``, with one entry for every start of the run.
+
+    {"starts": [{"step": 0, "strategy": "ddp", "ranks": 4, ..., "job": {...}}, {"step": 450, ...}]}
+
+A run that is resumed may have another layout, or other settings, than before; steps belong to the last start at or
+before them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.job.config import JobConfig
+
+FILE = "job.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a run."""
+
+    step: int
+    """The step with which it went on; 0 for a new run."""
+    strategy: str
+    """The layout's name, as in ``hybrid data=2,pipeline=2``."""
+    ranks: int
+    level: str
+    """What the strategy promises: A, B or C."""
+    device: str
+    """Type of the device: cpu or cuda."""
+    context: Mapping[str, Any]
+    """What the bits depend on, see ``lockstep.fingerprint.Context``."""
+    job: JobConfig
+
+    def as_table(self) -> dict[str, Any]:
+        """The entries, ready for JSON."""
+        own = {name: getattr(self, name) for name in ("step", "strategy", "ranks", "level", "device")}
+        return {**own, "context": dict(self.context), "job": json.loads(self.job.to_json())}
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Start:
+        """Reads what ``as_table`` gave; ``ConfigError`` for a job of other settings than are known here."""
+        own = {name: table[name] for name in ("step", "strategy", "ranks", "level", "device", "context")}
+        return cls(**own, job=JobConfig.from_json(json.dumps(table["job"])))
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """The starts of a run, oldest first; ``ConfigError`` where the folder does not tell."""
+    path = folder / FILE
+    if not folder.is_dir():
+        raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
+    if not path.is_file():
+        raise ConfigError(
+            f"'{folder}' holds no {FILE}, in which 'lockstep train' writes down what it runs. Give the folder of a run "
+            "that this version of Lockstep has trained."
+        )
+    try:
+        return [Start.from_table(entry) for entry in json.loads(path.read_bytes())["starts"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
+
+
+def with_start(earlier: Sequence[Start], new: Start) -> str:
+    """The file's text with one more start; those that it goes back behind are left out."""
+    kept = [start for start in earlier if start.step < new.step]
+    return json.dumps({"starts": [start.as_table() for start in (*kept, new)]}, indent=1) + "\n"

@@ -1,0 +1,50 @@
+"""Lets a job that is trained leave behind what ``lockstep replay`` needs: its settings, and digests of gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from lockstep.checkpoint.temporary import write_whole
+from lockstep.errors import ConfigError
+from lockstep.job.config import JobConfig
+from lockstep.job.history import FILE, Start, read_starts, with_start
+from lockstep.levels import Level
+from lockstep.run import Run
+from lockstep.trainer import Trainer
+from lockstep.trainer.gradients import GradientRecorder
+
+
+def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
+    """Writes the job into the run folder, and has digests of gradients written there. Every rank must call this.
+
+    Gradients are recorded where their bits depend on the recipe alone, which level A promises.
+
+    Args:
+        trainer: ready to run.
+        config: what it was made from.
+        folder: of the run.
+    """
+    run, training = trainer.run, config.training
+    if run.is_main:
+        _note_start(run, config, folder)
+    every = training.gradients_every
+    every = training.fingerprint_every if every is None else every
+    if every and run.strategy.level is Level.BITWISE:
+        trainer.watcher = GradientRecorder(run, folder, every, micro_batches=training.record_micro_batches)
+
+
+def _note_start(run: Run, config: JobConfig, folder: Path) -> None:
+    start = Start(
+        step=run.position.step,
+        strategy=" ".join(part for part in (run.options.strategy, run.options.mesh) if part),
+        ranks=run.world.world_size,
+        level=run.strategy.level.value,
+        device=run.device.type,
+        context=run.require_prepared().context.as_dict(),
+        job=config,
+    )
+    earlier: list[Start] = []
+    with contextlib.suppress(ConfigError):  # the first start, or a file that nobody can use
+        earlier = read_starts(folder)
+    write_whole(folder / FILE, with_start(earlier, start).encode())
