@@ -9,7 +9,8 @@ the generator anew for the unit around it:
                  |--- root draws ---|--- block.0 draws ---|--- root draws ---|
 
 so a unit draws the same numbers wherever the ones before it ran: on another rank, another device or another stage.
-Units that cannot draw (a Linear, a ReLU) are left alone, so the usual model pays for its dropouts only.
+Units that cannot draw (a Linear, a ReLU) are left alone, so the usual model pays for its dropouts only, and a model in
+which nothing can draw for nothing: several threads may then run replicas of it at once.
 
 Activation checkpointing runs units again, in backward. It first puts the generator back, whose seed then tells which
 call is meant: the units replay the keys they had when they were entered from that seed.
@@ -100,7 +101,8 @@ class KeyedRandomness:
         self._begun: dict[tuple[int, int], tuple[dict[str, int], dict[tuple[str, int], _Frame]]] = {}
         self._where: tuple[int, int] | None = None
         self._handles: list[RemovableHandle] = []
-        for name, module in (find_units(model) if units is None else units).items():
+        units = find_units(model) if units is None else units
+        for name, module in units.items() if draws_in_forward(model) else ():
             if _may_draw(module):
                 self._watch(name, module)
 

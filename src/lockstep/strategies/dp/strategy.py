@@ -5,30 +5,32 @@
     thread 1, device 1:  k4 k5 k6 k7 =/
 
 Replica 0 is the user's model. On CPUs the replicas share its parameters' memory and have gradients and running buffers
-of their own; on GPUs each has a copy that follows it before every step. Where the model may draw random numbers, the
-replicas take turns: torch has one generator per device type to be keyed, and one key at a time.
+of their own; on GPUs each has a copy that follows it before every step.
+
+Replicas take turns where the model may draw random numbers, since torch has one generator to be keyed; and under
+autocast, since torch has one cache of cast weights for all threads: a thread that leaves autocast empties it, and a
+weight that another one uses twice is then cast twice, whose gradients add up to other bits.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lockstep.buffers import RunningBuffers
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.levels import Level
 from lockstep.plan import share
 from lockstep.randomness import draws_in_forward
 from lockstep.strategies.contract import Compute, StepResult
-from lockstep.strategies.gradients import GradientTree
+from lockstep.strategies.dp.replica import Replica, copy_model
 from lockstep.strategies.replicated import Replicated
 from lockstep.tree import Node, TreeStack, nodes_within
 
@@ -42,47 +44,6 @@ class Computed:
     weight: Tensor
     running: Tensor | None
     advanced: Tensor
-
-
-class Replica:
-    """The model on one device.
-
-    Args:
-        model: on its device.
-        device: where.
-        declared: name patterns of running buffers beside BatchNorm's.
-        buffers: its running buffers, if they are known already.
-        tree: the gradients of its micro-batches, if it is known already.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        declared: Sequence[str],
-        buffers: RunningBuffers | None = None,
-        tree: GradientTree | None = None,
-    ) -> None:
-        self.model, self.device = model, device
-        self.buffers = buffers if buffers is not None else RunningBuffers(model, declared)
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.tree = tree or GradientTree(trainable, None)
-        running = RunningBuffers.names(model, declared)
-        self._others = {name: b for name, b in model.named_buffers() if name not in running}
-
-    def follow(self, first: Replica) -> None:
-        """Takes over what may have changed in replica 0: values, modes, what is frozen."""
-        self.buffers.take_over(first.buffers)
-        for own, theirs in zip(self.model.modules(), first.model.modules()):
-            own.training = theirs.training
-        with torch.no_grad():
-            for mine, other in zip(self.model.parameters(), first.model.parameters()):
-                mine.requires_grad_(other.requires_grad)
-                if mine.data_ptr() != other.data_ptr():
-                    mine.copy_(other, non_blocking=True)
-            for name, buffer in first.model.named_buffers():
-                if name in self._others and self._others[name].data_ptr() != buffer.data_ptr():
-                    self._others[name].copy_(buffer, non_blocking=True)
 
 
 class DataParallel(Replicated):
@@ -112,16 +73,16 @@ class DataParallel(Replicated):
             )
         super().__init__(devices[0], micro_batches, running_buffers=running_buffers)
         self.devices = tuple(devices)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._pool = ThreadPoolExecutor(
             len(devices), "lockstep-replica", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
     def place(self, model: nn.Module) -> nn.Module:
         """Makes the replicas; the user's model is the first."""
-        self._takes_turns = draws_in_forward(model)
+        self._draws = draws_in_forward(model)
         model = model.to(self.device)
-        copies = [_copy(model, device, self._declared) for device in self.devices[1:]]
+        copies = [copy_model(model, device, self._declared) for device in self.devices[1:]]
         placed = super().place(model)
         self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._tree)]
         self._replicas += [
@@ -134,6 +95,7 @@ class DataParallel(Replicated):
         leaves, count = batch.plan.leaves, len(self._replicas)
         shares = [share(leaves, count, number) for number in range(count)]
         self._begin(shares[0], leaves)
+        self._takes_turns = self._draws or _casts(compute, self.device)
         for replica, part in zip(self._replicas[1:], shares[1:]):
             replica.follow(self._replicas[0])
             replica.tree.begin(part.start, part.stop, leaves)
@@ -170,13 +132,10 @@ class DataParallel(Replicated):
     def _run_one(self, replica: Replica, micro_batch: MicroBatch, compute: Compute, scale: float) -> Computed:
         replica.buffers.begin_micro_batch()
         try:
-            if self._takes_turns:
-                with self._turn:
-                    loss, weight = self._forward(replica, micro_batch, compute)
-                    self._backward(loss, scale)
-            else:
+            with self._turn if self._takes_turns else nullcontext():
                 loss, weight = self._forward(replica, micro_batch, compute)
-                self._backward(loss, scale)
+                replica.require_own(loss, self._model)
+                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
         except Exception as error:
             number = self._replicas.index(replica)
             samples = ", ".join(map(str, micro_batch.indices[:8].tolist()))
@@ -187,25 +146,18 @@ class DataParallel(Replicated):
         return Computed(micro_batch.k, loss.detach(), weight, running, advanced)
 
     def _forward(self, replica: Replica, micro_batch: MicroBatch, compute: Compute) -> tuple[Tensor, Tensor]:
-        """Forward pass and loss. Without turns only what is keyed, the loss, is one replica's at a time."""
-        if self._takes_turns and replica.device == self.device:
+        """Forward pass and loss. Without turns only what is keyed, inputs and loss, is one replica's at a time."""
+        if len(self._replicas) == 1:
             return compute(micro_batch, replica.model)
-        arguments, named, target = compute.inputs(micro_batch)
-        moved = [tree_map_only(Tensor, lambda t: t.to(replica.device), each) for each in (arguments, named)]
-        if self._takes_turns:
-            compute.begin(micro_batch)
-        with compute.autocast():
-            output = replica.model(*moved[0], **moved[1])
-        target = tree_map_only(Tensor, lambda t: t.to(replica.device), target)
-        if self._takes_turns:
-            return compute.loss(output, target, micro_batch)
         with self._turn:
             compute.begin(micro_batch)
+            given = tree_map_only(Tensor, lambda t: t.to(replica.device), compute.inputs(micro_batch))
+        arguments, named, target = given
+        with compute.autocast():
+            output = replica.model(*arguments, **named)
+        with self._turn:
+            compute.resume(micro_batch, "forward")
             return compute.loss(output, target, micro_batch)
-
-    @staticmethod
-    def _backward(loss: Tensor, scale: float) -> None:
-        (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
 
     def _collect(self, shares: Sequence[range], leaves: int) -> None:
         """Adds all replicas' tree nodes of each parameter on device 0, for ``_finish``."""
@@ -226,26 +178,14 @@ def _whole(held: dict[Node, Tensor], leaves: int) -> list[Tensor]:
     return list(held.values())
 
 
+def _casts(compute: Compute, device: torch.device) -> bool:
+    """Whether forward passes run under autocast."""
+    with compute.autocast():
+        return torch.is_autocast_enabled(device.type)
+
+
 def _settled(futures: Sequence[Future[list[Computed]]]) -> Sequence[Future[list[Computed]]]:
     """Waits for all, so that no thread is still at work when the first error is raised."""
     for future in futures:
         future.exception()
     return futures
-
-
-def _copy(model: nn.Module, device: torch.device, declared: Sequence[str]) -> nn.Module:
-    """Another replica: on a CPU its parameters, and buffers that do not run, are the memory of the model's own."""
-    running = RunningBuffers.names(model, declared)
-    shared: dict[int, object] = {}
-    if device.type == "cpu":
-        for parameter in model.parameters():
-            shared[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-        shared |= {id(buffer): buffer for name, buffer in model.named_buffers() if name not in running}
-    try:
-        replica = copy.deepcopy(model, shared)
-    except Exception as error:
-        raise ConfigError(
-            f"Strategy 'dp' copies the model for each device, and a {type(model).__name__} cannot be copied: {error}. "
-            "Make it fit copy.deepcopy, or use strategy 'ddp'."
-        ) from error
-    return replica.to(device)

@@ -1,0 +1,335 @@
+"""Replicas in the threads of one process: the bits of one device, the user's own errors, and what is refused."""
+
+import threading
+import traceback
+from functools import cache
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.jobs import JOBS, photos
+from tests.strategies.training import train_all
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.fingerprint import digest_tensors
+from lockstep.models import resnet18
+from lockstep.randomness import KeyedRandomness, draws_in_forward
+from lockstep.run import Run, RunOptions
+from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.dp.replica import copy_model
+from lockstep.world import World
+
+pytestmark = pytest.mark.timeout(120)
+CPU = torch.device("cpu")
+
+
+def rows(count=90, width=6):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, width, generator=generator), torch.arange(count) % 3)
+
+
+def open_run(replicas, **options):
+    strategy = {"strategy": "dp", "dp": {"replicas": replicas}} if replicas else {"strategy": "single"}
+    settings = {"global_batch": 16, "micro_batches": 8, "seed": 3, "threads": 1}
+    return Run(RunOptions.of(**{**settings, **strategy, **options}), World())
+
+
+def train(replicas, make, data=None, *, loss=None, before_step=None, epochs=2, **options):
+    """Every loss, norm, gradient, parameter, buffer and optimizer tensor of a training in this process, as digests."""
+    torch.manual_seed(0)
+    model, run = make(), open_run(replicas, **options)
+    own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    model, optimizer = run.prepare(model, own)
+    found = {}
+    for _ in run.epochs(epochs):
+        for batch in run.batches(data or rows()):
+            if before_step:
+                before_step(model, batch.plan.step)
+            step = f"{batch.plan.step:02}"
+            found[f"loss {step}"] = run.backward(batch, loss or nn.CrossEntropyLoss())
+            found |= {
+                f"{name} gradient {step}": p.grad
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+            found[f"norm {step}"] = run.clip_gradients(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    states = {name: own.state[p] for name, p in model.named_parameters() if p in own.state}
+    found |= {f"{name} {key}": tensor for name, state in states.items() for key, tensor in state.items()}
+    found |= run.state_dict()
+    run.close()
+    return digest_tensors(found)
+
+
+def differing(expected, found):
+    assert set(found) == set(expected)
+    return [name for name in expected if found[name] != expected[name]]
+
+
+class Tied(nn.Module):
+    """A layer whose weight is used at two places, BatchNorm, dropout, and a layer that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(6, 6, bias=False),
+            nn.BatchNorm1d(6),
+            nn.Tanh(),
+            nn.Dropout(0.3),
+            nn.Linear(6, 6),
+            nn.Tanh(),
+        )
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.body[0].weight
+        self.head = nn.Linear(6, 3)
+        self.body[4].requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.again(self.body(x)))
+
+
+def quiet():
+    """BatchNorm and a frozen layer; known to draw nothing, so that replicas compute at once."""
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), frozen, nn.Tanh(), nn.Linear(8, 3))
+
+
+@cache
+def alone(make):
+    return train(0, make)
+
+
+@pytest.mark.parametrize("make", [Tied, quiet], ids=["in turns", "at once"])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+def test_every_number_of_replicas_gives_the_bits_of_one_device(make, replicas):
+    """12 steps; the last of an epoch has 10 rows, which leaves replicas without a micro-batch."""
+    assert draws_in_forward(make()) is (make is Tied)
+    assert differing(alone(make), train(replicas, make)) == []
+
+
+def test_a_step_of_one_micro_batch_leaves_all_other_replicas_idle():
+    for replicas in (2, 4):
+        assert differing(train(0, quiet, rows(18)), train(replicas, quiet, rows(18))) == []
+
+
+@cache
+def jobs_under(replicas):
+    settings = {"strategy": "dp", "dp": {"replicas": replicas}} if replicas else {"strategy": "single"}
+    return run_ranks(train_all, 1, [(job, job, settings, 0) for job in JOBS], timeout=110)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_every_job_that_ddp_is_held_to_has_the_bits_of_one_device(replicas):
+    for job in JOBS:
+        assert differing(jobs_under(0)[job], jobs_under(replicas)[job]) == [], job
+
+
+def test_replicas_on_a_cpu_share_the_memory_of_parameters_and_have_buffers_of_their_own():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    replica = copy_model(model, CPU, ())
+    pairs = list(zip(model.parameters(), replica.parameters()))
+    assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs) and len(pairs) == 4
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(model.buffers(), replica.buffers()))
+
+
+class Twice(nn.Module):
+    """Uses one layer at two places, and between them waits until another replica is in its forward pass too."""
+
+    meeting = threading.Barrier(2)
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(self.layer(x).tanh()))
+
+
+def meet(*_):
+    """Passes as soon as two replicas are here; where they take turns, the first wait ends all further ones."""
+    try:
+        Twice.meeting.wait(0.5)
+    except threading.BrokenBarrierError:
+        return
+
+
+def test_under_autocast_no_replica_empties_the_cache_of_cast_weights_that_another_one_uses(monkeypatch):
+    """Two replicas in forward at once: the one that left autocast first emptied torch's one cache for all threads, the
+    other cast the weight of a layer that it used twice a second time, and its gradient had other bits."""
+    monkeypatch.setattr("lockstep.randomness._draws_through_children", lambda module: type(module) is Twice)
+    assert not draws_in_forward(Twice())
+    wide = rows(96)
+
+    def make():
+        model = Twice()
+        model.layer.register_forward_hook(meet)
+        return model
+
+    expected = train(0, Twice, wide, precision="bf16", epochs=1)
+    monkeypatch.setattr(Twice, "meeting", threading.Barrier(2))
+    found = train(2, make, wide, precision="bf16", epochs=1)
+    assert Twice.meeting.broken, "the replicas did not take turns"
+    assert differing(expected, found) == []
+
+
+def test_no_unit_is_watched_where_nothing_can_draw():
+    """Hooks of two threads would share one stack of units: a replica in its loss had its keys planted over."""
+    quiet_model, drawing = resnet18(num_classes=3), nn.Sequential(resnet18(num_classes=3), nn.Dropout(0.1))
+    KeyedRandomness(quiet_model, 0, CPU)
+    assert not any(module._forward_pre_hooks for module in quiet_model.modules())
+    KeyedRandomness(drawing, 0, CPU)
+    assert any(module._forward_pre_hooks for module in drawing.modules())
+
+
+def noisy_loss(output, target):
+    return nn.functional.cross_entropy(output + 0.1 * torch.rand_like(output), target, reduction="none")
+
+
+def test_a_loss_that_draws_has_its_keys_also_where_replicas_compute_at_once():
+    assert differing(train(0, quiet, loss=noisy_loss), train(3, quiet, loss=noisy_loss)) == []
+
+
+def test_what_is_set_on_the_model_between_steps_reaches_all_replicas():
+    def change(model, step):
+        model.body[3].p = 0.05 * step
+        model.body[1].momentum = 0.1 + 0.05 * step
+        model.body[1].train(step % 2 == 0)
+
+    changed = train(0, Tied, before_step=change)
+    assert differing(alone(Tied), changed)
+    assert differing(changed, train(3, Tied, before_step=change)) == []
+
+
+def failing_at(sample):
+    """The row ``sample`` makes the first layer's hook raise; until then replica 0, with the rows below 4, is kept."""
+    model, failed, finished = (
+        nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 2)),
+        threading.Event(),
+        [],
+    )
+
+    def strict(module, given, output):
+        if sample in given[0]:
+            failed.set()
+            raise ArithmeticError(f"row {sample} is not allowed")
+        assert given[0].min() >= 4 or failed.wait(20)
+        finished.append(given[0].tolist())
+
+    model[0].register_forward_hook(strict)
+    return model, finished
+
+
+def test_an_error_in_a_replica_is_the_users_own_and_no_thread_is_left_at_work():
+    model, finished = failing_at(6.0)
+    run = open_run(2, global_batch=8, micro_batches=4)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.arange(8.0).unsqueeze(1), torch.arange(8) % 2)
+    batch = next(iter(run.batches(data, shuffle=False)))
+    with pytest.raises(ArithmeticError, match=r"row 6.0 is not allowed") as caught:
+        run.backward(batch, nn.CrossEntropyLoss())
+    assert caught.value.__notes__ == ["raised on replica 1, in micro-batch 3 (samples 6, 7)"]
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "strict" and "backward" in frames
+    assert sorted(finished) == [[[0.0], [1.0]], [[2.0], [3.0]], [[4.0], [5.0]]], "a replica was still at work"
+    run.close()
+    for thread in [each for each in threading.enumerate() if each.name.startswith("lockstep-replica")]:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_more_replicas_than_micro_batches_are_refused():
+    said = r"9 replicas cannot share micro_batches=8: each needs at least one. Use at most 8 devices"
+    with pytest.raises(ConfigError, match=said):
+        open_run(9)
+    with pytest.raises(ConfigError, match=said):
+        DataParallel([CPU] * 9, 8, 1)
+
+
+class Locked(nn.Linear):
+    """Holds something that cannot be copied."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.lock = threading.Lock()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that nobody declared."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (
+            Locked,
+            r"a Locked cannot be copied: cannot pickle '_thread.lock' object. Make it fit copy.deepcopy",
+        ),
+        (
+            Counting,
+            r"changes the buffer 'calls', and how its values .* Declare it .*running_buffers=\['calls'\]",
+        ),
+    ],
+)
+def test_a_model_that_replicas_cannot_hold_is_refused(make, said):
+    with pytest.raises(ConfigError, match=said):
+        train(2, make)
+
+
+def one_step(replicas, loss=None, forward=None):
+    """A step in which loss and forward may use the model that the user holds."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    run = open_run(replicas)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = next(iter(run.batches(rows())))
+    run.backward(
+        batch, loss(model) if loss else nn.CrossEntropyLoss(), forward=forward(model) if forward else None
+    )
+    run.close()
+
+
+def decayed(model):
+    cross_entropy = nn.CrossEntropyLoss()
+    return lambda output, target: cross_entropy(output, target) + model[0].weight.square().sum()
+
+
+def test_a_loss_that_uses_the_users_model_is_refused_where_there_are_several():
+    one_step(1, loss=decayed)
+    with pytest.raises(
+        ConfigError, match=r"The loss uses the parameter '0.weight' of the model itself.*'ddp'"
+    ):
+        one_step(2, loss=decayed)
+
+
+def test_a_forward_of_ones_own_is_refused_where_there_are_several_models():
+    def forward(model):
+        return lambda data: model(data[0])
+
+    def loss(model):
+        return lambda output, data: nn.functional.cross_entropy(output, data[1])
+
+    one_step(1, loss, forward)
+    with pytest.raises(ConfigError, match=r"a forward of your own.*Give the model a forward\(input\)"):
+        one_step(2, loss, forward)
+
+
+@pytest.mark.gpus(2)
+def test_gpus_give_the_bits_of_one_gpu():
+    data = photos(40)
+
+    def make():
+        return resnet18(num_classes=5)
+
+    assert differing(train(0, make, data, epochs=1), train(2, make, data, epochs=1)) == []
