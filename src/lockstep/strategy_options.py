@@ -126,6 +126,9 @@ OWN_EXCHANGE = ("fsdp", "parameter_server")
 ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
 
+HYBRIDS = (("data", "layers"), ("data", "pipeline"), ("data", "tensor"), ("fsdp", "pipeline"))
+"""The axes of a mesh that go together, in any order."""
+
 _AXES = {
     "parameter_server": "data",
     "single": "data",
@@ -160,9 +163,26 @@ def mesh_of(strategy: str, mesh: str, world_size: int) -> Mesh:
     if strategy == "hybrid":
         if not mesh:
             raise ConfigError("strategy 'hybrid' needs a mesh, such as mesh='data=2,pipeline=2'.")
-        laid_out = Mesh.parse(mesh)
+        laid_out = hybrid_mesh(mesh)
         laid_out.check_world(world_size)
         return laid_out
     if mesh:
         raise ConfigError(f"mesh={mesh!r} belongs to strategy 'hybrid', and the strategy is {strategy!r}.")
     return Mesh.single(_AXES[strategy], world_size)
+
+
+def hybrid_mesh(text: str) -> Mesh:
+    """Reads the mesh of strategy ``hybrid``; ``ConfigError`` where its axes do not go together."""
+    mesh = Mesh.parse(text)
+    axes = {name for name, _ in mesh.axes}
+    if axes in map(set, HYBRIDS):
+        return mesh
+    known = "; ".join(",".join(f"{name}={mesh.size(name)}" for name in each) for each in HYBRIDS)
+    alone = [name for name, axis in _AXES.items() if {axis} == axes and name in axes | {"ddp"}]
+    other = f", or strategy {alone[0]!r} without a mesh" if alone else ""
+    raise ConfigError(f"strategy 'hybrid' cannot lay out the mesh {mesh}. Use one like {known}{other}.")
+
+
+def shares_rows_out(strategy: str, mesh: str) -> bool:
+    """Whether parameters are shared out by rows, with an exchange of gradients of its own."""
+    return strategy == "fsdp" or (strategy == "hybrid" and "fsdp" in mesh)

@@ -62,6 +62,8 @@ LAYOUTS = [
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED),
     Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
+    Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED),
+    Layout("hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
 ]
 
 

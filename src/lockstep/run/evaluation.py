@@ -91,7 +91,7 @@ def evaluate(
         raise ConfigError(
             "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
         )
-    share = strategy.share
+    share = strategy.evaluation_share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)

@@ -99,7 +99,7 @@ class Feeder:
             self._evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
-                share=self._strategy.share,
+                share=self._strategy.evaluation_share,
                 seed=self._options.seed,
                 workers=workers if workers is not None else source.workers or 0,
                 collate=source.collate,

@@ -13,6 +13,7 @@ from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.ddp import DistributedDataParallel
 from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.groups import Groups
+from lockstep.strategies.hybrid import open_sharded_pipeline
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.one_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.parameter_server import ParameterServer
@@ -20,7 +21,6 @@ from lockstep.strategies.pipeline import Pipeline, open_pipeline
 from lockstep.strategies.single import Single
 from lockstep.strategies.tensor import TensorParallel
 from lockstep.strategy_options import (
-    OWN_EXCHANGE,
     STRATEGIES,
     DpOptions,
     FsdpOptions,
@@ -180,6 +180,7 @@ def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.devic
     if groups.along("pipeline") is None:
         return _open_ddp(options, groups, device)
     return open_pipeline(
+        Pipeline,
         options.pipeline,
         groups,
         device,
@@ -198,16 +199,22 @@ def _open_tensor(options: StrategyOptions, groups: Groups, device: torch.device)
     return TensorParallel(device, k, groups, options.tensor, reducer, buffers)
 
 
+def _open_sharded_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("fsdp") is None:
+        return _open_pipeline(options, groups, device)
+    if groups.along("pipeline") is None:
+        return _open_fsdp(options, groups, device)
+    _require_ordered(options)
+    k, buffers = options.micro_batches, options.running_buffers
+    return open_sharded_pipeline(options.pipeline, options.fsdp, groups, device, k, buffers)
+
+
 def _open_hybrid(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:
-    axes = frozenset(name for name, _ in groups.mesh.axes)
-    if axes not in _HYBRIDS:
-        known = " and ".join(",".join(f"{name}=N" for name in sorted(each)) for each in _HYBRIDS)
-        raise ConfigError(f"strategy 'hybrid' has no layout for the mesh {groups.mesh}. It knows: {known}.")
-    return _HYBRIDS[axes](options, groups, device)
+    return _HYBRIDS[frozenset(name for name, _ in groups.mesh.axes)](options, groups, device)
 
 
 def _require_ordered(options: StrategyOptions) -> None:
-    if options.reduce != "ordered" and options.strategy in OWN_EXCHANGE:
+    if options.reduce != "ordered":
         raise ConfigError(
             f"strategy {options.strategy!r} has its own exchange, in the tree's order, and knows no "
             f"reduce={options.reduce!r}. Use reduce='ordered', or strategy 'ddp'."
@@ -231,8 +238,9 @@ _HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device],
     frozenset({"data", "layers"}): _open_layers,
     frozenset({"data", "pipeline"}): _open_pipeline,
     frozenset({"data", "tensor"}): _open_tensor,
+    frozenset({"fsdp", "pipeline"}): _open_sharded_pipeline,
 }
-"""The axes of a mesh that go together."""
+"""By the axes of a mesh, as in ``strategy_options.HYBRIDS``."""
 
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     "single": _open_single,

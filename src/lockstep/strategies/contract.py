@@ -92,6 +92,11 @@ class Strategy(ABC):
     """Whether every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
     of the user's own need."""
 
+    @property
+    def evaluation_share(self) -> Share:
+        """Which micro-batches of an evaluation this process computes; shared by as many holders as ``share``."""
+        return self.share
+
     @abstractmethod
     def place(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained and returns what the user calls. Collective.

@@ -25,10 +25,10 @@ _FIRST_BUCKET_BYTES = 1 << 20
 class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
-    __slots__ = ("bucket", "name", "parameter", "pushed", "stack", "staging", "total", "used")
+    __slots__ = ("bucket", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used")
 
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name, self.parameter = name, parameter
+    def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter) -> None:
+        self.name, self.parameter, self.held = name, parameter, held
         self.stack: list[Tensor] = []
         self.pushed = 0
         self.used = 0
@@ -43,10 +43,18 @@ class GradientTree:
     Args:
         parameters: trainable parameters by name; the same on every rank.
         reducer: sums over ranks; None on one device.
+        held: where a reducer gives each rank a part of every sum, the parameters that get it, by name; by default the
+            parameters themselves.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: Reducer | None) -> None:
-        self.slots = [Slot(name, parameter) for name, parameter in parameters.items()]
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        reducer: Reducer | None,
+        held: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        held = parameters if held is None else held
+        self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
         self._reducer = reducer
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
         self._merges: tuple[int, ...] = ()
@@ -80,7 +88,7 @@ class GradientTree:
         if self._reducer is None:
             return
         for bucket, members in enumerate(self._members):
-            offset = 0
+            offset = held = 0
             for slot in members:
                 slot.bucket = bucket
                 place = slice(offset, offset + slot.parameter.numel())
@@ -91,8 +99,10 @@ class GradientTree:
                     ]
                     for turn in range(self._reducer.turns)
                 ]
-                slot.total = _shaped_like(slot.parameter, self._reducer.total(bucket)[place])
+                own = self._reducer.total(bucket)[held : held + slot.held.numel()]
+                slot.total = _shaped_like(slot.held, own)
                 offset += slot.parameter.numel()
+                held += slot.held.numel()
 
     def begin(self, start: int, stop: int, leaves: int) -> None:
         """Starts a step in which this rank runs the micro-batches ``start <= k < stop`` of ``leaves``."""
@@ -103,9 +113,9 @@ class GradientTree:
         self._prior = []
         for slot in self.slots:
             slot.stack, slot.pushed, slot.used = [], 0, 0
-            if slot.parameter.grad is not None:
-                self._prior.append((slot.parameter, slot.parameter.grad.clone()))
-                slot.parameter.grad = None
+            if slot.held.grad is not None:
+                self._prior.append((slot.held, slot.held.grad.clone()))
+                slot.held.grad = None
 
     def end_micro_batch(self) -> None:
         """Says that the backward of one micro-batch is done: a parameter it did not reach gets a leaf of zeros."""
@@ -143,7 +153,7 @@ class GradientTree:
                     total = slot.stack[0]
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
-                slot.parameter.grad = total.to(slot.parameter.device)
+                slot.held.grad = total.to(slot.held.device)
             slot.stack = []
         for parameter, before in self._prior:
             parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

@@ -26,9 +26,9 @@ from lockstep.plan import Share
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.elementwise import require_elementwise
 from lockstep.strategies.gradients import GradientTree
-from lockstep.strategies.parameter_server.keys import spread
+from lockstep.strategies.parameter_server.holding import Holding
 from lockstep.strategies.parameter_server.store import Store
-from lockstep.sums import fold_rows, sum_of_squares
+from lockstep.sums import fold_rows
 from lockstep.tree import TreeStack, fold, nodes_within
 
 
@@ -70,17 +70,11 @@ class ParameterServer(Strategy):
         """Spreads the parameters over the servers; every rank keeps the model, the servers their keys. Collective."""
         self._model = model.to(self.device)
         self._buffers = RunningBuffers(self._model, self._declared)
-        self._parameters = dict(self._model.named_parameters())
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        if not trained:
-            raise ConfigError(
-                "Strategy 'parameter_server' trains on servers, but of the parameters all are frozen. Unfreeze some."
-            )
-        self._names = list(trained)
-        keys = spread({name: p.nbytes for name, p in trained.items()}, self._servers)
-        self._store = Store(self._group, keys, trained)
-        self._own = {name: trained[name] for name in self._store.own}
-        self._tree = GradientTree({} if self.share.holder is None else trained, None)
+        server = dist.get_rank(self._group) - self.share.holders
+        self._holding = Holding(self._model, self._servers, server)
+        self._names, self._own = list(self._holding.parameters), self._holding.own
+        self._store = Store(self._group, self._holding)
+        self._tree = GradientTree({} if self.share.holder is None else self._holding.parameters, None)
         return self._model
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
@@ -130,12 +124,8 @@ class ParameterServer(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each server squares its keys."""
-        mine = torch.zeros(len(self._names), dtype=torch.float64, device=self.device)
-        for place, name in enumerate(sorted(self._names)):
-            parameter = self._own.get(name)
-            if parameter is not None and parameter.grad is not None:
-                mine[place] = sum_of_squares(parameter.grad)
-        return self._gather_all(mine).sum(0)  # all but one are zero
+        everyone = self._gather_all(self._holding.squares())
+        return self._holding.folded(everyone.sum(0))  # of each entry, all but one are zero
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""
@@ -155,16 +145,12 @@ class ParameterServer(Strategy):
         self._model.load_state_dict(given)
 
     def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See ``Strategy.whole``: the server that holds a key gives it to all."""
-        shape = self._parameters[name].shape
-        found = torch.empty(shape, dtype=dtype, device=self.device) if part is None else part.to(self.device)
-        found = found.contiguous()
-        dist.broadcast(found, self._store.owner(name), self._group)
-        return found
+        """See ``Strategy.whole``: the servers that hold a parameter give their rows to all."""
+        return self._store.whole(name, part, dtype)
 
     def part(self, name: str, whole: Tensor) -> Tensor | None:
-        """All of it on the server that holds the key."""
-        return whole if name in self._own else None
+        """What this server holds: all of it, or the rows of a large one."""
+        return self._holding.part(name, whole)
 
     @property
     def bytes_sent(self) -> int:
@@ -222,7 +208,7 @@ class ParameterServer(Strategy):
             total = fold(received, leaves, lambda left, right: left.add_(right)).div_(weight)
             flag[0] = float(not bool(total.sum().isfinite()))
             used = dict(zip(self._names, uses))
-            for name, gradient in self._store.views(total).items():
+            for name, gradient in self._holding.views(total).items():
                 self._own[name].grad = gradient if used[name] else None
             for parameter, before in prior:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

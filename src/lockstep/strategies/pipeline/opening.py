@@ -15,6 +15,7 @@ from lockstep.strategy_options import PipelineOptions
 
 
 def open_pipeline(
+    kind: type[Pipeline],
     options: PipelineOptions,
     groups: Groups,
     device: torch.device,
@@ -22,9 +23,10 @@ def open_pipeline(
     running_buffers: Sequence[str],
     make_reducer: Callable[[dist.ProcessGroup], Reducer],
 ) -> Pipeline:
-    """The strategy for a mesh with more than one rank along ``pipeline``, and maybe along ``data``. Collective.
+    """The strategy for a mesh with more than one rank along ``pipeline``, and maybe along ``kind.axis``. Collective.
 
     Args:
+        kind: the strategy's class.
         options: schedule and cuts.
         groups: of the mesh.
         device: of this rank.
@@ -35,14 +37,14 @@ def open_pipeline(
     Raises:
         ConfigError: there are too few micro-batches.
     """
-    check_micro_batches(options, micro_batches, groups.size("data"), groups.size("pipeline"))
-    data = groups.along("data")
+    check_micro_batches(options, micro_batches, groups.size(kind.axis), groups.size("pipeline"))
+    holders = groups.along(kind.axis)
     reducers = []
-    if data is not None:
+    if holders is not None:
         # Stages finish in another order on every holder, so each has a group of its own.
-        lines = [data, *(_one_more(groups) for _ in range(1, options.stages_of_a_rank))]
+        lines = [holders, *(_one_more(groups, kind.axis) for _ in range(1, options.stages_of_a_rank))]
         reducers = [make_reducer(line) for line in lines]
-    return Pipeline(device, micro_batches, groups, reducers, options, running_buffers)
+    return kind(device, micro_batches, groups, reducers, options, running_buffers)
 
 
 def check_micro_batches(options: PipelineOptions, micro_batches: int, holders: int, ranks: int) -> None:
@@ -74,11 +76,11 @@ def check_micro_batches(options: PipelineOptions, micro_batches: int, holders: i
         )
 
 
-def _one_more(groups: Groups) -> dist.ProcessGroup:
-    """One more group of this rank's line of the data axis. Collective over the world."""
+def _one_more(groups: Groups, axis: str) -> dist.ProcessGroup:
+    """One more group of this rank's line of an axis. Collective over the world."""
     everyone = dist.get_process_group_ranks(groups.world)
     mine: dist.ProcessGroup | None = None
-    for line in groups.mesh.lines("data"):
+    for line in groups.mesh.lines(axis):
         group = dist.new_group([everyone[rank] for rank in line])
         mine = group if groups.rank in line else mine
     assert mine is not None, "every rank is in one line"

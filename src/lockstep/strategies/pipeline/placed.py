@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,19 +30,25 @@ class PlacedPipeline(nn.Module):
     Args:
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
+        whole: a context in which the stages have whole parameters.
     """
 
-    def __init__(self, passes: dict[int, Passes], answers: dict[int, Channel]) -> None:
+    def __init__(
+        self,
+        passes: dict[int, Passes],
+        answers: dict[int, Channel],
+        whole: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         super().__init__()
         for number, each in passes.items():
             self.add_module(f"stage{number}", each.stage)
-        self._passes, self._answers = passes, answers
+        self._passes, self._answers, self._whole = passes, answers, whole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, without a graph. Collective over the ranks of the pipeline."""
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
-        with torch.no_grad():
+        with self._whole(), torch.no_grad():
             for each in self._passes.values():
                 output = each.evaluate(kind, args, kwargs)
         channels = list(self._answers.values())

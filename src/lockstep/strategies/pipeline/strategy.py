@@ -10,6 +10,7 @@ micro-batches in the tree, by the same hooks as ``single``. With a data axis, ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,6 +65,8 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    axis = "data"
+    """The axis of the mesh over which micro-batches are shared out."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Pipeline(Strategy):
         running_buffers: Sequence[str] = (),
     ) -> None:
         self.device, self._micro_batches = device, micro_batches
-        self.share = Share(holders=groups.size("data"), holder=groups.coordinate("data"))
+        self.share = Share(holders=groups.size(self.axis), holder=groups.coordinate(self.axis))
         self.level = reducers[0].level if reducers else Level.BITWISE
         self._per_rank = options.stages_of_a_rank
         self._wiring = Wiring(groups, device, around=self._per_rank > 1)
@@ -93,27 +96,19 @@ class Pipeline(Strategy):
         parts = split(chain(model), stages, self._options.split)
         names = [part[-1].name for part in parts]
         mine = range(wiring.place, stages, wiring.length)
-        self._holding = Holding(model, [[link.module for link in part] for part in parts], mine, wiring)
+        modules = [[link.module for link in part] for part in parts]
+        self._holding = self._make_holding(model, modules, mine)
         self._passes: dict[int, Passes] = {}
         self._totals: dict[int, Totals] = {}
         self._longest = self.share.longest(self._micro_batches)
         for local, number in enumerate(mine):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, wiring.neighbours(number, names), parts[number][0].name)
-            reducer = self._reducers[local] if self._reducers else None
-            self._totals[number] = Totals(
-                stage,
-                reducer,
-                self.share,
-                self._micro_batches,
-                self._declared,
-                self.device,
-                2 * self._longest,
-            )
+            self._totals[number] = self._make_totals(stage, local)
         self._holding.keep([each.stage for each in self._passes.values()])
         self._trainable = {n: p for totals in self._totals.values() for n, p in totals.trainable.items()}
         self._answers = wiring.answers(names[-1])
-        return PlacedPipeline(self._passes, self._answers)
+        return PlacedPipeline(self._passes, self._answers, self._whole_stages)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -190,6 +185,21 @@ class Pipeline(Strategy):
     def bytes_sent(self) -> int:
         """Bytes of gradients of parameters; activations and their gradients are not counted."""
         return sum(reducer.bytes_sent for reducer in self._reducers)
+
+    def _make_holding(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]], mine: range) -> Holding:
+        return Holding(model, parts, mine, self._wiring)
+
+    def _make_totals(
+        self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
+    ) -> Totals:
+        """The totals of this rank's stage number ``local``."""
+        reducer = self._reducers[local] if self._reducers else None
+        k, row = self._micro_batches, 2 * self._longest
+        return Totals(stage, reducer, self.share, k, self._declared, self.device, row, held)
+
+    def _whole_stages(self) -> AbstractContextManager[None]:
+        """A context in which this rank's stages have whole parameters."""
+        return nullcontext()
 
     def _expect(
         self, action: Action | None, micro_batches: Sequence[MicroBatch], kinds: list[tuple[object, ...]]

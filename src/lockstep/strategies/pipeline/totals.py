@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -27,6 +27,7 @@ class Totals:
         declared: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
         device: of the stage.
         row: size of the row that ``reduce`` exchanges.
+        held: by name, what gets the gradients where the reducer gives each holder a part of them.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class Totals:
         declared: Sequence[str],
         device: torch.device,
         row: int,
+        held: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.reducer, self._device = reducer, device
         names = [name for name, _ in stage.named_buffers()]
         here = [pattern for pattern in declared if any(fnmatchcase(name, pattern) for name in names)]
         self._buffers = RunningBuffers(stage, here)
         self.trainable = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-        self._tree = GradientTree(self.trainable, reducer)
+        self._tree = GradientTree(self.trainable, reducer, held)
         self._checked = False
         self._running: TreeStack[Tensor] | None = None
         if reducer is not None:
