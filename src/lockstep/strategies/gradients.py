@@ -27,8 +27,9 @@ class Slot:
 
     __slots__ = ("bucket", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used")
 
-    def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter) -> None:
-        self.name, self.parameter, self.held = name, parameter, held
+    def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter | None = None) -> None:
+        self.name, self.parameter = name, parameter
+        self.held = parameter if held is None else held
         self.stack: list[Tensor] = []
         self.pushed = 0
         self.used = 0
