@@ -125,6 +125,7 @@ def _call(rank, world_size, threads, timeout, directory, task):
     import torch
 
     from lockstep.launch.light_torch import postpone_compiler
+    from lockstep.launch.unfinished import wait_for_unfinished
     from lockstep.process_group import open_process_group
     from lockstep.world import World
 
@@ -142,4 +143,7 @@ def _call(rank, world_size, threads, timeout, directory, task):
         run_id="test",
     )
     with open_process_group(world, timeout=timeout, arrival_limit=timeout):
-        return body(world, *args)
+        try:
+            return body(world, *args)
+        finally:
+            wait_for_unfinished()  # the caller kills the process once it has the result

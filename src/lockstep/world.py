@@ -31,6 +31,8 @@ class World:
     """Names the run on this host; empty where Lockstep's launcher did not start it."""
     run_directory: str = ""
     """Private folder (0700) shared with the launcher: rendezvous file, heartbeats, error records; empty if none."""
+    restart: int = 0
+    """How often our launcher has started the run again after a process was lost."""
     is_debugged: bool = False
     """Whether a debugger may hold up one of the ranks, so that the others must wait for it without a limit."""
 
@@ -84,6 +86,7 @@ class World:
                 rendezvous=variables.get("LOCKSTEP_RENDEZVOUS", "env://"),
                 run_id=variables.get("LOCKSTEP_RUN_ID", ""),
                 run_directory=variables.get("LOCKSTEP_RUN_DIRECTORY", ""),
+                restart=read.number("LOCKSTEP_RESTART", default=0),
                 is_debugged="LOCKSTEP_DEBUG_RANK" in variables,
             )
         if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:

@@ -46,7 +46,7 @@ def test_saving_between_backward_and_step_is_refused_and_after_zero_grad_it_is_n
         with pytest.raises(ConfigError, match=r"between run.backward and optimizer.step"):
             run.save()
         optimizer.zero_grad()
-        assert run.save().is_dir()
+        assert run.save(wait=True).is_dir()
         break
 
 

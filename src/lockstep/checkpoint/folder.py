@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.checkpoint.manifest import MANIFEST, read_sealed, seal
 from lockstep.checkpoint.temporary import remove_folder, write_whole
 from lockstep.errors import CheckpointError
+from lockstep.launch.unfinished import wait_for_unfinished
 
 BEST = "best.json"
 _STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
@@ -49,7 +50,11 @@ def committed(directory: Path) -> list[Path]:
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest committed checkpoint of a run folder, not yet verified; None if there is none."""
+    """The newest committed checkpoint of a run folder, not yet verified; None if there is none.
+
+    Waits for what this process is still writing.
+    """
+    wait_for_unfinished()
     paths = [path for path in committed(Path(directory)) if (path / MANIFEST).exists()]
     return paths[-1] if paths else None
 

@@ -1,4 +1,7 @@
-"""Reads a checkpoint only after every byte of it has been verified; nothing in it can run code."""
+"""Reads a checkpoint only after every byte of it has been verified; nothing in it can run code.
+
+What this process is still writing in the background is waited for first.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from lockstep.checkpoint.folder import committed, step_of
 from lockstep.checkpoint.manifest import MODEL, OPTIMIZER, RECORD, Manifest
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
+from lockstep.launch.unfinished import wait_for_unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,7 @@ class Restored:
 
 def verify(path: Path | str) -> Manifest:
     """Compares every byte of a checkpoint with its manifest; ``CheckpointError`` names what differs."""
+    wait_for_unfinished()
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(
@@ -73,12 +78,20 @@ def read(path: Path | str, *, map_location: torch.device | str = "cpu") -> Check
     return CheckpointState(model, optimizer, progress, aliases, records)
 
 
-def read_newest(directory: Path | str, *, map_location: torch.device | str = "cpu") -> Restored | None:
+def read_newest(
+    directory: Path | str, *, map_location: torch.device | str = "cpu", written_by: str = ""
+) -> Restored | None:
     """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
 
     A broken one is passed over with a warning. ``CheckpointError`` lists them where all are broken:
     starting anew without a word would throw the run's work away.
+
+    Args:
+        directory: the run folder.
+        map_location: device of the tensors.
+        written_by: id of the run whose checkpoints count; empty for those of any.
     """
+    wait_for_unfinished()
     refused: list[str] = []
     for path in reversed(committed(Path(directory))):
         try:
@@ -87,7 +100,8 @@ def read_newest(directory: Path | str, *, map_location: torch.device | str = "cp
             logger.warning("Checkpoint passed over: %s", error)
             refused.append(str(error))
         else:
-            return Restored(path, state, tuple(refused))
+            if not written_by or state.progress.get("run") == written_by:
+                return Restored(path, state, tuple(refused))
     if not refused:
         return None
     raise CheckpointError(

@@ -52,6 +52,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _mark(device: int) -> torch.cuda.Event:
     with torch.cuda.device(device):
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
         event.record()
     return event

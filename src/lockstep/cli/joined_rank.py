@@ -26,8 +26,12 @@ from lockstep.launch.heartbeat import Stopped
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.rank import end_process
 from lockstep.launch.run_target import run_target
+from lockstep.launch.unfinished import wait_for_unfinished
 from lockstep.process_group import open_process_group
 from lockstep.world import World
+
+_LAST_WRITE_SECONDS = 2.5
+"""For a checkpoint on its way when a rank fails."""
 
 
 def join(config: JobConfig, world: World, entry: str, command: list[str]) -> None:
@@ -85,6 +89,7 @@ def _end(error: Exception, world: World) -> None:
         print(f"lockstep: rank {world.rank}: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
+    wait_for_unfinished(_LAST_WRITE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code if isinstance(error, LockstepError) else EXIT_RANK)

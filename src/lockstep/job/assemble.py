@@ -85,6 +85,7 @@ def run_options(config: JobConfig) -> RunOptions:
         resume=config.checkpoint.resume,
         force_context=config.checkpoint.force_context,
         keep=config.checkpoint.keep,
+        save_in_background=config.checkpoint.background,
     )
 
 

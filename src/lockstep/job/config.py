@@ -175,6 +175,8 @@ class CheckpointConfig(Checked):
     """Optimizer steps from one checkpoint to the next, beside those of the epochs; 0: none."""
     keep: int = field(default=3, metadata={"check": at_least(1)})
     """Checkpoints that are kept, the newest; the best is kept beside them."""
+    background: bool = True
+    """Writes a checkpoint from a copy of the state while training goes on; false: training waits for the disk."""
     resume: str = ""
     """A run folder or checkpoint to go on from; ``auto``: the job's latest run, if there is one."""
     force_context: bool = False

@@ -6,7 +6,9 @@ open:
     the target returned          threads joined, atexit run, exit 0
     SystemExit 75 or 130         the same: stopped because asked
     SystemExit of another code   exit at once with that code
-    any other exception          an error record in the log folder, exit at once with the error's code
+    any other exception          an error record in the log folder, exit with the error's code
+
+Where it fails or is ended while a checkpoint is on its way, it gives that a moment to become whole.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.records import record_of, result_file, write_record
 from lockstep.launch.run_target import run_target
 from lockstep.launch.targets import FunctionTarget, Target
+from lockstep.launch.unfinished import wait_for_unfinished
 from lockstep.world import World
 
 _LAST_MEETING_SECONDS = 2.0
+_LAST_WRITE_SECONDS = 2.5
+"""For a checkpoint on its way when a rank fails; the supervisor kills three seconds after it said to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +102,13 @@ def _run(task: RankTask, world: World) -> int:
         write_record(Path(task.log_directory), record)
         if task.log:
             print(record.traceback, file=sys.stderr)
+        wait_for_unfinished(_LAST_WRITE_SECONDS)
         return record.exit_code
 
 
 def _leave_with(ending: SystemExit) -> int:
     if isinstance(ending, stop_signals.Ended):
+        wait_for_unfinished(_LAST_WRITE_SECONDS)
         return int(128 + signal.SIGTERM)
     if ending.code is None or isinstance(ending.code, int):
         code = ending.code or EXIT_DONE

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensor
 from lockstep.launch.heartbeat import Stopped
 from lockstep.precision import Precision
-from lockstep.run import saving, start
+from lockstep.run import resuming, saving, start
 from lockstep.run.agreed_data import AgreedData
 from lockstep.run.clipping import clip_gradients
 from lockstep.run.compute import Compute, StepCompute, note
@@ -71,6 +71,7 @@ class Run:
         self._saved: saving.Saved | None = None
         self._pending = Pending()
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
+        self._writer = checkpoint.BackgroundWriter()
         self._unread = Unread(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(self._session.group, self.device, self.position)
         self._session.before_close = self._let_go
@@ -104,6 +105,8 @@ class Run:
         if self._saved is not None:
             raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
         self._session.heartbeat.mark("prepare")
+        if self.is_main:
+            resuming.settle(self.options.directory)
         context, group = describe(self.options, self._session, parts.optimizers), self._session.group
         if group is not None:
             start.agree(parts, context, group, self.device, values_from_main)
@@ -113,9 +116,9 @@ class Run:
         self._evaluation = Evaluation(self._compute, self._randomness, self.strategy)
         self._parts, self._pending = parts, Pending(parts.optimizers)
         self._saved = saving.Saved(
-            parts, placed, self.strategy, group, self._precision, self.position, context
+            parts, placed, self.strategy, group, self._precision, self.position, context, self.world.run_id
         )
-        if self.options.resume and saving.take_up(self._saved, self.options, self.fingerprint):
+        if resuming.take_up(self._saved, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = self._saved.extra
             self._agreed_data.resume()
         step, forget = partial(self._pending.step, take=self._scaled_step.step), self._pending.forget
@@ -218,13 +221,18 @@ class Run:
             loader, metric, step=step, model=model, forward=forward, finish=finish, note=noted
         )
 
-    def save(self) -> Path | None:
+    def save(self, *, wait: bool = False) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
-        Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done.
+        Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done. The state is
+        copied and training goes on while the copy is written. What goes wrong with that, such as a full disk, is raised
+        on the main process at the end of the next step, by the next save, or at the end of the program.
+
+        Args:
+            wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
 
         Returns:
-            The checkpoint's folder on the main process, None on the others.
+            The folder that the checkpoint has, or will have, on the main process; None on the others.
         """
         saved = self.require_prepared()
         if self.options.directory is None:
@@ -239,10 +247,14 @@ class Run:
         fingerprint, saved.extra = self.fingerprint(), self.extra
         if not self.is_main and self.strategy.replicated:
             return None
+        self._writer.finish()
         state, step = saved.capture(fingerprint, keep=self.is_main), self.position.step
         if not self.is_main:
             return None
-        return checkpoint.write(self.options.directory, state, step=step, keep=self.options.keep)
+        directory, keep, owned = self.options.directory, self.options.keep, not self.strategy.replicated
+        if wait or not self.options.save_in_background:
+            return checkpoint.write(directory, state, step=step, keep=keep)
+        return self._writer.write(directory, state, step=step, keep=keep, owned=owned)
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
@@ -271,6 +283,9 @@ class Run:
         self._session.close()
 
     def _let_go(self) -> None:
+        if self._writer.busy:
+            self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+        self._writer.finish()
         self.strategy.release()
         let_go_of_groups(self._agreed_data, *([self._saved] if self._saved is not None else []))
 
@@ -298,12 +313,13 @@ class Run:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
         self._pending.begin_batch()
         self._scaled_step.settle()
+        self._writer.check()
         every, position = self.options.fingerprint_every, self.position
         if every and position.step % every == 0:
             self.fingerprint()
         if self._unread.stop and not self._pending:
             if self.options.directory is not None:
-                self.save()
+                self.save(wait=True)
             raise Stopped(self._unread.stop)
         note(self._session.heartbeat, "data", position.epoch, position.step)
 

@@ -77,6 +77,8 @@ class RunOptions:
     """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""
     keep: int | None = 3
     """How many checkpoints stay, beside the best; None for all."""
+    save_in_background: bool = True
+    """Write checkpoints from a copy of the state while training goes on; False: training waits for the disk."""
     fingerprint_every: int = 100
     """Steps between comparisons of all parameters over the ranks; 0 for none."""
     shared_memory: bool = True

@@ -1,12 +1,10 @@
-"""Writes a run's whole state as a checkpoint, and takes it up again on any number of processes."""
+"""All that a checkpoint of a run covers: given as a whole state, and taken up again on any number of processes."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -19,13 +17,10 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
 from lockstep.run import whole_state
-from lockstep.run.options import RunOptions
 from lockstep.run.parts import Parts
 from lockstep.run.placing import Placed
 from lockstep.run.position import Position
 from lockstep.strategies import Strategy
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,11 +34,13 @@ class Saved:
     precision: Precision
     position: Position
     context: Context
+    run_id: str = ""
+    """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the user, or the trainer, stores beside it; must survive JSON."""
 
     def capture(self, fingerprint: str, *, keep: bool) -> CheckpointState:
-        """The whole state as it stands; may share memory with the run. Collective.
+        """The whole state as it stands; shares memory with the run where the strategy has replicas. Collective.
 
         Args:
             fingerprint: of the model as it stands.
@@ -63,6 +60,7 @@ class Saved:
                 "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
                 "modules": len(self.parts.modules),
                 "extra": self.extra,
+                "run": self.run_id,
             },
             aliases=self.placed.aliases,
         )
@@ -71,6 +69,8 @@ class Saved:
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         for number, module in enumerate(self.parts.modules):
             tensors, _ = checkpoint.model_state(module)
+            if not self.strategy.replicated:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
         return state
 
@@ -167,35 +167,6 @@ class Saved:
                 raise CheckpointMismatch(
                     f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
                 )
-
-
-def take_up(saved: Saved, options: RunOptions, fingerprint: Callable[[], str]) -> bool:
-    """Resumes as the options say; whether there was something to resume.
-
-    Args:
-        saved: the run.
-        options: what to resume, and under which conditions.
-        fingerprint: gives the run's.
-    """
-    found = find(options.resume, options.directory)
-    if found is None:
-        return False
-    path, state = found
-    written, position = saved.restore(state, options.force_context), saved.position
-    if not position.inside and position.done:
-        position.epoch, position.done = position.epoch + 1, 0
-    if fingerprint() != written:
-        raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
-    logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
-    return True
-
-
-def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:
-    """The checkpoint that ``resume`` names ("auto": the newest sound one of the run folder, if any)."""
-    if resume == "auto":
-        newest = checkpoint.read_newest(Path(directory)) if directory is not None else None
-        return (newest.path, newest.state) if newest is not None else None
-    return Path(resume), checkpoint.read(resume)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

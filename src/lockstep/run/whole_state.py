@@ -53,7 +53,7 @@ def gather_optimizer(
         elif name:
             mine["values"][key] = _as_json(key, tensor)
     everyone = gather_json(mine, group, strategy.device) if group is not None else [mine]
-    whole = {key: tensor for key, tensor in tensors.items() if not key.partition("|")[0]}
+    whole = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
     for key, value in sorted({k: v for each in everyone for k, v in each["values"].items()}.items()):
         whole[key] = _from_json(value)
     for key, dtype in sorted({k: v for each in everyone for k, v in each["parts"].items()}.items()):
