@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
-    {"lint", "doctor", "verify"},
+    {"debug", "lint", "doctor", "verify"},
     {"job", "trainer"},
     {"run"},
     {"strategies", "checkpoint", "loggers"},

@@ -1,15 +1,18 @@
 """A debugger on one rank: it stops there and reads, and the others wait for as long as it takes."""
 
+import json
+import os
 import re
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from tests.debug.adapter_client import DebugClient
 from tests.debug.held_training import LIMIT
-from tests.launch.command import Command, wait_until
+from tests.launch.command import COMMAND, LOOP, Command, wait_until
 
 from lockstep.launch.heartbeat import read_beat
 
@@ -18,6 +21,9 @@ pytest.importorskip("debugpy", reason="debugpy is not installed: pip install 'lo
 SCRIPT = Path(__file__).with_name("held_training.py")
 LINE = 1 + SCRIPT.read_text().splitlines().index(
     "            run.backward(batch, nn.functional.mse_loss)  # stop here"
+)
+LOOP_LINE = 1 + LOOP.read_text().splitlines().index(
+    "            self.heartbeat.samples([10 * step + self.world.rank])"
 )
 OPTIONS = ("--debug-rank", "1", "--debug-port", "0", "--stall-limit", str(LIMIT))
 
@@ -57,6 +63,7 @@ def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(com
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_that_waits_for_a_debugger(command):
     command.start(SCRIPT, devices="cpu:2", options=OPTIONS)
     port = port_of(command)
@@ -68,8 +75,47 @@ def test_ctrl_c_ends_a_run_that_waits_for_a_debugger(command):
         socket.create_connection(("127.0.0.1", port), 5)
 
 
-def _wait_until_rank_0_has_waited(command, seconds):
+@pytest.mark.slow
+def test_a_debugger_attaches_to_a_rank_that_runs_already_leaves_and_comes_back(command):
+    command.loop(devices="cpu:2", options=["--stall-limit", str(LIMIT)])
+    command.wait_for_mark("running", 2)
+    for _ in range(2):
+        port = asked_port(command)
+        with DebugClient(port) as client:
+            client.attach({LOOP: [LOOP_LINE]})
+            _, frame = client.stopped_at()
+            assert client.value("self.world.rank", frame) == "1"
+            _wait_until_rank_0_has_waited(command, 3 * LIMIT)
+            client.request("disconnect")
+    command.signal(signal.SIGINT)
+    assert command.end() == (
+        130,
+        [line for line in command.stderr.splitlines() if "Interrupted: 2 ranks" in line],
+    )
+    command.wait_until_nothing_runs()
+
+
+def asked_port(command):
+    """As ``lockstep debug --attach`` says it."""
+    run_id = json.loads((run_directory(command) / "run.json").read_text())["run_id"]
+    places = {"XDG_RUNTIME_DIR": str(command.folder / "runtime"), "TMPDIR": str(command.folder / "tmp")}
+    said = subprocess.run(
+        [*COMMAND[:-1], "debug", "--attach", run_id, "--rank", "1", "--port", "0"],
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stderr
+    return int(re.search(r"rank 1 of run \S+ serves a debugger at 127\.0\.0\.1:(\d+)", said.stdout)[1])
+
+
+def run_directory(command):
     (directory,) = (path for path in (command.folder / "runtime").iterdir() if path.is_dir())
+    return directory
+
+
+def _wait_until_rank_0_has_waited(command, seconds):
+    directory = run_directory(command)
     wait_until(
         lambda: time.monotonic() - read_beat(directory, 0).time > seconds, 60, "rank 0 to wait for rank 1"
     )

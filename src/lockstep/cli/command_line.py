@@ -19,6 +19,10 @@ _COMMANDS = {
     "slurm": ("lockstep.cli.slurm", "write and submit the batch script of a job"),
     "verify": ("lockstep.cli.verify", "prove that a job gives the same bits in every layout, or say why not"),
     "doctor": ("lockstep.cli.doctor", "look at this machine: devices, versions, memory, links"),
+    "debug": (
+        "lockstep.cli.debug",
+        "write VS Code's configurations for one rank, rank R of N, or a running one",
+    ),
     "ps": ("lockstep.cli.ps", "list your runs on this host and their processes"),
     "stacks": ("lockstep.cli.stacks", "show in which line every rank of a run stands"),
     "stop": ("lockstep.cli.stop", "stop a run, with a checkpoint if it saves any, and nothing else"),

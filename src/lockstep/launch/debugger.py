@@ -33,44 +33,67 @@ def with_debugger(options: LaunchOptions, rank: int, port: int = DEFAULT_PORT) -
     Raises:
         ConfigError: there is no such rank, debugpy is not installed, or the port cannot be had.
     """
-    ranks = options.devices.count
-    if not 0 <= rank < ranks:
-        raise ConfigError(
-            f"A debugger on rank {rank} was asked for, and the run has the ranks 0 to {ranks - 1}. Choose one of them, "
-            "or start more with --devices."
-        )
+    check_rank_and_port(rank, options.devices.count, port)
+    require_debugpy()
+    _require_free(port)
+    return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0)
+
+
+def require_debugpy() -> None:
+    """Raises ``ConfigError`` with the line that installs it where debugpy is missing."""
     if importlib.util.find_spec("debugpy") is None:
         raise ConfigError(
             "A debugger on a rank was asked for, and debugpy is not installed in this environment. Install it with: "
             "pip install 'lockstep-train[debug]'."
         )
-    _require_free(port)
-    return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0)
+
+
+def check_rank_and_port(rank: int, ranks: int, port: int) -> None:
+    """Raises ``ConfigError`` where a run of that many ranks has no such rank, or there is no such port."""
+    if not 0 <= rank < ranks:
+        has = f"the ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 alone"
+        raise ConfigError(
+            f"A debugger on rank {rank} was asked for, and the run has {has}. Choose one it has, or start more with "
+            "--devices."
+        )
+    if not 0 <= port <= _MOST_PORT:
+        raise ConfigError(
+            f"The port {port} was asked for; ports are numbers from 1 to {_MOST_PORT}, or 0 for any free one."
+        )
 
 
 def wait_for_debugger(rank: int, port: int) -> None:
     """Listens on loopback, says where, and returns when a debugger has attached and set its breakpoints.
 
-    To be called on the rank that is debugged. The process then serves the debugger for as long as it lives; the
-    processes it starts, such as loader workers, are left alone.
+    To be called on the rank that is debugged.
+    """
+    address = listen(rank, port)
+    print(f"lockstep: rank {rank} waits for a debugger at {address}.", file=sys.stderr, flush=True)
+    _debugpy().wait_for_client()
+
+
+def listen(rank: int, port: int) -> str:
+    """Serves debuggers in this process from now on, one at a time, and returns the address.
+
+    The processes it starts, such as loader workers, are left alone.
 
     Args:
         rank: for the message.
         port: 0 takes any free one.
     """
-    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = (
-        "1"  # else it warns of frozen modules of the standard library
-    )
-    debugpy: Any = importlib.import_module("debugpy")
+    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # else it warns of frozen modules
+    debugpy = _debugpy()
+    _require_free(port)  # it would wait forever for a port that is taken
     debugpy.configure(subProcess=False)
     try:
         host, port = debugpy.listen((_HOST, port), in_process_debug_adapter=True)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"Rank {rank} cannot listen for a debugger on {_HOST}:{port}: {error}. Give another --debug-port."
-        ) from error
-    print(f"lockstep: rank {rank} waits for a debugger at {host}:{port}.", file=sys.stderr, flush=True)
-    debugpy.wait_for_client()
+        raise ConfigError(f"Rank {rank} cannot listen for a debugger on {_HOST}:{port}: {error}.") from error
+    return f"{host}:{port}"
+
+
+def _debugpy() -> Any:
+    return importlib.import_module("debugpy")
 
 
 def lift_default_limit(world: World) -> None:
@@ -85,10 +108,6 @@ def lift_default_limit(world: World) -> None:
 
 
 def _require_free(port: int) -> None:
-    if not 0 <= port <= _MOST_PORT:
-        raise ConfigError(
-            f"The port {port} was asked for; ports are numbers from 1 to {_MOST_PORT}, or 0 for any free one."
-        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

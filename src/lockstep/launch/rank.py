@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
 from lockstep.launch import stop_signals
 from lockstep.launch.answering import answer_from_now_on
+from lockstep.launch.attaching import answer_asks
 from lockstep.launch.debugger import lift_default_limit, wait_for_debugger
 from lockstep.launch.heartbeat import Heartbeat, read_beat
 from lockstep.launch.parent_death import arm, arm_future_children
@@ -75,6 +76,7 @@ def run_rank(task: RankTask) -> NoReturn:
     arm_future_children()
     faulthandler.enable()
     answer_from_now_on(world)
+    answer_asks(world)
     _reseed()
     heartbeat.mark("start")
     code = EXIT_RANK

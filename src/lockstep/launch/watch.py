@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from lockstep.launch.attaching import is_debugged
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
@@ -179,7 +180,7 @@ class Watch:
 
     def _look_for_stalls(self) -> None:
         """Ends a run in which ranks wait for one that does not come; only mentions one that is merely slow."""
-        if self._schedule or self._sent or not self._running:
+        if self._schedule or self._sent or not self._running or is_debugged(self._directory):
             return
         found = self._stall_watch.look(self._running)
         if found is None:
