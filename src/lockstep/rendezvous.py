@@ -17,6 +17,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from lockstep.errors import ConfigError, RankError
 from lockstep.world import World
 
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
+
 
 def open_store(world: World, limit: float) -> Store:
     """Opens the store named by ``world.rendezvous``.
@@ -102,18 +104,19 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def answer_env_by_file(world: World) -> None:
-    """Makes ``init_process_group()`` without arguments meet through the file of ``world.rendezvous``.
+def answer_env(world: World) -> None:
+    """Makes ``init_process_group()`` without arguments meet at ``world.rendezvous``.
 
     So a script written for torchrun needs neither ``MASTER_ADDR`` nor a port when Lockstep's launcher starts
-    it.
+    it, and listens on no more interfaces than ours do.
     """
-    scheme, _, place = world.rendezvous.partition("://")
-    if scheme != "file":
+    scheme, _, _ = world.rendezvous.partition("://")
+    if scheme not in ("file", "tcp"):
         return
 
     def meet(url: str, **settings: Any) -> Iterator[tuple[Store, int, int]]:
-        yield PrefixStore("script", FileStore(place, world.world_size)), world.rank, world.world_size
+        store = open_store(world, settings.get("timeout", _DEFAULT_TIMEOUT).total_seconds())
+        yield PrefixStore("script", store), world.rank, world.world_size
 
     _rendezvous_handlers["env"] = meet
 

@@ -1,14 +1,18 @@
-"""``lockstep run``: starts a user's own script on every device of this host, or joins a started world."""
+"""``lockstep run``: starts a user's own script on every device of one or several hosts, or joins a started world."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
+import shlex
 from pathlib import Path
 
 from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
+from lockstep.cli.host_options import add_host_arguments, common_settings, host_options, refuse_hosts
 from lockstep.errors import EXIT_DONE
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
+from lockstep.launch.hosts import join_hosts
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.run_target import run_script
 from lockstep.world import World
@@ -50,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time without progress after which a hanging run is explained and ended; 0: never (default: 60)",
     )
     add_debug_arguments(parser)
+    add_host_arguments(parser)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
@@ -60,6 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
     world = World.from_environment()
     if world.launcher != "python":
         refuse_debugger(arguments, world.launcher)
+        refuse_hosts(arguments, world.launcher)
         return _join(target)
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
@@ -69,7 +75,22 @@ def main(arguments: argparse.Namespace) -> int:
         grace=arguments.grace,
         stall_limit=arguments.stall_limit,
     )
-    return supervise(target, with_debug_arguments(options, arguments))
+    options = with_debug_arguments(options, arguments)
+    hosts = host_options(arguments)
+    if hosts is None:
+        return supervise(target, options)
+    settings = common_settings(options.devices.kind, options.threads, more=_of_script(target))
+    with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
+        return supervise(target, options, joined)
+
+
+def _of_script(target: ScriptTarget) -> list[tuple[str, str]]:
+    """What identifies a script and its arguments on every host, wherever it lies there."""
+    digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
+    return [
+        (f"{Path(target.path).name} (sha256)", digest),
+        ("the script's arguments", shlex.join(target.arguments) or "none"),
+    ]
 
 
 def _join(target: ScriptTarget) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, nearest
 from lockstep.launch.devices import Devices
+from lockstep.launch.place import LOOPBACK, Place
 
-_LOOPBACK = "lo" if os.uname().sysname == "Linux" else "lo0"
+RESTART_WORLDS = ("same", "left")
 _FOREIGN = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
 """Variables of other launchers, which would make a rank believe that one of them started it."""
 
@@ -39,7 +39,24 @@ class LaunchOptions:
     debug_port: int = 0
     """Where it listens, on loopback; 0: any free port."""
 
+    restarts: int = 0
+    """How often the run is started again after a process was lost."""
+    restart_world: str = "same"
+    """What it is started on: ``same``, or ``left`` for the devices whose ranks were not lost."""
+    fits: Callable[[int], bool] = field(default=lambda ranks: True, repr=False)
+    """Whether the target can run on so many ranks; asked for ``restart_world="left"``."""
+    restart: int = 0
+    """How often it has been started again."""
+    run_id: str = ""
+    """Of the run, over all restarts; a new one if empty."""
+
     def __post_init__(self) -> None:
+        if self.restarts < 0:
+            raise ConfigError(f"restarts={self.restarts} was asked for; it is a number, 0 for never.")
+        if self.restart_world not in RESTART_WORLDS:
+            raise ConfigError(
+                f"restart_world {self.restart_world!r} is not known.{nearest(self.restart_world, RESTART_WORLDS)}"
+            )
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads={self.threads} was asked for; a rank computes with at least 1.")
         if self.stall_limit < 0:
@@ -55,8 +72,13 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
+def alone(options: LaunchOptions) -> Place:
+    """The place of a host that trains without others."""
+    return Place(run_id=options.run_id or new_run_id(), world_size=options.devices.count)
+
+
 def world_environment(
-    options: LaunchOptions, run_id: str, run_directory: Path, inherited: Mapping[str, str]
+    options: LaunchOptions, place: Place, run_directory: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of the fork server, which all ranks share."""
     environment = {name: text for name, text in inherited.items() if not name.startswith(_FOREIGN)}
@@ -65,21 +87,22 @@ def world_environment(
         OMP_NUM_THREADS=threads,
         MKL_NUM_THREADS=threads,
         CUDA_VISIBLE_DEVICES=options.devices.visible,
-        GLOO_SOCKET_IFNAME=_LOOPBACK,
-        NCCL_SOCKET_IFNAME=_LOOPBACK,
-        WORLD_SIZE=str(options.devices.count),
+        GLOO_SOCKET_IFNAME=place.interface,
+        NCCL_SOCKET_IFNAME=place.interface if place.interface == LOOPBACK else f"={place.interface}",
+        WORLD_SIZE=str(place.world_size),
         LOCAL_WORLD_SIZE=str(options.devices.count),
-        GROUP_RANK="0",
-        GROUP_WORLD_SIZE="1",
-        LOCKSTEP_RUN_ID=run_id,
+        GROUP_RANK=str(place.node),
+        GROUP_WORLD_SIZE=str(place.nodes),
+        LOCKSTEP_RUN_ID=place.run_id,
         LOCKSTEP_RUN_DIRECTORY=str(run_directory),
-        LOCKSTEP_RENDEZVOUS=f"file://{run_directory / 'rendezvous'}",
+        LOCKSTEP_RESTART=str(options.restart),
+        LOCKSTEP_RENDEZVOUS=place.rendezvous or f"file://{run_directory / 'rendezvous'}",
     )
     if options.debug_rank is not None:
         environment.update(LOCKSTEP_DEBUG_RANK=str(options.debug_rank))
     return environment
 
 
-def rank_environment(rank: int) -> dict[str, str]:
+def rank_environment(local_rank: int, place: Place) -> dict[str, str]:
     """What differs between the ranks of one host."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return {"RANK": str(place.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}

@@ -89,7 +89,7 @@ def run_rank(task: RankTask) -> NoReturn:
 
 def _run(task: RankTask, world: World) -> int:
     try:
-        _meet_by_file(world)
+        _meet(world)
         lift_default_limit(world)
         if task.debug_port is not None:
             wait_for_debugger(world.rank, task.debug_port)
@@ -142,12 +142,12 @@ def _reseed() -> None:
         numpy.random.seed()
 
 
-def _meet_by_file(world: World) -> None:
+def _meet(world: World) -> None:
     """Lets a script's own ``init_process_group()`` meet in the run directory, on no port."""
     if world.world_size > 1:
-        from lockstep.rendezvous import answer_env_by_file
+        from lockstep.rendezvous import answer_env
 
-        answer_env_by_file(world)
+        answer_env(world)
 
 
 def _keep_result(task: RankTask, result: Any) -> None:

@@ -22,7 +22,11 @@ def report(verdict: Verdict, ends: Sequence[RankEnd], reason: StopReason, logs: 
     """The lines for the terminal; none for a run that ended well."""
     if verdict.cause is not None:
         others = [end for end in ends if end is not verdict.cause]
-        return [*_cause(verdict.cause, verdict, logs), *_others(others, verdict.cause), f"Logs: {logs}"]
+        return [
+            *_cause(verdict.cause, verdict, logs),
+            *_others(others, verdict.cause),
+            _logs(verdict.cause, logs),
+        ]
     if verdict.code == EXIT_DONE:
         return []
     return _stop(ends, reason)
@@ -33,13 +37,13 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
     record = cause.record
     if verdict.left_early:
         step = f" at step {cause.beat.step}" if cause.beat and cause.beat.step >= 0 else ""
-        yield f"rank {cause.rank} left{step} while others went on (pid {cause.pid}, exit code 0)."
+        yield f"rank {cause.rank} left{step} while others went on ({_process(cause)}, exit code 0)."
     elif record is None and cause.code < 0:
-        yield f"rank {cause.rank} killed by {_signal_name(-cause.code)}{place} (pid {cause.pid})"
-        yield from _last_lines(cause, logs)
+        yield f"rank {cause.rank} killed by {_signal_name(-cause.code)}{place} ({_process(cause)})"
+        yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record is None:
-        yield f"rank {cause.rank} ended with exit code {cause.code}{place} (pid {cause.pid})"
-        yield from _last_lines(cause, logs)
+        yield f"rank {cause.rank} ended with exit code {cause.code}{place} ({_process(cause)})"
+        yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record.on_purpose:
         yield f"{record.kind}: {record.message}"
         yield f"Raised on rank {cause.rank}{place}{_samples(record.samples)}. Traceback: {_file(cause, logs)}"
@@ -96,18 +100,29 @@ def _samples(samples: Sequence[int]) -> str:
     return f", samples {', '.join(map(str, samples[:_SHOWN_SAMPLES]))}{more}"
 
 
-def _last_lines(end: RankEnd, logs: Path) -> Iterator[str]:
+def last_lines(end: RankEnd, logs: Path) -> list[str]:
+    """The end of a rank's output, from the place of a crash if it has one."""
+    if end.logs:
+        return list(end.last_lines)
     try:
         lines = log_file(logs, end.rank).read_text(errors="replace").splitlines()
     except FileNotFoundError:  # rank 0 writes to the terminal
-        return
+        return []
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
-    for line in lines[-_LAST_LOG_LINES:] if crash is None else lines[crash : crash + _CRASH_LINES]:
-        yield f"  | {line}"
+    return lines[-_LAST_LOG_LINES:] if crash is None else lines[crash : crash + _CRASH_LINES]
 
 
-def _file(end: RankEnd, logs: Path) -> Path:
-    return record_file(logs, end.rank)
+def _process(end: RankEnd) -> str:
+    return f"host {end.host}, pid {end.pid}" if end.host else f"pid {end.pid}"
+
+
+def _logs(cause: RankEnd, logs: Path) -> str:
+    return f"Logs: {cause.logs} on {cause.host}" if cause.logs else f"Logs: {logs}"
+
+
+def _file(end: RankEnd, logs: Path) -> str:
+    file = record_file(Path(end.logs) if end.logs else logs, end.rank)
+    return f"{file} on {end.host}" if end.logs else str(file)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

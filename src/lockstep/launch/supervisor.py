@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_CONFIG, EXIT_RANK, EXIT_STALLED
-from lockstep.launch.heartbeat import Control
+from lockstep.launch.heartbeat import Control, StopReason
+from lockstep.launch.hosts import Company, Final, Joined
 from lockstep.launch.log_directory import log_directory
-from lockstep.launch.options import LaunchOptions, new_run_id, rank_environment, world_environment
+from lockstep.launch.options import LaunchOptions, alone, rank_environment, world_environment
+from lockstep.launch.place import Place
 from lockstep.launch.records import log_file, result_file
+from lockstep.launch.recovery import Loss, furthest_step, loss_of, with_restarts
 from lockstep.launch.report import report
 from lockstep.launch.run_directory import run_directory
 from lockstep.launch.runs import write_note
@@ -39,45 +42,66 @@ class Outcome:
     """Whether a rank is to blame, so that its log is worth keeping."""
     results: tuple[Any, ...] = ()
     """What a function target returned, by rank; None where it did not return."""
+    loss: Loss | None = None
+    """What was lost, if that is why it ended and it may go better another time."""
+    lost_hosts: tuple[int, ...] = ()
+    """Numbers of hosts that were lost; the same on every host that is left."""
 
 
-def supervise(target: Target, options: LaunchOptions) -> int:
-    """Runs the target on every rank, prints the report if there is one, and returns the exit code."""
-    outcome = run_world(target, options)
-    for line in outcome.lines:
+def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
+    """Runs the target on every rank of this host, prints the report if there is one, and returns the exit code."""
+    last = with_restarts(lambda options: run_world(target, options, joined), options)
+    for line in (*last.outcome.lines, *([last.note] if last.note else [])):
         print(line, file=sys.stderr)
-    return outcome.code
+    return int(last.stop) or last.outcome.code
 
 
-def run_world(target: Target, options: LaunchOptions) -> Outcome:
-    """Runs the target on every rank and waits for the last; nothing is left but logs of a failure."""
-    run_id = new_run_id()
+def run_world(target: Target, options: LaunchOptions, joined: Joined | None = None) -> Outcome:
+    """Runs the target on every rank of this host and waits for the last; nothing is left but logs of a failure.
+
+    With other hosts (``joined``) it waits for the ranks of all, and the outcome is the same on each.
+    """
+    place = alone(options) if joined is None else joined.place
     with (
         SignalInbox() as inbox,
         run_directory() as directory,
-        log_directory(options.log_directory, run_id) as logs,
+        log_directory(_log_folder(options, place), place.run_id) as logs,
         _pipe() as (from_ranks, to_supervisor),
         closing(Control(directory)) as control,
     ):
-        write_note(directory, run_id, sys.argv, logs.path, options.devices.count)
-        environment = world_environment(options, run_id, directory, os.environ)
-        with ServerProcess(_order(target, options, logs.path), environment, to_supervisor) as server:
-            watch = Watch(server, control, directory, logs.path, options)
+        write_note(directory, place.run_id, sys.argv, logs.path, place.first_rank + options.devices.count)
+        environment = world_environment(options, place, directory, os.environ)
+        company = Company(joined.link, control, directory, logs.path) if joined else None
+        with ServerProcess(_order(target, options, place, logs.path), environment, to_supervisor) as server:
+            watch = Watch(
+                *(server, control, directory, logs.path, options),
+                first_rank=place.first_rank,
+                company=company,
+            )
             watch.until_all_ended(inbox, from_ranks)
         outcome = _outcome(watch, control, directory, logs.path)
+        if company is not None:
+            outcome = _common(company.settle(watch.ends, _fault(watch, outcome), inbox))
         logs.keep = logs.keep or outcome.has_failed
         return outcome
 
 
-def _order(target: Target, options: LaunchOptions, logs: Path) -> dict[str, Any]:
+def _log_folder(options: LaunchOptions, place: Place) -> str:
+    """A folder of its own for each host, which may all see the same disk."""
+    if not options.log_directory or not place.node:
+        return options.log_directory
+    return str(Path(options.log_directory) / f"host-{place.node}")
+
+
+def _order(target: Target, options: LaunchOptions, place: Place, logs: Path) -> dict[str, Any]:
     ranks = [
         {
-            "rank": rank,
-            "environment": rank_environment(rank),
+            "rank": (rank := place.first_rank + local_rank),
+            "environment": rank_environment(local_rank, place),
             "log": str(log_file(logs, rank)) if rank not in (0, options.debug_rank) else "",
             "debug_port": options.debug_port if rank == options.debug_rank else None,
         }
-        for rank in range(options.devices.count)
+        for local_rank in range(options.devices.count)
     ]
     return {
         "preload": list(options.preload),
@@ -93,7 +117,7 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Out
         return Outcome(code=EXIT_CONFIG, lines=lines)
     if watch.server_lost:
         lines = ("The process that forks the ranks was killed, and the ranks ended with it.",)
-        return Outcome(code=EXIT_RANK, lines=lines)
+        return Outcome(code=EXIT_RANK, lines=lines, loss=Loss(ranks=(), step=furthest_step(watch.ends)))
     if watch.stall is not None:
         return Outcome(code=EXIT_STALLED, lines=_explain(watch.stall, logs), has_failed=True)
     verdict = judge(watch.ends, control.reason)
@@ -101,8 +125,21 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Out
     files = [result_file(directory, end.rank) for end in watch.ends]
     results = [json.loads(file.read_text()) if file.exists() else None for file in files]
     return Outcome(
-        code=verdict.code, lines=lines, has_failed=verdict.cause is not None, results=tuple(results)
+        code=verdict.code,
+        lines=lines,
+        has_failed=verdict.cause is not None,
+        results=tuple(results),
+        loss=loss_of(verdict, watch.ends) if control.reason is StopReason.NONE else None,
     )
+
+
+def _fault(watch: Watch, outcome: Outcome) -> tuple[int, tuple[str, ...]] | None:
+    """What kept this host's ranks from running at all, for the other hosts."""
+    return (outcome.code, outcome.lines) if watch.broken or watch.server_lost else None
+
+
+def _common(final: Final) -> Outcome:
+    return Outcome(code=final.code, lines=final.lines, has_failed=final.has_failed, lost_hosts=final.lost)
 
 
 def _explain(stall: Stall, logs: Path) -> tuple[str, ...]:

@@ -26,6 +26,12 @@ class RankEnd:
     """Whether the supervisor had told it to end before it did."""
     beat: Beat | None = None
     record: ErrorRecord | None = None
+    host: str = ""
+    """Where it ran; empty: on the host of the supervisor that reports."""
+    logs: str = ""
+    """The log folder there; empty: the reporting supervisor's."""
+    last_lines: tuple[str, ...] = ()
+    """Of its output, where that lies on another host."""
 
     @property
     def is_consequence(self) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.attaching import is_debugged
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
+from lockstep.launch.hosts import Company
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
@@ -49,15 +50,27 @@ class Watch:
         directory: the run directory, with the heartbeats.
         logs: the log folder, with the error records.
         options: number of ranks and grace.
+        first_rank: the lowest rank of this host.
+        company: the other hosts of the run, if there are any.
     """
 
     def __init__(
-        self, server: ServerProcess, control: Control, directory: Path, logs: Path, options: LaunchOptions
+        self,
+        server: ServerProcess,
+        control: Control,
+        directory: Path,
+        logs: Path,
+        options: LaunchOptions,
+        *,
+        first_rank: int = 0,
+        company: Company | None = None,
     ) -> None:
         self._server = server
         self._control = control
         self._directory, self._logs = directory, logs
         self._options = options
+        self._ranks = range(first_rank, first_rank + options.devices.count)
+        self._company = company
         self._running: dict[int, int] = {}  # rank -> process id
         self._ended: dict[int, RankEnd] = {}
         self._told: set[int] = set()
@@ -89,10 +102,14 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for source in (self._server, inbox, from_ranks):
                 selector.register(source, selectors.EVENT_READ)
-            while len(self._ended) < self._options.devices.count and not self.broken:
+            if self._company is not None:
+                selector.register(self._company, selectors.EVENT_READ)
+            while len(self._ended) < len(self._ranks) and not self.broken:
                 selector.select(self._patience())
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
+                if self._company is not None and self._company.follow(self.ends):
+                    self._end_within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._look_for_leavers()
                 self._look_for_stalls()
@@ -185,7 +202,9 @@ class Watch:
         found = self._stall_watch.look(self._running)
         if found is None:
             return
-        if found.verdict.is_deadlock:
+        if self._company is not None:  # whom this host's ranks wait for may be elsewhere
+            self._company.weigh(found)
+        elif found.verdict.is_deadlock:
             self.stall = found
             self._end_within(0.0, _FORCE)
         else:
@@ -225,7 +244,7 @@ class Watch:
 
     def _close_the_books(self) -> None:
         """Notes an end for every rank that the lost server can no longer report."""
-        lost = [rank for rank in range(self._options.devices.count) if rank not in self._ended]
+        lost = [rank for rank in self._ranks if rank not in self._ended]
         self.server_lost = bool(lost) and self._reason is StopReason.NONE
         for rank in lost:
             self._told.add(rank)

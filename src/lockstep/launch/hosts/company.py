@@ -1,0 +1,209 @@
+"""What the supervisor of one host and those of the others tell each other while ranks run and when they have ended.
+
+Every message holds all that its sender has to say, so none has to be repeated and a new connection takes up where
+the former one broke off. Each host asks the ranks of all to stop, or to end, as soon as one of them has a reason:
+
+    a rank of one host failed, or a host was lost      all ranks end as after a failure on their own host
+    Ctrl-C or a preemption signal on one host          all ranks stop at the same step, with a checkpoint
+    the ranks of all hosts wait for one another        node 0 compares what is seen of them, and names the culprit
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from lockstep.launch.heartbeat import Control, StopReason, read_beat
+from lockstep.launch.hosts.final import Final, conclude
+from lockstep.launch.hosts.hub import Hub
+from lockstep.launch.hosts.member import Member
+from lockstep.launch.hosts.messages import end_from_json, end_to_json, sight_from_json, sight_to_json
+from lockstep.launch.hosts.peer import Peer
+from lockstep.launch.report import last_lines
+from lockstep.launch.signal_inbox import SignalInbox
+from lockstep.launch.stalls import Stall, describe
+from lockstep.launch.stalls.verdict import judge_stall
+from lockstep.launch.stop_signals import REASONS
+from lockstep.launch.verdict import RankEnd
+from lockstep.world import host_name
+
+_COMPANY = 2.0
+_FAREWELL = 2.0
+_TICK = 0.5
+
+
+class Company:
+    """The other hosts of one run, for the supervisor of this one.
+
+    Args:
+        link: connected, with the roll-call behind it.
+        control: the flags shared with this host's ranks.
+        directory: the run directory of this host.
+        logs: the log folder of this host.
+    """
+
+    def __init__(self, link: Hub | Member, control: Control, directory: Path, logs: Path) -> None:
+        self._link, self._control = link, control
+        self._directory, self._logs = directory, logs
+        self._ends: dict[int, dict[str, Any]] = {}
+        self._own_ends: Sequence[RankEnd] = ()
+        self._stall: Stall | None = None
+        self._stall_lines: list[str] = []
+        self._fault: dict[str, Any] | None = None
+        self._is_done = False
+        self._final: Final | None = None
+
+    def fileno(self) -> int:
+        """Readable when another host has said something."""
+        return self._link.fileno()
+
+    def follow(self, ends: Sequence[RankEnd]) -> bool:
+        """Tells the others how this host does, passes on what they ask, and says whether its ranks must end.
+
+        Never blocks. Call it about twice a second, and whenever something has happened.
+
+        Args:
+            ends: of the ranks of this host that have ended.
+        """
+        self._own_ends = ends
+        self._withdraw_stall()
+        self._link.turn(self._state())
+        reason = max((int(peer.state.get("reason", 0)) for peer in self._peers), default=0)
+        if reason:
+            self._control.request_stop(StopReason(reason))
+        if isinstance(self._link, Hub) and not self._stall_lines:
+            self._stall_lines = self._judge_stall(self._link)
+        return self._others_fail()
+
+    def weigh(self, stall: Stall) -> None:
+        """Tells what is seen of this host's ranks, of which one is overdue; node 0 judges when it has seen all."""
+        self._stall = stall
+
+    def settle(
+        self, ends: Sequence[RankEnd], fault: tuple[int, Sequence[str]] | None, inbox: SignalInbox
+    ) -> Final:
+        """Waits for the ranks of all other hosts, and returns how the run has ended, the same on each.
+
+        Args:
+            ends: of all ranks of this host.
+            fault: exit code and lines, where this host's ranks could not run at all.
+            inbox: signals to this process; a second Ctrl-C ends the wait.
+        """
+        self._is_done, self._stall = True, None
+        self._fault = None if fault is None else {"code": fault[0], "lines": list(fault[1])}
+        interrupts = 0
+        while self._final is None:
+            self.follow(ends)
+            for number in inbox.take():
+                interrupts += REASONS[number] is StopReason.INTERRUPTED
+                self._control.request_stop(REASONS[number])
+            if interrupts > 1:
+                return Final(
+                    code=EXIT_INTERRUPTED, lines=("Interrupted while ranks of other hosts still ran.",)
+                )
+            self._final = self._conclusion()
+            if self._final is None:
+                self._link.wait(_TICK)
+        self._bid_farewell()
+        return self._final
+
+    @property
+    def _peers(self) -> list[Peer]:
+        return list(self._link.peers.values()) if isinstance(self._link, Hub) else [self._link.peer]
+
+    def _state(self) -> dict[str, Any]:
+        """All that this host has to say."""
+        for end in self._own_ends:
+            if end.rank not in self._ends:
+                lines = last_lines(end, self._logs)
+                logs = str(self._logs)
+                self._ends[end.rank] = end_to_json(end, host=host_name(), logs=logs, last_lines=lines)
+        state: dict[str, Any] = {
+            "reason": int(self._control.reason),
+            "failing": self._is_failing() or (isinstance(self._link, Hub) and self._others_fail()),
+        }
+        if isinstance(self._link, Hub):
+            state["reason"] = max([state["reason"], *(int(p.state.get("reason", 0)) for p in self._peers)])
+            state["final"] = None if self._final is None else self._final.to_json()
+        else:
+            seen = () if self._stall is None else self._stall.sights
+            state["sights"] = [sight_to_json(sight) for sight in seen]
+            state["ends"] = list(self._ends.values())
+            state["done"], state["fault"] = self._is_done, self._fault
+        return state
+
+    def _is_failing(self) -> bool:
+        """Whether a rank of this host has ended in a way after which no other can go on."""
+        asked = {EXIT_PREEMPTED, EXIT_INTERRUPTED} if self._control.reason is not StopReason.NONE else set()
+        if self._stall_lines or self._fault is not None:
+            return True
+        if any(end.code not in {EXIT_DONE, *asked} for end in self._own_ends):
+            return True
+        now = time.monotonic()
+        return any(
+            end.left_company and end.was_in_group and now - end.time > _COMPANY for end in self._own_ends
+        )
+
+    def _others_fail(self) -> bool:
+        return bool(self._stall_lines) or any(peer.lost or peer.state.get("failing") for peer in self._peers)
+
+    def _withdraw_stall(self) -> None:
+        """Forgets what was seen of the ranks as soon as one of them has gone on."""
+        if self._stall is None:
+            return
+        for sight in self._stall.sights:
+            beat = read_beat(self._directory, sight.rank)
+            if beat is None or beat.time != sight.beat.time:
+                self._stall = None
+                return
+
+    def _judge_stall(self, hub: Hub) -> list[str]:
+        """The report of a run that stands still, once every host with running ranks has told what it sees."""
+        sights = [] if self._stall is None else list(self._stall.sights)
+        if not sights and not self._is_done:
+            return []
+        for peer in hub.peers.values():
+            said = peer.state.get("sights") or []
+            if not said and not peer.state.get("done"):
+                return []
+            sights += [sight_from_json(fields, peer.offset) for fields in said]
+        verdict = judge_stall(sights) if sights else None
+        return describe(verdict, sights) if verdict is not None and verdict.is_deadlock else []
+
+    def _conclusion(self) -> Final | None:
+        """The end of the run, or None while ranks still run; node 0 decides, the others hear of it."""
+        if isinstance(self._link, Hub):
+            if any(not peer.state.get("done") and not peer.lost for peer in self._peers):
+                return None
+            return self._conclude(self._link.peers)
+        said = self._link.peer.state.get("final")
+        if said is not None:
+            return Final.from_json(said)
+        return self._conclude({0: self._link.peer}) if self._link.peer.lost else None
+
+    def _conclude(self, peers: dict[int, Peer]) -> Final:
+        ends = [end_from_json(fields, 0.0) for fields in self._ends.values()]
+        faults = [] if self._fault is None else [(int(self._fault["code"]), list(self._fault["lines"]))]
+        for peer in peers.values():
+            ends += [end_from_json(fields, peer.offset) for fields in peer.state.get("ends") or []]
+            if fault := peer.state.get("fault"):
+                lines = [f"On {peer.text}: {line}" for line in fault["lines"][:1]]
+                faults.append((int(fault["code"]), [*lines, *fault["lines"][1:]]))
+        lost = {node: f"{peer.text} {peer.lost}" for node, peer in peers.items() if peer.lost}
+        return conclude(
+            ends, self._control.reason, lost=lost, faults=faults, stall=self._stall_lines, logs=self._logs
+        )
+
+    def _bid_farewell(self) -> None:
+        """Node 0 tells all hosts the end and waits until they have heard it; they close the connection."""
+        if not isinstance(self._link, Hub):
+            return
+        deadline = time.monotonic() + _FAREWELL
+        while time.monotonic() < deadline:
+            self._link.turn(self._state())
+            if not any(peer.channel is not None and peer.channel.is_open for peer in self._peers):
+                return
+            self._link.wait(_TICK / 5)
