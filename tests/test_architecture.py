@@ -148,6 +148,7 @@ def test_what_starts_a_run_does_not_import_torch(module):
     assert result.stdout.strip() == ""
 
 
+@pytest.mark.fault("S7")
 def test_a_mistake_in_a_job_is_found_without_torch_and_in_less_than_a_second():
     code = "import sys; from lockstep.cli import main; s=main(); assert 'torch' not in sys.modules; exit(s)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -51,6 +51,7 @@ def test_a_share_is_floor_or_ceil_and_the_larger_come_first():
 
 @settings(deadline=None)
 @given(st.integers(0, 200), st.integers(1, 20))
+@pytest.mark.fault("C8")
 def test_shares_are_consecutive_and_even(items, holders):
     parts = [share(items, holders, holder) for holder in range(holders)]
     assert [item for part in parts for item in part] == list(range(items))
@@ -61,6 +62,7 @@ def test_shares_are_consecutive_and_even(items, holders):
 
 @settings(deadline=None)
 @given(st.integers(1, 120), SHAPES, st.integers(0, 5), st.integers(0, 3), st.booleans())
+@pytest.mark.fault("C8")
 def test_every_sample_is_read_exactly_once(samples, shape, seed, epoch, shuffle):
     plan = SamplePlan(samples=samples, shape=shape, seed=seed, shuffle=shuffle)
     assert sorted(all_samples(epoch_of(plan, epoch))) == list(range(samples))
@@ -169,6 +171,7 @@ def test_more_ranks_than_micro_batches_are_refused():
     ("samples", "options"),
     [(0, {}), (7, {"drop_last": True}), (1, {"smallest_micro_batch": 2})],
 )
+@pytest.mark.fault("M13")
 def test_too_little_data_for_one_step_is_refused(samples, options):
     with pytest.raises(ConfigError, match=f"has {samples} samples, too few for one step"):
         plan_of(samples, **options)

@@ -77,6 +77,7 @@ def test_a_failing_rank_is_raised_again_with_its_traceback():
     assert "raised on rank 2 of 3" in caught.value.__notes__[0]
 
 
+@pytest.mark.fault("X1")
 def test_ranks_meet_over_a_socket_that_is_bound_to_the_named_address_only():
     results = run_ranks(meet_over, 3, f"tcp://127.0.0.1:{free_port()}")
     assert [total for total, _ in results] == [6, 6, 6]
@@ -101,6 +102,7 @@ def lonely(tmp_path, rank=0, run_id="one"):
     )
 
 
+@pytest.mark.fault("S1")
 def test_a_missing_rank_is_named_after_the_limit(tmp_path):
     for rank in (1, 2):
         announce(lonely(tmp_path, rank))
@@ -110,12 +112,14 @@ def test_a_missing_rank_is_named_after_the_limit(tmp_path):
     assert time.monotonic() - begin < 3
 
 
+@pytest.mark.fault("S4")
 def test_two_runs_at_one_place_do_not_merge(tmp_path):
     announce(lonely(tmp_path))
     with pytest.raises(ConfigError, match=r"Rank 1 of run 'two' .* belongs to run 'one'"):
         roll_call(open_store(lonely(tmp_path), 1.0), lonely(tmp_path, 1, "two"), 0.2)
 
 
+@pytest.mark.fault("S4")
 def test_one_rank_cannot_be_claimed_twice(tmp_path):
     announce(lonely(tmp_path))
     with pytest.raises(ConfigError, match="Rank 0 was announced twice"):
@@ -128,6 +132,7 @@ def announce(world):
         roll_call(open_store(world, 1.0), world, 0.05)
 
 
+@pytest.mark.fault("S3")
 def test_a_port_that_is_taken_is_a_sentence():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -140,6 +145,7 @@ def test_a_port_that_is_taken_is_a_sentence():
             open_store(world, 1.0)
 
 
+@pytest.mark.fault("S2")
 def test_a_store_that_cannot_be_reached_is_a_sentence():
     world = World(
         rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{free_port()}"

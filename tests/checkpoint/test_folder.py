@@ -52,6 +52,7 @@ def test_protected_steps_and_the_one_just_written_stay(tmp_path, save):
     assert names(tmp_path) == ["step-00000010", "step-00000015", "step-00000030"]
 
 
+@pytest.mark.fault("K4")
 def test_saving_a_step_again_never_writes_over_it(tmp_path, save, shown):
     first = save(4)
     second = save(4)
@@ -74,6 +75,7 @@ def test_an_altered_best_record_is_refused_and_then_nothing_is_deleted(tmp_path,
     assert "were not removed" in caplog.text
 
 
+@pytest.mark.fault("K8")
 def test_links_and_other_names_are_not_checkpoints(tmp_path, save):
     path = save(1)
     (tmp_path / "step-00000009").symlink_to(path)

@@ -32,6 +32,7 @@ def reseal(path, **changes):
     return body
 
 
+@pytest.mark.fault("K3")
 def test_a_hundred_random_bit_flips_are_refused(sound, tmp_path):
     moments = random.Random(1)
     files = sorted(sound.iterdir())
@@ -51,6 +52,7 @@ def test_a_hundred_random_bit_flips_are_refused(sound, tmp_path):
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 )
+@pytest.mark.fault("K3")
 def test_a_missing_a_cut_and_a_zeroed_file_are_refused_by_name(sound, name):
     path = sound / name
     content = path.read_bytes()
@@ -74,6 +76,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name", ["../outside.json", "/etc/passwd", "model.safetensors/..", "x.pt", "", "a" * 99]
 )
+@pytest.mark.fault("K8")
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(sound, name):
     (sound.parent / "outside.json").write_text("{}")
     files = json.loads((sound / "manifest.json").read_bytes())["body"]["files"]
@@ -100,6 +103,7 @@ class Evil:
         return os.system, ("touch ran-code",)
 
 
+@pytest.mark.fault("K7")
 def test_a_pickle_in_place_of_a_file_runs_nothing(sound, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
@@ -138,6 +142,7 @@ def test_a_copy_under_another_name_can_be_read(sound, shown):
     assert shown(read(sound.rename(sound.with_name("the-one-i-like")))) == 7
 
 
+@pytest.mark.fault("K3")
 def test_the_newest_that_is_broken_is_passed_over_and_said(tmp_path, state_of, shown, caplog):
     for step in (1, 2, 3):
         path = write(tmp_path, state_of(step), step=step)

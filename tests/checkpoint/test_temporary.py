@@ -40,6 +40,7 @@ def test_entries_of_dead_processes_go_and_all_others_stay(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*others, own.name}
 
 
+@pytest.mark.fault("K1")
 def test_the_next_save_cleans_up_after_a_killed_one(tmp_path, state_of):
     dead = entry_of_dead_process(tmp_path / "step-00000007")
     dead.mkdir()

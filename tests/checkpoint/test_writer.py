@@ -32,6 +32,7 @@ def raw(tensor):
 
 
 @pytest.mark.parametrize("size", [0, 100, 1000, 3000])
+@pytest.mark.fault("K2")
 def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path, state_of, shown, size):
     write(tmp_path, state_of(1), step=1, keep=1)
     before = contents(tmp_path)
@@ -41,6 +42,7 @@ def test_a_disk_that_fills_up_leaves_everything_as_it_was(tmp_path, state_of, sh
     assert shown(read_newest(tmp_path).state) == 1
 
 
+@pytest.mark.fault("K2")
 def test_a_checkpoint_larger_than_the_free_space_is_not_begun(tmp_path, state_of):
     write(tmp_path, state_of(1), step=1)
     before = contents(tmp_path)

@@ -43,6 +43,7 @@ def hidden_entries(directory):
     return [path.name for path in directory.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.fault("K1")
 def test_thirty_kills_at_random_moments_always_leave_a_complete_checkpoint(writer, state_of, shown):
     ask, directory = writer
     began = time.monotonic()
@@ -66,6 +67,7 @@ def test_thirty_kills_at_random_moments_always_leave_a_complete_checkpoint(write
     assert seen_partial > 0, "no kill ever came during a save: the moments test nothing"
 
 
+@pytest.mark.fault("K1", "K4")
 def test_a_kill_before_every_single_file_operation_leaves_the_old_or_the_new(writer, state_of, shown):
     ask, directory = writer
     write(directory, state_of(1), step=1)

@@ -70,6 +70,7 @@ def test_a_run_that_is_resumed_goes_on_in_its_folder(command, started):
         (("--set", "optimizer.lr"), "--set optimizer.lr=0.1"),
     ],
 )
+@pytest.mark.fault("S6", "M8")
 def test_mistakes_end_with_status_two_and_nothing_is_started_or_written(
     command, started, arguments, expected
 ):

@@ -67,6 +67,7 @@ def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):
     assert fingerprint(result)
 
 
+@pytest.mark.fault("M11")
 def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(process, own_job):
     """The model's signature is hidden behind a decorator, so the look into its source says nothing."""
     own_job.write_text(own_job.read_text().replace('own_wrapped:net"', 'own_wrapped:net"\nwidht = 4'))

@@ -32,6 +32,7 @@ def submit(cluster, folder):
     return cluster.call(*words, cwd=folder).split()[-1]
 
 
+@pytest.mark.fault("P5", "P6")
 def test_a_preempted_job_is_requeued_and_ends_with_the_result_of_one_process(cluster, tmp_path):
     job = submit(cluster, tmp_path)
     run = tmp_path / "runs" / f"digits-{job}"

@@ -89,6 +89,7 @@ def test_a_file_of_names_gives_the_order_of_the_labels(flowers, tmp_path):
     assert int(dataset.labels[dataset.paths.index("daisy/0.jpg")]) == 1
 
 
+@pytest.mark.fault("M13")
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(DataError, match=r"data folder .*nowhere does not exist"):
         ImageFolder(tmp_path / "nowhere")
@@ -99,12 +100,14 @@ def test_a_folder_without_classes_is_refused(tmp_path):
         ImageFolder(tmp_path)
 
 
+@pytest.mark.fault("D4")
 def test_an_empty_class_is_named(flowers):
     (flowers / "lily").mkdir()
     with pytest.raises(DataError, match="no photos of the classes lily"):
         ImageFolder(flowers)
 
 
+@pytest.mark.fault("D4")
 def test_a_class_in_only_one_split_is_named(tmp_path):
     for split, names in (("train", ("cat", "dog")), ("validation", ("cat",))):
         for name in names:
@@ -140,6 +143,7 @@ def test_an_unknown_split_is_refused_with_the_nearest(flowers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.fault("D1", "M9")
 def test_a_truncated_photo_is_named(flowers, workers):
     path = flowers / "rose" / "4.jpg"
     path.write_bytes(path.read_bytes()[:300])
@@ -148,6 +152,7 @@ def test_a_truncated_photo_is_named(flowers, workers):
         list(loader)
 
 
+@pytest.mark.fault("D1", "M9")
 def test_an_empty_file_is_named(flowers):
     (flowers / "tulip" / "7.jpg").write_bytes(b"")
     chosen = Subset(ImageFolder(flowers), [29, 27])

@@ -103,6 +103,7 @@ def test_an_unreadable_orientation_counts_as_none():
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "CMYK", "RGBA", "LA", "YCbCr", "I;16"])
+@pytest.mark.fault("M9")
 def test_every_mode_becomes_rgb(mode):
     grey = photo().convert("L")
     if mode == "I;16":
@@ -115,18 +116,21 @@ def test_every_mode_becomes_rgb(mode):
     assert got.mode == "RGB" and difference(got, wanted) <= 1
 
 
+@pytest.mark.fault("M9")
 def test_a_palette_with_transparency_is_read_without_a_warning():
     image = photo().convert("P")
     got = decode_rgb(stored(image, transparency=bytes(range(256))))
     assert difference(got, image.convert("RGB")) == 0
 
 
+@pytest.mark.fault("M9")
 def test_the_first_picture_of_an_animation_is_read():
     frames = [photo(seed=number).convert("P") for number in range(3)]
     source = stored(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert difference(decode_rgb(source), frames[0].convert("RGB")) == 0
 
 
+@pytest.mark.fault("M9")
 def test_pixels_of_unknown_range_are_refused():
     with pytest.raises(DataError, match="mode F, whose range is not known"):
         decode_rgb(stored(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"))
@@ -147,6 +151,7 @@ def test_a_file_that_is_no_photo_is_an_error(source):
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.fault("M9")
 def test_a_decompression_bomb_is_refused_before_it_is_decoded():
     source = bytearray(stored(Image.new("1", (8, 8)), "BMP"))
     width = 12_000

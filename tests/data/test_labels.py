@@ -33,6 +33,7 @@ def test_the_second_tensor_holds_labels_if_it_has_whole_numbers():
     assert known_labels(object()) is None
 
 
+@pytest.mark.fault("D5")
 def test_the_first_wrong_sample_is_named_with_its_file():
     check_labels(Targets([0, 2, 1]), 3)
     with pytest.raises(DataError, match=r"2 classes.*sample 1 \(class/1\.png\) has label 2\. Correct"):

@@ -127,6 +127,7 @@ def test_seed_and_epoch_change_the_random_numbers_of_a_sample():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("holders", [1, 3])
+@pytest.mark.fault("C8")
 def test_evaluation_reads_every_sample_once_and_in_order(workers, holders):
     dataset = Augmented(50)
     indices, rows, numbers = [], [], []

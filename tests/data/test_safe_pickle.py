@@ -58,6 +58,7 @@ class Runs:
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.fault("K7")
 def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(tmp_path, evil, protocol):
     mark = tmp_path / "was-here"
     with pytest.raises(DataError, match=r"batch_7 cannot be read: it asks for .* Nothing of it was used"):

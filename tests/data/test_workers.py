@@ -74,6 +74,7 @@ def test_a_loader_can_be_read_again_after_a_broken_sample(tmp_path):
     loader.close()
 
 
+@pytest.mark.fault("D2")
 def test_a_killed_worker_is_reported_with_the_memory_it_may_have_missed():
     loader = loader_of(Numbers(at=21, do=lambda: os.kill(os.getpid(), signal.SIGKILL)))
     with pytest.raises(RankError, match=r"worker \(pid \d+\) was killed by SIGKILL") as caught:
@@ -81,6 +82,7 @@ def test_a_killed_worker_is_reported_with_the_memory_it_may_have_missed():
     assert "/dev/shm has" in str(caught.value) and "memory" in str(caught.value)
 
 
+@pytest.mark.fault("D3")
 def test_a_stuck_worker_is_reported_with_the_place_where_it_stands():
     before = children()
     loader = loader_of(Numbers(at=9, do=stuck_in_reading), timeout=1.0)
@@ -206,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault("P3")
 def test_workers_end_with_a_rank_that_is_killed(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(_RANK)

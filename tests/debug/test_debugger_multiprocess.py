@@ -40,6 +40,7 @@ def port_of(command):
     return int(wait_until(lambda: pattern.search(command.stderr), 60, f"an address; {command.stderr}")[1])
 
 
+@pytest.mark.fault("X4")
 def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(command):
     command.start(SCRIPT, devices="cpu:2", options=OPTIONS)
     with DebugClient(port_of(command)) as client:

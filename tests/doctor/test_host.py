@@ -14,6 +14,7 @@ def graded(findings, subject):
     return {each.found: each.grade for each in findings if each.subject == subject}
 
 
+@pytest.mark.fault("M7")
 def test_an_interface_that_is_not_there_is_a_fault_with_those_that_are():
     (finding,) = [
         each for each in host.look_at_host({"GLOO_SOCKET_IFNAME": "eth77"}) if each.grade is Grade.FAULT

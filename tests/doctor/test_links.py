@@ -1,5 +1,7 @@
 """What times between ranks mean."""
 
+import pytest
+
 from lockstep.doctor.finding import Grade
 from lockstep.doctor.links import LARGE, judge_links
 
@@ -14,6 +16,7 @@ def test_equal_pairs_are_fine_and_the_slowest_is_named():
     assert "ranks 0 and 2" in findings[1].found
 
 
+@pytest.mark.fault("M5")
 def test_a_pair_far_slower_than_the_others_is_a_warning_that_says_where_to_look():
     found = {"latency": 50e-6, "large": 2e-3, "pairs": [[0, 1, FAST], [0, 2, FAST], [1, 2, SLOW]]}
     finding = judge_links(found, 3)[1]

@@ -26,6 +26,7 @@ def test_a_plain_job_is_loaded_and_takes_the_name_of_its_file(load):
     assert config.training.global_batch == 128
 
 
+@pytest.mark.fault("S6", "S7")
 def test_every_mistake_is_reported_with_its_file_and_line(job_file):
     path = job_file(
         """\

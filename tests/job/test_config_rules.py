@@ -64,6 +64,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.fault("S8")
 def test_each_rule_refuses_its_example(rule, load, tmp_path):
     options, expected = BROKEN[rule.name]
     (tmp_path / "taken").mkdir()
@@ -73,10 +74,12 @@ def test_each_rule_refuses_its_example(rule, load, tmp_path):
     assert "mistakes" not in str(caught.value)
 
 
+@pytest.mark.fault("S8")
 def test_every_example_belongs_to_a_rule():
     assert set(BROKEN) == {rule.name for rule in RULES}
 
 
+@pytest.mark.fault("S7")
 def test_several_broken_rules_are_said_together(load):
     with pytest.raises(ConfigError) as caught:
         load("run.devices=9", "training.early_stop=1", "training.global_batch=9")
@@ -104,6 +107,7 @@ def test_devices_are_counted_where_the_setting_says_it():
     assert {value: device_count(value) for value in counts} == counts
 
 
+@pytest.mark.fault("S8")
 def test_what_the_machine_adds_is_held_against_the_rules(load):
     auto = load()
     assert not machine_problems(auto, 2, "cuda")

@@ -46,6 +46,7 @@ def test_arguments_from_lockstep_come_first_and_those_of_the_job_win():
         ("xml:dom", "is a module and cannot be called"),
     ],
 )
+@pytest.mark.fault("M11")
 def test_the_part_of_the_path_that_failed_is_named_with_its_nearest_name(target, expected):
     import xml.dom  # noqa: F401 - makes `dom` an attribute
 
@@ -62,6 +63,7 @@ def test_the_part_of_the_path_that_failed_is_named_with_its_nearest_name(target,
         (part("fractions:Fraction", numerator="x"), "Fraction(numerator='x') failed: Invalid literal"),
     ],
 )
+@pytest.mark.fault("M11")
 def test_arguments_are_checked_before_the_call(component, expected):
     assert expected in refusal(component)
 

@@ -42,6 +42,7 @@ def test_runs_that_start_at_once_get_different_folders(job):
     assert len(set(names)) == 24
 
 
+@pytest.mark.fault("M8")
 def test_a_name_is_taken_once(job, tmp_path):
     config = job("run.name=mine")
     assert run_folder(choose_run_folder(config)) == tmp_path / "runs" / "mine"
@@ -89,12 +90,14 @@ def test_resume_of_one_checkpoint_goes_on_in_a_new_folder(job, tmp_path):
     assert chosen.checkpoint.resume == str(one)
 
 
+@pytest.mark.fault("M8")
 def test_a_directory_that_is_a_file_is_a_config_error(job, tmp_path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(ConfigError, match=r"runs"):
         choose_run_folder(job())
 
 
+@pytest.mark.fault("M8")
 def test_a_folder_in_use_is_refused_and_free_again_when_its_process_ended(tmp_path):
     code = (
         "import sys; from pathlib import Path; from lockstep.job.run_folder import locked\n"

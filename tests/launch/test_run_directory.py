@@ -1,9 +1,12 @@
 import os
 import stat
 
+import pytest
+
 from lockstep.launch.run_directory import run_directory
 
 
+@pytest.mark.fault("X4")
 def test_only_the_owner_may_enter_and_nothing_stays(tmp_path):
     with run_directory(tmp_path) as directory:
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -21,6 +21,7 @@ def test_a_run_that_ends_well_leaves_nothing(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.fault("P8")
 def test_a_failing_rank_is_shown_whole_and_the_others_in_one_line(command):
     code, lines = command.loop("1:6:exception").end()
     assert code == 4
@@ -43,6 +44,7 @@ def test_the_record_in_the_log_folder_says_who_where_and_why(command):
     assert "the loss does not like this batch" in (logs_of(command) / "rank-002.log").read_text()
 
 
+@pytest.mark.fault("P1")
 def test_a_killed_rank_is_named_with_its_step_and_phase(command):
     code, lines = command.loop("2:8:killed").end()
     assert code == 4
@@ -51,6 +53,7 @@ def test_a_killed_rank_is_named_with_its_step_and_phase(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.fault("P1", "N3")
 def test_a_rank_killed_from_outside_ends_all_within_five_seconds(command):
     command.loop()
     victim = int(command.wait_for_mark("running", 3)[1])
@@ -85,6 +88,7 @@ def test_an_error_that_all_ranks_raise_is_shown_once(command):
 
 
 @pytest.mark.parametrize("way", ["exit_zero", "leave_loop"])
+@pytest.mark.fault("P15")
 def test_a_rank_that_leaves_early_is_named(command, way):
     code, lines = command.loop(f"1:2:{way}").end()
     assert code == 4
@@ -99,6 +103,7 @@ def test_an_exit_status_of_a_script_ends_the_run(command):
     assert lines[-1] == f"Logs: {logs_of(command)}"
 
 
+@pytest.mark.fault("P2")
 def test_a_rank_killed_while_the_others_wait_for_data_is_noticed(command):
     script = command.folder / "waiting.py"
     script.write_text(
@@ -128,6 +133,7 @@ def test_a_worker_that_a_rank_terminates_stops_nothing(command):
     assert command.stdout == "True\n"
 
 
+@pytest.mark.fault("P9")
 def test_a_rank_that_ignores_sigterm_is_ended_within_five_seconds(command):
     command.loop("2:4:deaf")
     command.wait_for_mark("deaf")

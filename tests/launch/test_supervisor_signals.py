@@ -13,6 +13,7 @@ PREEMPTION = [
 ]
 
 
+@pytest.mark.fault("P4")
 def test_ctrl_c_stops_all_ranks_at_the_same_step(command):
     command.loop()
     command.wait_for_mark("running", 3)
@@ -45,6 +46,7 @@ def test_ctrl_c_ends_a_script_that_never_asks_for_the_stop_flag(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.fault("P4")
 def test_ctrl_c_waits_for_a_checkpoint_that_is_being_written(command):
     command.loop("-1:5:slow_save")
     command.wait_for_mark("running", 3)
@@ -54,6 +56,7 @@ def test_ctrl_c_waits_for_a_checkpoint_that_is_being_written(command):
     command.wait_for_mark("saved", 3)
 
 
+@pytest.mark.fault("P4")
 def test_a_second_ctrl_c_ends_at_once(command):
     command.loop("-1:60:slow_save")
     command.wait_for_mark("running", 3)
@@ -66,6 +69,7 @@ def test_a_second_ctrl_c_ends_at_once(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.fault("P4")
 def test_ctrl_c_while_torch_is_being_imported_ends_at_once(command):
     command.loop()
     command.wait_for_fork_server()
@@ -78,6 +82,7 @@ def test_ctrl_c_while_torch_is_being_imported_ends_at_once(command):
 
 
 @pytest.mark.parametrize("number", PREEMPTION)
+@pytest.mark.fault("P5", "P6", "M1")
 def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number):
     command.loop()
     command.wait_for_mark("running", 3)
@@ -89,6 +94,7 @@ def test_a_preemption_signal_to_the_launcher_saves_on_all_ranks(command, number)
 
 
 @pytest.mark.parametrize("number", [*PREEMPTION, signal.SIGINT])
+@pytest.mark.fault("P5", "P6", "M1")
 def test_a_signal_to_any_one_rank_stops_all(command, number):
     command.loop()
     ranks = command.wait_for_mark("running", 3)
@@ -98,6 +104,7 @@ def test_a_signal_to_any_one_rank_stops_all(command, number):
     assert len(set(command.wait_for_mark("saved", 3).values())) == 1
 
 
+@pytest.mark.fault("P5")
 def test_ranks_that_do_not_stop_are_ended_after_the_grace(command):
     command.loop("1:4:deaf", options=["--grace", "1"])
     command.wait_for_mark("deaf")
@@ -115,6 +122,7 @@ def test_a_run_that_finishes_in_spite_of_a_preemption_has_succeeded(command):
     assert command.start(script, devices="cpu:2").end() == (0, [])
 
 
+@pytest.mark.fault("P3")
 def test_a_killed_launcher_leaves_no_process(command):
     command.loop()
     command.wait_for_mark("running", 3)
@@ -124,6 +132,7 @@ def test_a_killed_launcher_leaves_no_process(command):
     command.wait_until_nothing_runs(2.0)
 
 
+@pytest.mark.fault("P3")
 def test_a_killed_launcher_takes_hung_loader_workers_along(command):
     script = command.folder / "loader.py"
     script.write_text(
@@ -143,6 +152,7 @@ def test_a_killed_launcher_takes_hung_loader_workers_along(command):
     command.wait_until_nothing_runs(2.0)
 
 
+@pytest.mark.fault("M2")
 def test_the_next_run_removes_the_folder_of_a_killed_one(command):
     command.loop()
     command.wait_for_mark("running", 3)

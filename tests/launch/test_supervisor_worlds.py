@@ -44,6 +44,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault("P16", "S2", "S3")
 def test_a_plain_torch_script_meets_without_an_address_and_may_forget_to_destroy(command):
     script = command.folder / "plain.py"
     script.write_text(PLAIN)
@@ -79,6 +80,7 @@ def test_rank_settings_do_not_depend_on_the_number_of_ranks(command):
     assert command.stdout == "2 lockstep 1 \n"
 
 
+@pytest.mark.fault("X1", "M7")
 def test_nothing_listens_off_the_loopback_interface(command):
     command.loop()
     command.wait_for_mark("running", 3)
@@ -94,12 +96,14 @@ def test_the_launcher_itself_never_imports_torch(command):
     assert "libtorch" in Path(f"/proc/{running[0]}/maps").read_text()
 
 
+@pytest.mark.fault("S3")
 def test_eight_runs_at_once_all_succeed(tmp_path):
     start_at_once(8, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.fault("S3")
 def test_fifty_runs_at_once_all_succeed(tmp_path):
     start_at_once(50, tmp_path)
 
@@ -120,6 +124,7 @@ def start_at_once(number, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.fault("P16")
 def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
     script = command.folder / "plain.py"
     script.write_text(PLAIN)

@@ -71,6 +71,7 @@ def test_values_that_json_does_not_have_are_null(tmp_path):
     }
 
 
+@pytest.mark.fault("M12")
 def test_a_log_on_a_full_disk_warns_once_and_training_goes_on(caplog):
     """/dev/full takes no byte."""
     logger = MultiLogger([JsonLines("/dev/full")])
@@ -81,6 +82,7 @@ def test_a_log_on_a_full_disk_warns_once_and_training_goes_on(caplog):
     assert os.strerror(28) in caplog.text
 
 
+@pytest.mark.fault("M12")
 def test_a_log_in_a_place_that_cannot_be_made_warns_once(caplog):
     logger = MultiLogger([JsonLines("/proc/run/log.jsonl")])
     for step in range(3):

@@ -34,6 +34,7 @@ def use(logger):
 
 
 @pytest.mark.parametrize("call", ["begin", "log", "epoch", "close"])
+@pytest.mark.fault("M12")
 def test_a_logger_that_fails_is_named_once_and_the_others_go_on(call, caplog):
     broken, sound = Recorder(call), Recorder()
     use(MultiLogger([broken, sound]))

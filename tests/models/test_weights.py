@@ -139,6 +139,7 @@ class Evil:
         return os.system, ("touch ran-code",)
 
 
+@pytest.mark.fault("K7")
 def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for content in ({"fc.weight": Evil()}, Evil(), {"state_dict": {"a": torch.ones(1)}, "args": Evil()}):

@@ -50,6 +50,7 @@ def told_otherwise(world, what):
         ("samples", "samples: 53 on ranks 0, 1; 77 on rank 2"),
     ],
 )
+@pytest.mark.fault("S5", "C2", "C3", "C5")
 def test_what_differs_is_named_on_every_rank(what, said):
     for message in run_ranks(told_otherwise, 3, what):
         assert said in message
@@ -92,6 +93,7 @@ def drifting(world, what):
     ("what", "name"),
     [("parameter", "4.weight"), ("lr", "<lr of optimizer 0, group 0>' is 0.1 on ranks 0, 2; 0.05 on rank 1")],
 )
+@pytest.mark.fault("C4", "C7", "M3")
 def test_a_replica_that_drifts_is_found_at_the_next_comparison(what, name):
     for message, step in run_ranks(drifting, 3, what):
         assert step == 2
@@ -112,6 +114,7 @@ def poisoned(world, directory):
     return "nothing"
 
 
+@pytest.mark.fault("D6")
 def test_every_rank_names_the_sample_whose_loss_is_not_finite(tmp_path):
     results = run_ranks(poisoned, 3, str(tmp_path))
     assert len({message for message, *_ in results}) == 1

@@ -166,6 +166,7 @@ def saved(tmp_path, **options):
     run.save()
 
 
+@pytest.mark.fault("M10")
 def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
     saved(tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"seed: 0 there, 1 here"):
@@ -174,6 +175,7 @@ def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
     assert run.position.step == 1
 
 
+@pytest.mark.fault("K6")
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     saved(tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"4\.weight"):

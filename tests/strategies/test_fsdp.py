@@ -100,6 +100,7 @@ def branches(world, strategy):
     return found
 
 
+@pytest.mark.fault("C6", "M4")
 def test_unused_frozen_and_short_parameters_are_as_on_one_device():
     (expected,) = run_ranks(branches, 1, "single")
     for found in run_ranks(branches, 4, "fsdp"):

@@ -15,7 +15,9 @@ from lockstep.run import Run, RunOptions
 pytestmark = pytest.mark.timeout(900)
 JOB = {"fp32": "resnet", "fp16": "attention_untied"}
 BITWISE = [layout for layout in LAYOUTS if not layout.bound]
-ONE_EACH = list({(layout.strategy, *map(str, layout.options.values())): layout for layout in BITWISE}.values())
+ONE_EACH = list(
+    {(layout.strategy, *map(str, layout.options.values())): layout for layout in BITWISE}.values()
+)
 """Every strategy and each of its options once, on the most processes."""
 STEPS_EACH = 2
 
@@ -23,13 +25,16 @@ STEPS_EACH = 2
 @pytest.mark.parametrize(
     "layouts", [ONE_EACH[::2], pytest.param(BITWISE, marks=pytest.mark.slow)], ids=["some", "all"]
 )
+@pytest.mark.fault("K5")
 def test_a_run_that_changes_its_layout_at_every_checkpoint_ends_as_one_that_never_did(layouts, tmp_path):
     """Two steps under each layout, of two jobs; stops fall inside of epochs and on their ends."""
     last = STEPS_EACH * len(layouts)
     whole = run_ranks(go_on, 1, str(tmp_path / "whole"), {"strategy": "single"}, last, last, timeout=300)[0]
     for number, layout in enumerate(layouts, 1):
         stop = number * STEPS_EACH
-        found = run_ranks(go_on, layout.world, str(tmp_path / "changing"), layout.settings, stop, last, timeout=300)
+        found = run_ranks(
+            go_on, layout.world, str(tmp_path / "changing"), layout.settings, stop, last, timeout=300
+        )
         assert found[0] if number == len(layouts) else not found[0], f"{layout.name} did not stop at {stop}"
     for precision, digests in whole.items():
         assert set(found[0][precision]) == set(digests)

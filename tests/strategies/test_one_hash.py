@@ -72,6 +72,7 @@ def test_every_job_is_in_a_case():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.fault("C6", "C8", "M4")
 def test_every_number_of_processes_gives_the_result_of_one(case):
     require_one_result(case, "cases")
 

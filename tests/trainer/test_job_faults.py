@@ -21,6 +21,7 @@ def digests(folder):
     }
 
 
+@pytest.mark.fault("P1", "K5")
 def test_a_killed_run_goes_on_with_other_processes_to_the_same_fingerprint(jobs, undisturbed):
     jobs.fault("kill", rank=1, call=31)
     killed = jobs.train("--devices", "cpu:2")
@@ -30,6 +31,7 @@ def test_a_killed_run_goes_on_with_other_processes_to_the_same_fingerprint(jobs,
     assert fingerprint(resumed) == undisturbed
 
 
+@pytest.mark.fault("D6")
 def test_nan_names_step_and_samples_and_leaves_the_last_checkpoint_finite(jobs):
     jobs.fault("nan", rank=1, call=25)
     failed = jobs.train("--devices", "cpu:2")
@@ -38,6 +40,7 @@ def test_nan_names_step_and_samples_and_leaves_the_last_checkpoint_finite(jobs):
     assert [path.name for path in jobs.checkpoints()] == ["step-00000004"]
 
 
+@pytest.mark.fault("K3")
 def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
     assert jobs.train("--devices", "cpu:2", "--epochs", "1").returncode == 0
     broken = jobs.checkpoints()[-1]
@@ -52,6 +55,7 @@ def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
     assert digests(jobs.folder) == before
 
 
+@pytest.mark.fault("K3")
 def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_before(jobs, undisturbed):
     jobs.fault("kill", rank=0, call=47)
     assert jobs.train("--devices", "cpu:2").returncode == 4
@@ -63,6 +67,7 @@ def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_bef
     assert fingerprint(resumed) == undisturbed
 
 
+@pytest.mark.fault("K6", "S8")
 def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     assert jobs.train("--devices", "cpu:1", "--epochs", "1").returncode == 0
     path = jobs.checkpoints()[-1]
@@ -82,6 +87,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     ],
     ids=["no folder", "empty class", "truncated photo"],
 )
+@pytest.mark.fault("D1", "D4", "M13")
 def test_broken_photos_are_named(jobs, damage, status, words):
     photos = jobs.folder / "photos"
     _make_photos(photos)
@@ -97,6 +103,7 @@ def test_broken_photos_are_named(jobs, damage, status, words):
     assert not jobs.checkpoints()
 
 
+@pytest.mark.fault("D5")
 def test_a_label_outside_of_the_classes_stops_before_the_first_step(jobs):
     failed = jobs.train(
         "--devices=cpu:2", "--set", 'model={target="lockstep.models:digits_net", num_classes=7}'

@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from lockstep.launch.heartbeat import Beat, Membership
 from lockstep.launch.stalls.pace import Pace
 
@@ -29,6 +31,7 @@ def test_the_floor_holds_until_enough_steps_are_known():
     assert pace.limit(beat(100.0)) == 25.0
 
 
+@pytest.mark.fault("K10")
 def test_the_first_step_and_slow_phases_may_last_ten_times_as_long():
     pace = Pace(10.0)
     assert pace.limit(beat(0.0, warm=False)) == 100.0

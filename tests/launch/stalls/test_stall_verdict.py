@@ -1,5 +1,7 @@
 """Which rank holds the others up, decided from what is seen of them."""
 
+import pytest
+
 from lockstep.launch.heartbeat import Beat, Membership
 from lockstep.launch.stalls.report import describe
 from lockstep.launch.stalls.sight import Collective, Sight
@@ -44,6 +46,7 @@ def called(sequence, operation="gloo:all_reduce", size=4):
     return Collective(sequence, operation, ((size,),), ("Float",), pending=True)
 
 
+@pytest.mark.fault("P12")
 def test_a_stopped_process_comes_before_all_else():
     verdict = judge_stall([sight(0), sight(1, (), state="T"), sight(2, (USER,))])
     assert (verdict.kind, verdict.culprits) == (Kind.STOPPED, (1,))

@@ -31,6 +31,7 @@ def silence(lines):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.fault("P10", "D3")
 def test_a_rank_stuck_in_its_loader_is_named_with_the_line_of_the_data_set(command, workers):
     lines = hang(command, LOOP, "loader", workers)
     line = line_of(LOOP, "# stuck here")
@@ -39,6 +40,7 @@ def test_a_rank_stuck_in_its_loader_is_named_with_the_line_of_the_data_set(comma
     assert silence(lines) <= 3 * LIMIT
 
 
+@pytest.mark.fault("P10", "C1")
 def test_a_collective_under_a_rank_condition_is_named(command):
     lines = hang(command, LOOP, "condition")
     assert (
@@ -48,12 +50,14 @@ def test_a_collective_under_a_rank_condition_is_named(command):
     assert silence(lines) <= 3 * LIMIT
 
 
+@pytest.mark.fault("P12")
 def test_a_stopped_process_is_named(command):
     lines = hang(command, LOOP, "stopped")
     assert "rank 1 is stopped by a signal, in step 3, update" in lines[0]
     assert silence(lines) <= 3 * LIMIT
 
 
+@pytest.mark.fault("C1", "C2")
 def test_ranks_in_different_collectives_are_shown_with_what_they_called(command):
     lines = hang(command, LOOP, "mismatch")
     assert "in another collective than the others" in lines[0]
@@ -64,6 +68,7 @@ def test_ranks_in_different_collectives_are_shown_with_what_they_called(command)
     assert "all_gather [9]" in called[2]
 
 
+@pytest.mark.fault("P10")
 def test_a_plain_script_is_explained_too(command):
     lines = hang(command, PLAIN)
     line = line_of(PLAIN, "# never comes")

@@ -226,6 +226,7 @@ def drift(world):
         return str(error)
 
 
+@pytest.mark.fault("C7")
 def test_ranks_that_drift_apart_are_found_in_the_same_step():
     for said in run_ranks(drift, 2):
         assert "differs between ranks that share the model's layers" in said

@@ -1,0 +1,54 @@
+"""No line of the package loads a pickle that a peer, a store or a file of somebody else could have made."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "src" / "lockstep"
+FORBIDDEN = {
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+ALLOWED = {
+    "launch/run_target.py": "the arguments of a function, sent by the very program that starts the ranks",
+    "data/safe_pickle.py": "its Unpickler finds no name but those of arrays",
+}
+
+
+def pickles(source):
+    """The lines of a source that load a pickle, or send one to other ranks."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        name = called.rpartition(".")[2]
+        careful = any(
+            word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords
+        )
+        unpickles = called in ("pickle.load", "pickle.loads") or ("Unpickler" in called and name == "load")
+        if unpickles or name in FORBIDDEN or (called == "torch.load" and not careful):
+            yield node.lineno, called
+
+
+@pytest.mark.fault("X3", "K7")
+def test_no_pickle_is_loaded_or_sent():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {called}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in ALLOWED
+        for line, called in pickles(path.read_text())
+    ]
+    assert not found
+
+
+def test_what_would_be_found_is_found():
+    source = (
+        "torch.load(p)\ntorch.load(p, weights_only=True)\ndist.all_gather_object(a, b)\npickle.loads(x)\n"
+    )
+    assert [line for line, _ in pickles(source)] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("path", ALLOWED)
+def test_the_exceptions_are_still_needed(path):
+    assert list(pickles((PACKAGE / path).read_text()))
