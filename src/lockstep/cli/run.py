@@ -13,6 +13,7 @@ from lockstep.cli.host_options import add_host_arguments, common_settings, host_
 from lockstep.errors import EXIT_DONE
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.hosts import join_hosts
+from lockstep.launch.options import RESTART_WORLDS
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.run_target import run_script
 from lockstep.world import World
@@ -53,6 +54,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time without progress after which a hanging run is explained and ended; 0: never (default: 60)",
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="starts again after a lost process, for a script that saves into a run folder (default: 0)",
+    )
+    parser.add_argument(
+        "--restart-world",
+        choices=RESTART_WORLDS,
+        default="same",
+        help="on the same devices, or on those whose ranks were not lost (default: same)",
+    )
     add_debug_arguments(parser)
     add_host_arguments(parser)
     parser.add_argument("script", metavar="SCRIPT")
@@ -74,6 +88,8 @@ def main(arguments: argparse.Namespace) -> int:
         log_directory=arguments.logs,
         grace=arguments.grace,
         stall_limit=arguments.stall_limit,
+        restarts=arguments.restarts,
+        restart_world=arguments.restart_world,
     )
     options = with_debug_arguments(options, arguments)
     hosts = host_options(arguments)

@@ -7,8 +7,10 @@ import os
 import select
 import signal
 import sys
+from contextlib import closing, suppress
 
 from lockstep.errors import EXIT_DONE
+from lockstep.launch.heartbeat import Control, StopReason
 from lockstep.launch.runs import RunOnHost, choose_run, end_processes, remove_left_over
 
 
@@ -29,12 +31,19 @@ def main(arguments: argparse.Namespace) -> int:
     if run.is_supervised and not arguments.now and _ask(run, arguments.within):
         print(f"{run.run_id} has stopped.")
         return EXIT_DONE
+    _refuse_restarts(run)
     count = end_processes(run)
     if run.is_supervised:
         _wait_for(run.supervisor, 5.0)
     remove_left_over(run)
     print(f"{run.run_id} has ended ({count} processes); its last checkpoint stands.", file=sys.stderr)
     return EXIT_DONE
+
+
+def _refuse_restarts(run: RunOnHost) -> None:
+    """Says in the run directory that the processes are ended on purpose, so that they are not started again."""
+    with suppress(OSError), closing(Control(run.directory)) as control:
+        control.request_stop(StopReason.PREEMPTED)
 
 
 def _ask(run: RunOnHost, within: float) -> bool:

@@ -32,8 +32,10 @@ _SHORTCUTS = {
     "epochs": ("training", "epochs"),
     "resume": ("checkpoint", "resume"),
     "threads": ("run", "threads"),
+    "restarts": ("run", "restarts"),
+    "restart_world": ("run", "restart_world"),
 }
-_TEXTS = ("data", "resume", "strategy", "mesh", "precision")
+_TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -63,6 +65,8 @@ def add_arguments(parser: Parser) -> None:
         default=[],
         help="any setting, such as optimizer.lr=0.1",
     )
+    parser.add_argument("--restarts", metavar="N", help="starts again after a lost process (default: 3)")
+    parser.add_argument("--restart-world", metavar="same|left", help="on which devices (default: same)")
     add_debug_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
@@ -93,10 +97,10 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
     """What the options put over the job file; ``--set`` first, so that a named option wins."""
     found = [parse_set(text) for text in arguments.set]
     for option, path in _SHORTCUTS.items():
-        text = getattr(arguments, option)
+        text = getattr(arguments, option, None)
         if text is not None:
             value = text if option in _TEXTS else toml_value(text)
-            found.append(Override(path=path, value=value, origin=f"--{option} {text}"))
+            found.append(Override(path=path, value=value, origin=f"--{option.replace('_', '-')} {text}"))
     return found
 
 
@@ -141,6 +145,9 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
         threads=config.run.threads,
         grace=config.run.grace,
         stall_limit=config.run.stall_limit,
+        restarts=config.run.restarts,
+        restart_world=config.run.restart_world,
+        fits=lambda ranks: not machine_problems(config, ranks * devices.per_rank, devices.kind),
     )
     options = with_debug_arguments(options, arguments)
     config = choose_run_folder(config)

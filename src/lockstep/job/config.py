@@ -159,6 +159,10 @@ class RunConfig(Checked):
     """Seconds that ranks have to save and stop after SIGTERM or SIGUSR1, before they are ended."""
     stall_limit: float = field(default=60.0, metadata={"check": at_least(0)})
     """Seconds without progress after which a run in which ranks wait for one is explained and ended; 0: never."""
+    restarts: int = field(default=3, metadata={"check": at_least(0)})
+    """How often a run that lost a process is started again from its last checkpoint; not after an error of its own."""
+    restart_world: str = field(default="same", metadata={"check": one_of("same", "left")})
+    """On what it is started again: ``same`` devices, or those ``left`` whose ranks were not lost."""
     directory: str = "runs"
     """Folder that holds the folders of all runs; a relative one is looked up where the command is given."""
     name: str = field(default="", metadata={"check": plain_name})

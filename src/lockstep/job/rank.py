@@ -16,7 +16,7 @@ from lockstep.levels import Level
 from lockstep.trainer import Outcome
 from lockstep.world import World
 
-_OF_PLACE = ("--devices", "--resume", "--strategy", "--mesh")
+_OF_PLACE = ("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world")
 """Options of ``train`` that say where a job runs; they have no part in its result."""
 
 
