@@ -20,6 +20,14 @@ SYNC_BATCH_NORM = ("single", "ddp")
 """The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
 
 
+def _one_way_to_cut(table: str, split: tuple[str, ...], balance: str) -> None:
+    if split and balance != "bytes":
+        raise ConfigError(
+            f"{table}.balance={balance!r} finds where the model is cut, and {table}.split={list(split)} says it. Give "
+            "one of the two."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DpOptions(Checked):
     """Table ``[dp]``: the replicas of one process."""
@@ -47,7 +55,13 @@ class LayersOptions(Checked):
     devices: int = field(default=0, metadata={"check": at_least(0)})
     """Devices that hold consecutive layers; 0: all of them, on CPUs two."""
     split: tuple[str, ...] = ()
-    """The module with which each device after the first begins; none: the parameters' bytes are balanced."""
+    """The module with which each device after the first begins; none: as ``balance`` says."""
+    balance: str = field(default="bytes", metadata={"check": one_of("bytes", "time")})
+    """What is balanced without a split: the parameters' bytes, or the time of a forward pass, measured at the start."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_way_to_cut("layers", self.split, self.balance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +73,13 @@ class PipelineOptions(Checked):
     stages_per_rank: int = field(default=0, metadata={"check": at_least(0)})
     """Stages that each rank holds; 0: two with schedule interleaved, one with the others, which allow no more."""
     split: tuple[str, ...] = ()
-    """The module with which each stage after the first begins; none: the parameters' bytes are balanced."""
+    """The module with which each stage after the first begins; none: as ``balance`` says."""
+    balance: str = field(default="bytes", metadata={"check": one_of("bytes", "time")})
+    """What is balanced without a split: the parameters' bytes, or the time of a forward pass, measured at the start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _one_way_to_cut("pipeline", self.split, self.balance)
         if self.schedule != "interleaved" and self.stages_per_rank > 1:
             raise ConfigError(
                 f"pipeline.stages_per_rank={self.stages_per_rank} needs schedule 'interleaved', and the schedule is "

@@ -7,66 +7,31 @@ from functools import cache
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.strategies import in_process
+from tests.strategies.in_process import differing, rows
 from tests.strategies.jobs import JOBS, photos
 from tests.strategies.training import train_all
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import digest_tensors
 from lockstep.models import resnet18
 from lockstep.randomness import KeyedRandomness, draws_in_forward
-from lockstep.run import Run, RunOptions
 from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.dp.replica import copy_model
-from lockstep.world import World
 
 pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 
 
-def rows(count=90, width=6):
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(count, width, generator=generator), torch.arange(count) % 3)
+def train(replicas, make, *given, **options):
+    """What a training gives under so many replicas; 0: under ``single``."""
+    strategy = {"strategy": "dp", "dp": {"replicas": replicas}} if replicas else {}
+    return in_process.train(make, *given, **strategy, **options)
 
 
 def open_run(replicas, **options):
-    strategy = {"strategy": "dp", "dp": {"replicas": replicas}} if replicas else {"strategy": "single"}
-    settings = {"global_batch": 16, "micro_batches": 8, "seed": 3, "threads": 1}
-    return Run(RunOptions.of(**{**settings, **strategy, **options}), World())
-
-
-def train(replicas, make, data=None, *, loss=None, before_step=None, epochs=2, **options):
-    """Every loss, norm, gradient, parameter, buffer and optimizer tensor of a training in this process, as digests."""
-    torch.manual_seed(0)
-    model, run = make(), open_run(replicas, **options)
-    own = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    model, optimizer = run.prepare(model, own)
-    found = {}
-    for _ in run.epochs(epochs):
-        for batch in run.batches(data or rows()):
-            if before_step:
-                before_step(model, batch.plan.step)
-            step = f"{batch.plan.step:02}"
-            found[f"loss {step}"] = run.backward(batch, loss or nn.CrossEntropyLoss())
-            found |= {
-                f"{name} gradient {step}": p.grad
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
-            found[f"norm {step}"] = run.clip_gradients(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    states = {name: own.state[p] for name, p in model.named_parameters() if p in own.state}
-    found |= {f"{name} {key}": tensor for name, state in states.items() for key, tensor in state.items()}
-    found |= run.state_dict()
-    run.close()
-    return digest_tensors(found)
-
-
-def differing(expected, found):
-    assert set(found) == set(expected)
-    return [name for name in expected if found[name] != expected[name]]
+    return in_process.open_run(strategy="dp", dp={"replicas": replicas}, **options)
 
 
 class Tied(nn.Module):

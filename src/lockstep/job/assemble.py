@@ -21,6 +21,7 @@ from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
 from lockstep.run import Run, RunOptions
+from lockstep.run.balancing import balance
 from lockstep.seeding import derive_seed
 from lockstep.strategy_options import OPTIONS
 from lockstep.trainer import Prepared, Rhythm, Trainer
@@ -42,6 +43,7 @@ def assemble(config: JobConfig, world: World) -> Trainer:
     steps = run.steps_per_epoch(training_set, model=model, drop_last=config.training.drop_last)
     scheduler = _scheduler(config, optimizer, steps)
     loss = instantiate(config.loss, name="loss")
+    balance(run, model, training_set)
     model, optimizer, scheduler = run.prepare(
         model, optimizer, scheduler, values_from_main=bool(config.weights.path)
     )

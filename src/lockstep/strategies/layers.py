@@ -24,8 +24,8 @@ from lockstep.collectives import all_gather_flat, let_go_of_groups
 from lockstep.levels import Level
 from lockstep.plan import Share
 from lockstep.reduce import Reducer
-from lockstep.strategies.pipeline.chain import Between, Link, chain
-from lockstep.strategies.pipeline.splitting import split
+from lockstep.strategies.pipeline.chain import Between, Link
+from lockstep.strategies.pipeline.cuts import Cuts
 from lockstep.strategies.replicated import Replicated
 from lockstep.strategy_options import LayersOptions
 
@@ -59,7 +59,8 @@ class ModelParallel(Replicated):
         share = Share(holders=ranks, holder=0 if group is None else dist.get_rank(group))
         super().__init__(devices[0], micro_batches, reducer, share, running_buffers)
         self.level = Level.BITWISE if reducer is None else reducer.level
-        self.devices, self._options, self._group = tuple(devices), options, group
+        self.devices, self._group = tuple(devices), group
+        self.cuts = Cuts(self.name, len(devices), options.split, options.balance == "time")
 
     def place(self, model: nn.Module) -> nn.Module:
         """Puts consecutive layers on the devices. Collective.
@@ -69,7 +70,7 @@ class ModelParallel(Replicated):
         """
         if len(self.devices) == 1:
             return super().place(model.to(self.device))
-        parts = split(chain(model), len(self.devices), self._options.split, self.name)
+        parts = self.cuts.of(model)
         for part, device in zip(parts, self.devices):
             for link in part:
                 link.module.to(device)

@@ -97,7 +97,11 @@ REFUSED = {
         {"micro_batches": 1},
         r"not filled by micro_batches=1.*micro_batches=2",
     ),
-    "another mesh": (layers, {"strategy": "hybrid", "mesh": "tensor=1,pipeline=2"}, r"data=N,pipeline=N"),
+    "another mesh": (
+        layers,
+        {"strategy": "hybrid", "mesh": "tensor=1,pipeline=2"},
+        r"cannot lay out the mesh tensor=1,pipeline=2. Use one like .*data=1,pipeline=2",
+    ),
     "tied ends": (
         lambda: transformer(vocabulary_size=9, depth=1, width=8, heads=2, tied=True),
         {},

@@ -128,18 +128,18 @@ class Clock:
 class Costly(nn.Module):
     """Takes so long, draws, and would change a buffer in training."""
 
-    def __init__(self, clock, cost):
+    def __init__(self, clock, cost, width=3):
         super().__init__()
-        self.clock, self.cost, self.norm = clock, cost, nn.BatchNorm1d(3)
+        self.clock, self.cost, self.norm = clock, cost, nn.BatchNorm1d(width)
 
     def forward(self, x):
         self.clock.now += self.cost
-        return self.norm(x + torch.rand(3))
+        return self.norm(x + torch.rand(x.shape[1]))
 
 
 def test_measured_points_cut_where_the_time_is_and_leave_no_trace(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("lockstep.strategies.pipeline.splitting.time", clock)
+    monkeypatch.setattr("lockstep.strategies.pipeline.measuring.time", clock)
     model = nn.Sequential(*[Costly(clock, cost) for cost in (1, 1, 1, 7, 2, 2)])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x = torch.randn(4, 3)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
-import torch
 from torch import nn
 
-from lockstep.errors import ConfigError, nearest
+from lockstep.checks import nearest_name
+from lockstep.errors import ConfigError
 from lockstep.models.differences import shorten
-from lockstep.strategies.pipeline.chain import Link, chain
+from lockstep.strategies.pipeline.chain import Link
 
 
 def split(
@@ -33,43 +31,11 @@ def split(
         starts = _named(links, stages, points, f"{strategy}.split")
         _refuse_ties(links, starts, stages, f"{strategy}.split")
     else:
-        starts = balanced([_bytes(link.module) for link in links], stages, _inseparable(links))
+        starts = balanced([_bytes(link.module) for link in links], stages, inseparable(links))
         if not starts:
-            raise ConfigError(_too_few(links, stages, strategy))
+            raise ConfigError(too_few(links, stages, strategy))
     edges = [0, *starts, len(links)]
     return [list(links[start:stop]) for start, stop in pairwise(edges)]
-
-
-def measured_split(model: nn.Module, stages: int, *inputs: Any, repeats: int = 5) -> tuple[str, ...]:
-    """Split points that balance the time of a forward pass, measured here; to be given as ``pipeline.split``.
-
-    They are to be written down rather than measured in every process, since all ranks must agree. Buffers and the
-    random numbers of the process are left as they were.
-
-    Args:
-        model: on the device where it is measured.
-        stages: how many stages.
-        inputs: of a typical micro-batch.
-        repeats: the fastest of so many runs counts.
-
-    Raises:
-        ConfigError: the model has too few parts.
-    """
-    links = chain(model)
-    modes = [(module, module.training) for module in model.modules()]
-    numbers = torch.get_rng_state()
-    model.eval()
-    try:
-        with torch.no_grad():
-            weights = [min(times) for times in zip(*(_times(links, inputs) for _ in range(repeats)))]
-    finally:
-        for module, training in modes:
-            module.training = training
-        torch.set_rng_state(numbers)
-    starts = balanced(weights, stages, _inseparable(links))
-    if not starts and stages > 1:
-        raise ConfigError(_too_few(links, stages))
-    return tuple(links[start].name for start in starts)
 
 
 def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = frozenset()) -> list[int]:
@@ -103,17 +69,6 @@ def balanced(weights: Sequence[float], stages: int, joints: frozenset[int] = fro
     return best[stages, len(weights)][1][1:] if (stages, len(weights)) in best else []
 
 
-def _times(links: Sequence[Link], inputs: tuple[Any, ...]) -> list[float]:
-    found, values = [], inputs
-    for link in links:
-        start = time.perf_counter()
-        values = (link.module(*values),)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return found
-
-
 def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
@@ -128,10 +83,10 @@ def _named(links: Sequence[Link], stages: int, points: Sequence[str], option: st
     for point in points:
         found = [number for number, link in enumerate(links) if f"{link.name}.".startswith(f"{point}.")]
         if not found:
-            names = [link.name for link in links]
+            names = [link.name for link in links[1:]]
             raise ConfigError(
-                f"{option} names {point!r}, where the model cannot be cut.{nearest(point, names)} It can be cut "
-                f"before: {shorten(names[1:], 40)}."
+                f"{option} names {point!r}, where the model cannot be cut.{nearest_name(point, names)} It can be cut "
+                f"before: {shorten(names, 40)}."
             )
         starts.append(found[0])
     if starts != sorted(set(starts)) or starts[0] == 0:
@@ -142,7 +97,7 @@ def _named(links: Sequence[Link], stages: int, points: Sequence[str], option: st
     return starts
 
 
-def _inseparable(links: Sequence[Link]) -> frozenset[int]:
+def inseparable(links: Sequence[Link]) -> frozenset[int]:
     """The links that cannot begin a stage, since something is used both before and from there on."""
     return frozenset(number for first, last, _ in _ties(links) for number in range(first + 1, last + 1))
 
@@ -172,7 +127,7 @@ def _refuse_ties(links: Sequence[Link], starts: list[int], stages: int, option: 
     for first, last, name in _ties(links):
         if stage_of[first] == stage_of[last]:
             continue
-        working = balanced([_bytes(link.module) for link in links], stages, _inseparable(links))
+        working = balanced([_bytes(link.module) for link in links], stages, inseparable(links))
         offer = (
             f"Split at {[links[start].name for start in working]}"
             if working
@@ -184,15 +139,16 @@ def _refuse_ties(links: Sequence[Link], starts: list[int], stages: int, option: 
         )
 
 
-def _too_few(links: Sequence[Link], stages: int, strategy: str = "pipeline") -> str:
+def too_few(links: Sequence[Link], stages: int, strategy: str = "pipeline") -> str:
+    """Says why a chain cannot be cut into so many parts, and what would work."""
     ties = _ties(links)
     if len(links) >= stages and ties:
         first, _, name = max(ties, key=lambda tie: tie[1] - tie[0])
-        parts = len(links) - len(_inseparable(links))
+        parts = len(links) - len(inseparable(links))
         return (
             f"strategy {strategy!r} needs {stages} stages, and the model has {parts} parts that can be separated: "
             f"{name!r} is also used in {links[first].name!r}, so all from one to the other stays together. Untie "
-            f"it (tied=False), use {parts if parts > 1 else 'no'} stages, or use strategy 'ddp'."
+            f"it (tied=False){f', use {parts} stages' if parts > 1 else ''}, or use strategy 'ddp'."
         )
     return (
         f"strategy {strategy!r} needs {stages} stages, and the model is a chain of {len(links)} modules"

@@ -25,11 +25,10 @@ from lockstep.plan import Share
 from lockstep.reduce import Reducer
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.groups import Groups
-from lockstep.strategies.pipeline.chain import chain
+from lockstep.strategies.pipeline.cuts import Cuts
 from lockstep.strategies.pipeline.holding import Holding
 from lockstep.strategies.pipeline.placed import PlacedPipeline, kind_of
 from lockstep.strategies.pipeline.schedule import Action, order_of
-from lockstep.strategies.pipeline.splitting import split
 from lockstep.strategies.pipeline.stage import Passes, Stage
 from lockstep.strategies.pipeline.totals import Totals
 from lockstep.strategies.pipeline.wiring import Wiring
@@ -82,6 +81,8 @@ class Pipeline(Strategy):
         self.level = reducers[0].level if reducers else Level.BITWISE
         self._per_rank = options.stages_of_a_rank
         self._wiring = Wiring(groups, device, around=self._per_rank > 1)
+        stages = self._wiring.length * self._per_rank
+        self.cuts = Cuts("pipeline", stages, options.split, options.balance == "time")
         self._groups, self._reducers, self._options = groups, reducers, options
         self._declared = running_buffers
         self._last_ranks = [
@@ -92,10 +93,9 @@ class Pipeline(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
-        wiring, stages = self._wiring, self._wiring.length * self._per_rank
-        parts = split(chain(model), stages, self._options.split)
+        wiring, parts = self._wiring, self.cuts.of(model)
         names = [part[-1].name for part in parts]
-        mine = range(wiring.place, stages, wiring.length)
+        mine = range(wiring.place, len(parts), wiring.length)
         modules = [[link.module for link in part] for part in parts]
         self._holding = self._make_holding(model, modules, mine)
         self._passes: dict[int, Passes] = {}
