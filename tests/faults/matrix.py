@@ -53,7 +53,7 @@ SECTIONS = {
             "P7",
             "a request to stop that arrives in evaluation, while saving, loading data or starting",
             "it is kept and acted on at the next step, in every phase",
-            open="no test holds it yet",
+            open="an evaluation is not cut short: one that outlasts the grace ends the run at its last checkpoint",
         ),
         Row(
             "P8",

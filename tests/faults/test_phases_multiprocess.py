@@ -1,0 +1,81 @@
+"""A rank is killed, preempted or stuck in each phase of a run, with real processes."""
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.launch.command import Command
+
+SCRIPT = Path(__file__).with_name("phased_training.py")
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture
+def command(tmp_path):
+    one = Command(tmp_path)
+    yield one
+    one.clean_up()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What the run ends with that nothing happens to, on one process."""
+    one = Command(tmp_path_factory.mktemp("undisturbed"))
+    assert one.start(SCRIPT, one.folder, devices="cpu:1").end() == (0, [])
+    return one.stdout
+
+
+@pytest.mark.fault("P2")
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "evaluate",
+        pytest.param("data", marks=SLOW),
+        pytest.param("save", marks=SLOW),
+        pytest.param("prepare", marks=SLOW),
+    ],
+)
+def test_a_rank_killed_in_any_phase_ends_all_and_is_named_with_it(command, phase):
+    step = -1 if phase == "prepare" else 2
+    code, lines = command.start(SCRIPT, command.folder, f"1:{phase}:{step}:killed", devices="cpu:2").end()
+    assert time.monotonic() - float((command.folder / "disturbed").read_text()) < 5
+    assert code == 4
+    place = phase if phase == "prepare" else f"step {3 if phase != 'data' else 2}, {phase}"
+    assert lines[0].startswith(f"rank 1 killed by SIGKILL, {place} (")
+    assert len(lines) <= 15
+    command.wait_until_nothing_runs()
+
+
+@SLOW
+@pytest.mark.fault("P7", "P5")
+@pytest.mark.parametrize("phase", ["evaluate", "data", "save", "prepare"])
+def test_a_request_to_stop_in_any_phase_is_kept_and_nothing_is_lost(command, undisturbed, phase):
+    step = -1 if phase == "prepare" else 2
+    code, lines = command.start(SCRIPT, command.folder, f"1:{phase}:{step}:preempted", devices="cpu:2").end()
+    stopped = {"prepare": 1, "data": 3}.get(phase, 4)
+    assert (code, lines) == (75, [f"Preempted: 2 ranks stopped at step {stopped}. Exit code 75."])
+    assert f"step-{stopped:08}" in {path.name for path in (command.folder / "run").iterdir()}
+    assert command.start(SCRIPT, command.folder, devices="cpu:2").end()[0] == 0
+    assert command.stdout == undisturbed
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        pytest.param("0:save:2:hung", "threading.Event().wait()", marks=pytest.mark.fault("K10")),
+        pytest.param("1:data:2:holding", "ctypes.PyDLL(None).sleep(600)", marks=pytest.mark.fault("P12")),
+    ],
+    ids=["while it saves", "with the interpreter's lock held"],
+)
+def test_a_rank_that_hangs_is_named_with_its_line(command, fault, line):
+    command.start(SCRIPT, command.folder, fault, devices="cpu:2", options=("--stall-limit", "0.5"))
+    code, lines = command.end()
+    assert code == 5
+    number = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if line in text)
+    report = next(text for text in lines if text.startswith("Stalled"))
+    rank, phase = fault.split(":")[:2]
+    assert f"rank {rank}" in report
+    assert phase in report
+    assert f"{SCRIPT}:{number}" in report
+    command.wait_until_nothing_runs()
