@@ -121,7 +121,14 @@ class ParameterServerOptions(Checked):
     """Table ``[parameter_server]``: who holds the parameters."""
 
     servers: int = field(default=1, metadata={"check": at_least(1)})
-    """How many of the processes, the last ones, hold parameters and step the optimizer."""
+    """How many of the processes hold parameters and step the optimizer: the last ones, with mode asynchronous the
+    first."""
+    mode: str = field(default="synchronous", metadata={"check": one_of("synchronous", "asynchronous")})
+    """synchronous (level A), or asynchronous: workers do not wait for each other (level C)."""
+    staleness: int = field(default=4, metadata={"check": at_least(0)})
+    """With mode asynchronous: how many steps a worker may be ahead of the slowest when it begins one; 0: none."""
+    snapshot_every: int = field(default=100, metadata={"check": at_least(0)})
+    """With mode asynchronous: steps between checkpoints from which a lost server is recovered; 0: none of its own."""
 
 
 OPTIONS: dict[str, Any] = {
@@ -157,6 +164,9 @@ _AXES = {
     "tensor": "tensor",
 }
 """The axis of the mesh along which a strategy lays all its ranks."""
+
+_ALONE = {"data": "ddp"}
+"""The strategy that lays all its ranks along an axis, where it does not have the axis's name."""
 
 
 def devices_per_process(mesh: str) -> int:
@@ -194,10 +204,10 @@ def hybrid_mesh(text: str) -> Mesh:
     axes = {name for name, _ in mesh.axes}
     if axes in map(set, HYBRIDS):
         return mesh
-    known = "; ".join(",".join(f"{name}={mesh.size(name)}" for name in each) for each in HYBRIDS)
-    alone = [name for name, axis in _AXES.items() if {axis} == axes and name in axes | {"ddp"}]
-    other = f", or strategy {alone[0]!r} without a mesh" if alone else ""
-    raise ConfigError(f"strategy 'hybrid' cannot lay out the mesh {mesh}. Use one like {known}{other}.")
+    known = "; ".join(",".join(f"{name}=N" for name in each) for each in HYBRIDS)
+    (first, *others) = axes
+    alone = "" if others else f", or strategy {_ALONE.get(first, first)!r} without a mesh"
+    raise ConfigError(f"strategy 'hybrid' cannot lay out the mesh {mesh}. Use one like {known}{alone}.")
 
 
 def shares_rows_out(strategy: str, mesh: str) -> bool:
