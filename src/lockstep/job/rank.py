@@ -67,6 +67,7 @@ def report(outcome: Outcome, proof: str) -> str:
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
         rows.append(("sent", f"{_size(outcome.bytes_per_step)} of gradients per step and rank"))
+    rows += outcome.remarks.items()
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
     if outcome.weights is not None:

@@ -64,6 +64,8 @@ class Membership(IntEnum):
     JOINED = 1
     LEAVING = 2
     FINISHED = 3
+    SPARE = 4
+    """It left in agreement and goes on by itself: if it is killed, the others go on without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,10 @@ class Heartbeat:
     def mark_finished(self) -> None:
         """Notes that the rank left the process group in agreement with the others."""
         self._set_membership(Membership.FINISHED)
+
+    def mark_spare(self) -> None:
+        """Notes that the others go on without this rank if it is killed."""
+        self._set_membership(Membership.SPARE)
 
     def _set_membership(self, membership: Membership) -> None:
         if self._beat is not None:

@@ -22,6 +22,8 @@ class RankEnd:
     code: int
     """Exit code, or minus the number of the signal that killed it."""
     time: float
+    killer: str = ""
+    """Who killed it, where a signal does not say it all."""
     ended_by_us: bool = False
     """Whether the supervisor had told it to end before it did."""
     beat: Beat | None = None
@@ -48,8 +50,13 @@ class RankEnd:
         """Whether it ended well, or wanted to, without parting in agreement from a shared group."""
         membership = Membership.OUTSIDE if self.beat is None else self.beat.membership
         if self.code == EXIT_DONE:
-            return membership is not Membership.FINISHED
+            return membership not in (Membership.FINISHED, Membership.SPARE)
         return self.ended_by_us and membership is Membership.LEAVING
+
+    @property
+    def was_spare(self) -> bool:
+        """Whether it was killed, and the others go on without it."""
+        return self.code < 0 and self.beat is not None and self.beat.membership is Membership.SPARE
 
     @property
     def was_in_group(self) -> bool:
@@ -76,7 +83,7 @@ def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
         reason: why the ranks were asked to stop, if they were.
     """
     asked = {EXIT_DONE} | ({EXIT_PREEMPTED, EXIT_INTERRUPTED} if reason is not StopReason.NONE else set())
-    failed = [end for end in ends if end.code not in asked and not end.ended_by_us]
+    failed = [end for end in ends if end.code not in asked and not end.ended_by_us and not end.was_spare]
     own = [end for end in failed if not end.is_consequence]
     stopped = [end for end in ends if end.code in asked - {EXIT_DONE}]
     if reason is not StopReason.NONE and not (own and _first(own).moment < _earliest(stopped)):

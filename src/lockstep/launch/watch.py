@@ -24,6 +24,7 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.attaching import is_debugged
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
 from lockstep.launch.hosts import Company
+from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
@@ -79,6 +80,7 @@ class Watch:
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
+        self._memory = MemoryWatch()
         self._stall_watch = StallWatch(directory, options.stall_limit)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -111,6 +113,7 @@ class Watch:
                 if self._company is not None and self._company.follow(self.ends):
                     self._end_within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
+                self._memory.look(self._running)
                 self._look_for_leavers()
                 self._look_for_stalls()
                 self._act()
@@ -136,13 +139,14 @@ class Watch:
             pid=self._running.pop(rank, 0),
             code=code,
             time=moment,
+            killer=self._memory.killer_of(rank, code),
             ended_by_us=rank in self._told,
             beat=read_beat(self._directory, rank),
             record=read_record(self._logs, rank),
         )
         self._ended[rank] = end
         asked = self._control.reason is not StopReason.NONE and code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
-        if code != EXIT_DONE and not asked:
+        if code != EXIT_DONE and not asked and not end.was_spare:
             self._end_within(_NOTICE, _NOTICE + _FORCE)
 
     def _take_signals(self, own: Iterable[signal.Signals], from_ranks: bytes) -> None:

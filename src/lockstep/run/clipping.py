@@ -18,7 +18,6 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
     """
     norm = strategy.squares().cumsum(0)[-1].sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    for parameter in strategy.trainable().values():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    for gradient in strategy.gradients():
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm

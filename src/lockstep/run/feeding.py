@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from lockstep.strategies import Strategy
 
 logger = logging.getLogger(__name__)
 _MOST_SOURCES = 8
-_Key = tuple[int, ...]
-"""The id of the data, and how it is to be read."""
+_Key = tuple[Hashable, ...]
+"""The id of the data, and how and by whom it is to be read."""
 
 
 class Feeder:
@@ -69,7 +70,7 @@ class Feeder:
         self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
     ) -> StepLoader:
         """The loader of a training set for this process's micro-batches."""
-        key = (id(data), shuffle, drop_last, -1 if workers is None else workers)
+        key = (id(data), shuffle, drop_last, workers, self._strategy.share)
         if key not in self._training:
             plan = self.plan(data, shuffle, drop_last, smallest)
             if plan.dropped_samples and not plan.drop_last and self._strategy.share.holder == 0:
@@ -93,7 +94,7 @@ class Feeder:
 
     def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
         """The loader of an evaluation set for this process's micro-batches."""
-        key = (id(data), -1 if workers is None else workers)
+        key = (id(data), workers, self._strategy.evaluation_share)
         if key not in self._evaluation:
             source = self.source(data)
             self._evaluation[key] = EvaluationLoader(

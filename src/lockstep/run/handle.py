@@ -121,6 +121,8 @@ class Run:
         if resuming.take_up(self._saved, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = self._saved.extra
             self._agreed_data.resume()
+        if self.strategy.independent:
+            self._part_ways()
         step, forget = partial(self._pending.step, take=self._scaled_step.step), self._pending.forget
         self._stand_ins = {id(o): PreparedOptimizer(o, step, forget) for o in parts.optimizers}
         stand_ins = (self._stand_ins.get(id(each), each) for each in others)
@@ -144,6 +146,7 @@ class Run:
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
         smallest = self.require_prepared().placed.smallest_micro_batch
+        self.strategy.settle()
         self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest))
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
@@ -213,6 +216,7 @@ class Run:
             A float, or floats by name.
         """
         self.require_prepared()
+        self.strategy.settle()
         epoch, step = self.position.epoch, self.position.step
         noted = partial(note, self._session.heartbeat, "evaluate", epoch, step)
         noted()
@@ -314,14 +318,27 @@ class Run:
         self._pending.begin_batch()
         self._scaled_step.settle()
         self._writer.check()
-        every, position = self.options.fingerprint_every, self.position
+        position, strategy = self.position, self.strategy
+        every = 0 if strategy.independent else self.options.fingerprint_every
         if every and position.step % every == 0:
             self.fingerprint()
+        if strategy.save_every and position.step % strategy.save_every == 0 and not self._pending:
+            self._save_snapshot()
         if self._unread.stop and not self._pending:
             if self.options.directory is not None:
                 self.save(wait=True)
             raise Stopped(self._unread.stop)
         note(self._session.heartbeat, "data", position.epoch, position.step)
+
+    def _save_snapshot(self) -> None:
+        if self.options.directory is not None:
+            self.save()
+
+    def _part_ways(self) -> None:
+        """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
+        self.strategy.part_ways(self.position.step)
+        let_go_of_groups(self._agreed_data, self.require_prepared())
+        self._session.part(is_spare=self.strategy.is_spare)
 
     def require_prepared(self) -> saving.Saved:
         """All that a checkpoint of the run covers; ``ConfigError`` before ``prepare``."""

@@ -48,6 +48,18 @@ class Session:
         self.before_close: Callable[[], None] | None = None
         """Called before the group is closed."""
 
+    def part(self, *, is_spare: bool) -> None:
+        """Leaves the process group, if this session opened it, and goes on alone. Collective.
+
+        Args:
+            is_spare: whether the run goes on without this process if it is killed.
+        """
+        self.group = None
+        gc.collect()
+        self._stack.close()
+        if is_spare:
+            self.heartbeat.mark_spare()
+
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""
         atexit.unregister(self._close_at_exit)

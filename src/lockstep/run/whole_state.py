@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint import optimizer_state
 from lockstep.checkpoint.encoding import JSON
-from lockstep.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.strategies import Strategy
 
@@ -52,7 +51,7 @@ def gather_optimizer(
             mine["parts"][key] = str(tensor.dtype)
         elif name:
             mine["values"][key] = _as_json(key, tensor)
-    everyone = gather_json(mine, group, strategy.device) if group is not None else [mine]
+    everyone = strategy.gather_records(mine, group)
     whole = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
     for key, value in sorted({k: v for each in everyone for k, v in each["values"].items()}.items()):
         whole[key] = _from_json(value)

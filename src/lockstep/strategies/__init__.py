@@ -53,6 +53,8 @@ class StrategyOptions(Protocol):
     @property
     def mesh(self) -> str: ...
     @property
+    def precision(self) -> str: ...
+    @property
     def micro_batches(self) -> int: ...
     @property
     def reduce(self) -> str: ...
@@ -172,8 +174,25 @@ def _open_parameter_server(options: StrategyOptions, groups: Groups, device: tor
     if group is None:
         return _open_single(options, groups, device)
     _require_ordered(options)
+    if options.parameter_server.mode == "asynchronous":
+        return _open_asynchronous(options, group, device)
     servers = options.parameter_server.servers
     return ParameterServer(device, options.micro_batches, group, servers, options.running_buffers)
+
+
+def _open_asynchronous(
+    options: StrategyOptions, group: torch.distributed.ProcessGroup, device: torch.device
+) -> Strategy:
+    if options.precision == "fp16":
+        raise ConfigError(
+            "precision 'fp16' scales the loss by what all ranks find together, and workers of "
+            "parameter_server.mode='asynchronous' find nothing together. Use precision bf16 or fp32, or "
+            "mode='synchronous'."
+        )
+    from lockstep.strategies.parameter_server.asynchronous import AsynchronousParameterServer
+
+    told, buffers = options.parameter_server, options.running_buffers
+    return AsynchronousParameterServer(device, group, told, buffers, options.timeout)
 
 
 def _open_pipeline(options: StrategyOptions, groups: Groups, device: torch.device) -> Strategy:

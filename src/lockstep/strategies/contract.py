@@ -12,14 +12,16 @@ The training loop never asks which strategy it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.collectives import gather_json
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.levels import Level
 from lockstep.plan import Share
@@ -91,6 +93,12 @@ class Strategy(ABC):
     replicated: bool = True
     """Whether every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
     of the user's own need."""
+    independent: bool = False
+    """Whether processes go on without a process group after ``prepare``, so that one may end without the others."""
+    is_spare: bool = False
+    """Whether the others go on if this process is killed; only where processes are independent."""
+    save_every: int = 0
+    """Steps between checkpoints that the strategy itself asks for; 0: none."""
 
     @property
     def evaluation_share(self) -> Share:
@@ -122,6 +130,32 @@ class Strategy(ABC):
         Where several ranks make up one holder, the row of the one that computes losses counts.
         """
 
+    def tally(self, row: Tensor) -> Tensor:
+        """The sum over the holders of counts for the log, a float64 row of shape (n,), on the main process. Collective.
+
+        Where holders are independent it waits for nobody, and counts may come later.
+        """
+        return self.gather(row).sum(0)
+
+    def gather_records(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        """Every process's value, which must survive JSON. Collective.
+
+        Args:
+            value: this process's.
+            group: all ranks; None for a world of one, and where there is none any more.
+        """
+        return gather_json(value, group, self.device) if group is not None else [value]
+
+    def part_ways(self, step: int) -> None:  # noqa: B027  # most strategies keep the process group
+        """Makes an independent strategy ready to go on without the process group. Collective; ends ``prepare``.
+
+        Args:
+            step: steps that the run has done.
+        """
+
+    def settle(self) -> None:  # noqa: B027  # most strategies are never apart
+        """Brings processes that may be apart to the same values, and shares samples out over those left. Collective."""
+
     def release(self) -> None:  # noqa: B027  # most strategies hold nothing
         """Lets go of process groups, at the end of the run."""
 
@@ -147,6 +181,10 @@ class Strategy(ABC):
             if gradient is not None:
                 place.copy_(sum_of_squares(gradient))
         return sums
+
+    def gradients(self) -> Iterable[Tensor]:
+        """The gradients that this process clips; ``squares`` are those of all processes that clip together."""
+        return [parameter.grad for parameter in self.trainable().values() if parameter.grad is not None]
 
     def any_rank(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share one model. Collective."""
@@ -180,6 +218,14 @@ class Strategy(ABC):
     def part(self, name: str, whole: Tensor) -> Tensor | None:
         """What is held here of a whole tensor that belongs to the parameter ``name``; None for nothing."""
         return whole
+
+    def readings(self) -> dict[str, float]:
+        """What the strategy has measured of itself since the last call, by name, for the log of the main process."""
+        return {}
+
+    def remarks(self) -> dict[str, str]:
+        """What is to be said of the run at its end, by name, on the main process."""
+        return {}
 
     @property
     def bytes_sent(self) -> int:

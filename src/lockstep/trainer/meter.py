@@ -47,7 +47,7 @@ class Meter:
         row = torch.zeros(2, dtype=torch.float64, device=self._strategy.device)
         if self._right:
             row[0], row[1] = torch.stack(self._right).sum(), self._answers
-        right, answers = self._strategy.gather(row).sum(0).tolist()
+        right, answers = self._strategy.tally(row).tolist()
         now = time.monotonic()
         values = {"loss": float(torch.stack(self._losses).mean())}
         if answers:

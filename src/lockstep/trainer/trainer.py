@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -92,6 +92,8 @@ class Outcome:
     """What the strategy promises of the fingerprint."""
     bytes_per_step: float = 0.0
     """Bytes of gradients that a rank gave to others in a step, on average; of the rank that gave most."""
+    remarks: dict[str, str] = field(default_factory=dict)
+    """What the strategy says of the run, by name."""
 
 
 class Trainer:
@@ -198,6 +200,7 @@ class Trainer:
             self._values = self._evaluate()
             best = self._progress.judge(epoch, self._run.position.step, self._values)
             values |= self._values
+        values |= self._run.strategy.readings()
         if (skipped := self._run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
         self._logger.epoch(epoch, self._run.position.step, values)
@@ -242,6 +245,7 @@ class Trainer:
     def _end(self) -> Outcome:
         run, weights = self._run, None
         fingerprint, bytes_per_step = run.fingerprint(), self._bytes_per_step()
+        remarks = run.strategy.remarks()
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:
@@ -260,6 +264,7 @@ class Trainer:
             skipped_steps=run.skipped_steps,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
+            remarks=remarks,
         )
 
 
