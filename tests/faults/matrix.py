@@ -87,7 +87,6 @@ SECTIONS = {
             "P13",
             "the kernel's OOM killer ends a rank",
             "the report says so, with the memory the rank last held; exit code 4",
-            open="no test holds it yet",
         ),
         Row(
             "P14",

@@ -2,6 +2,8 @@
 
 import signal
 
+import pytest
+
 from lockstep.launch.heartbeat import Beat, Membership, StopReason
 from lockstep.launch.records import log_file, read_record, record_of, write_record
 from lockstep.launch.report import report
@@ -51,6 +53,18 @@ def test_many_ranks_that_ended_alike_share_a_line(tmp_path):
 def test_samples_are_shown_but_not_all_of_them(tmp_path):
     shown = lines([failure(0, ValueError("no"))], tmp_path)
     assert "samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more" in shown[0]
+
+
+@pytest.mark.fault("P14")
+def test_a_device_without_memory_is_told_with_the_settings_that_need_less(tmp_path):
+    kind = type(
+        "OutOfMemoryError", (RuntimeError,), {}
+    )  # torch.cuda's own is told by its name: no torch here
+    shown = lines([failure(0, kind("CUDA out of memory. Tried to allocate 2.00 GiB."))], tmp_path)
+    told = next(line for line in shown if "need less memory" in line)
+    assert "micro_batches" in told
+    assert "fsdp" in told
+    assert shown.index(told) == len(shown) - 2
 
 
 def test_different_errors_keep_their_first_line(tmp_path):

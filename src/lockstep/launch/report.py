@@ -16,6 +16,11 @@ _LAST_LOG_LINES = 5
 _CRASH, _CRASH_LINES = "Fatal Python error", 8
 """What faulthandler writes first, and how much of it names the place."""
 _SHOWN_SAMPLES = 8
+_OUT_OF_MEMORY = "OutOfMemoryError"
+_LESS_MEMORY = (
+    "Two settings need less memory on each device: smaller micro-batches (more micro_batches of the same global_batch), "
+    "and strategy fsdp, which shares out parameters, gradients and optimizer state."
+)
 
 
 def report(verdict: Verdict, ends: Sequence[RankEnd], reason: StopReason, logs: Path) -> list[str]:
@@ -39,7 +44,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         step = f" at step {cause.beat.step}" if cause.beat and cause.beat.step >= 0 else ""
         yield f"rank {cause.rank} left{step} while others went on ({_process(cause)}, exit code 0)."
     elif record is None and cause.code < 0:
-        yield f"rank {cause.rank} killed by {_signal_name(-cause.code)}{place} ({_process(cause)})"
+        killer = cause.killer or _signal_name(-cause.code)
+        yield f"rank {cause.rank} killed by {killer}{place} ({_process(cause)})"
         yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record is None:
         yield f"rank {cause.rank} ended with exit code {cause.code}{place} ({_process(cause)})"
@@ -51,6 +57,8 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         where = f"{place}{_samples(record.samples)} (host {record.host}, pid {cause.pid})"
         yield f"rank {cause.rank} failed first{where}:"
         yield from record.shown.rstrip("\n").split("\n")
+        if record.kind == _OUT_OF_MEMORY:
+            yield _LESS_MEMORY
 
 
 def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:
