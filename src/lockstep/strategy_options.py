@@ -91,6 +91,33 @@ class PipelineOptions(Checked):
         """How many stages each rank holds."""
         return self.stages_per_rank or (2 if self.schedule == "interleaved" else 1)
 
+    def check_micro_batches(self, micro_batches: int, holders: int, ranks: int) -> None:
+        """Refuses fewer micro-batches than fill the pipeline once.
+
+        Args:
+            micro_batches: K of the recipe.
+            holders: data-parallel holders, each of which is a pipeline.
+            ranks: length of the pipeline.
+
+        Raises:
+            ConfigError: names the nearest K that would work.
+        """
+        if self.schedule == "interleaved":
+            step = holders * ranks
+            if micro_batches % step:
+                working = max(1, round(micro_batches / step)) * step
+                raise ConfigError(
+                    f"micro_batches={micro_batches} do not fit the interleaved schedule, which takes rounds of "
+                    f"{ranks}, one for each pipeline rank, on each of {holders} data-parallel holders. Use a multiple "
+                    f"of {step}, for example micro_batches={working}, or schedule '1f1b'."
+                )
+        elif micro_batches // holders < ranks:
+            raise ConfigError(
+                f"A pipeline of {ranks} stages is not filled by micro_batches={micro_batches} over {holders} "
+                f"data-parallel holders, which leave {micro_batches // holders} for some. Use at least "
+                f"micro_batches={holders * ranks}, or fewer stages."
+            )
+
 
 TENSOR_KINDS = ("column", "row", "heads", "channels", "features")
 """How strategy tensor can split a module; see docs/strategies/tensor.md."""
@@ -149,6 +176,21 @@ OWN_EXCHANGE = ("fsdp", "parameter_server")
 
 ONE_PROCESS = {"dp": "replicas", "layers": "devices"}
 """The strategies that use several devices from one process, and their option that says how many."""
+
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
+"""The optimizers of ``torch.optim`` that update every element from that element alone."""
 
 HYBRIDS = (("data", "layers"), ("data", "pipeline"), ("data", "tensor"), ("fsdp", "pipeline"))
 """The axes of a mesh that go together, in any order."""
@@ -213,3 +255,8 @@ def hybrid_mesh(text: str) -> Mesh:
 def shares_rows_out(strategy: str, mesh: str) -> bool:
     """Whether parameters are shared out by rows, with an exchange of gradients of its own."""
     return strategy == "fsdp" or (strategy == "hybrid" and "fsdp" in mesh)
+
+
+def steps_parts(strategy: str, mesh: str) -> bool:
+    """Whether an optimizer sees parts of parameters, so that its update must be elementwise."""
+    return strategy in ("tensor", "parameter_server") or shares_rows_out(strategy, mesh) or "tensor" in mesh

@@ -29,6 +29,23 @@ BROKEN = {
         ["training.strategy=fsdp", "training.channels_last=true"],
         "Use false, or strategy 'ddp'",
     ),
+    "what is offloaded comes from a GPU": (
+        ["training.strategy=fsdp", "fsdp.cpu_offload=true", "run.devices=cpu:2"],
+        "moves parameters from a GPU to the host, on devices 'cpu:2'. Use false.",
+    ),
+    "stages are gathered once": (
+        ["training.strategy=hybrid", "training.mesh=fsdp=2,pipeline=2", "fsdp.reshard_after_forward=false"],
+        "has no use for fsdp.reshard_after_forward. Leave that out",
+    ),
+    "a pipeline is filled": (
+        ["training.strategy=hybrid", "training.mesh=data=3,pipeline=3"],
+        "micro_batches is 8. A pipeline of 3 stages is not filled by micro_batches=8 over 3 data-parallel holders, "
+        "which leave 2 for some. Use at least micro_batches=9, or fewer stages.",
+    ),
+    "parts are stepped alone": (
+        ["training.strategy=fsdp", "optimizer.target=torch.optim:Adafactor"],
+        "is 'torch.optim:Adafactor', and strategy 'fsdp' steps it on parts",
+    ),
     "whole models are compiled": (
         ["training.strategy=pipeline", "training.compile=true"],
         "holds no whole model in one process",
@@ -96,6 +113,14 @@ def test_several_broken_rules_are_said_together(load):
         (["schedule.warmup_epochs=2.5"], "less than three epochs"),
         (["checkpoint.resume=auto"], "there need not be a run yet"),
         (["run.name=new"], "a free name"),
+        (["training.strategy=pipeline", "run.devices=8"], "as many stages as micro-batches"),
+        (["training.strategy=hybrid", "training.mesh=fsdp=4,pipeline=2"], "both full"),
+        (
+            ["training.strategy=fsdp", "run.devices=1", "optimizer.target=torch.optim:Adafactor"],
+            "it is single",
+        ),
+        (["training.strategy=ddp", "optimizer.target=torch.optim:Adafactor"], "whole parameters"),
+        (["training.strategy=fsdp", "fsdp.cpu_offload=true"], "auto may be a CUDA device"),
     ],
 )
 def test_what_is_just_possible_is_allowed(load, tmp_path, options, why):
@@ -135,6 +160,24 @@ def test_what_the_machine_adds_is_held_against_the_rules(load):
         (["training.strategy=hybrid", "training.mesh=data=9,layers=1", "run.devices=cpu:9"], "cannot share"),
         (["training.strategy=hybrid"], "needs one, such as 'data=2,pipeline=2'"),
         (["training.strategy=ddp", "training.mesh=data=2"], "belongs to strategy 'hybrid'"),
+        (
+            ["training.strategy=hybrid", "training.mesh=data=2,fsdp=2"],
+            "cannot lay out the mesh data=2,fsdp=2",
+        ),
+        (["training.strategy=hybrid", "training.mesh=data=4"], "or strategy 'ddp' without a mesh"),
+        (["training.strategy=hybrid", "training.mesh=pipeline=4"], "or strategy 'pipeline' without a mesh"),
+        (
+            ["training.strategy=hybrid", "training.mesh=fsdp=2,pipeline=2", "training.reduce=ring"],
+            "strategy 'hybrid' has an exchange of its own",
+        ),
+        (
+            ["training.strategy=hybrid", "training.mesh=fsdp=2,pipeline=2", "training.channels_last=true"],
+            "'hybrid' shares out contiguous weights",
+        ),
+        (
+            ["training.strategy=pipeline", "pipeline.schedule=interleaved", "run.devices=3"],
+            "Use a multiple of 3, for example micro_batches=9, or schedule '1f1b'",
+        ),
     ],
 )
 def test_only_what_shares_the_micro_batches_is_counted(load, options, expected):

@@ -158,6 +158,10 @@ RULES = (
     Rule(
         "fsdp shares out contiguous weights", ("training", "channels_last"), layout_rules.rows_are_contiguous
     ),
+    Rule("what is offloaded comes from a GPU", ("fsdp", "cpu_offload"), layout_rules.offload_has_a_gpu),
+    Rule("stages are gathered once", ("training", "mesh"), layout_rules.stages_are_gathered_once),
+    Rule("a pipeline is filled", ("training", "micro_batches"), layout_rules.pipeline_is_filled),
+    Rule("parts are stepped alone", ("optimizer", "target"), layout_rules.parts_are_stepped_alone),
     Rule("whole models are compiled", ("training", "compile"), layout_rules.compiled_models_are_whole),
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
     Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),

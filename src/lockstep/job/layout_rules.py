@@ -5,7 +5,16 @@ from __future__ import annotations
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
 from lockstep.mesh import Mesh
-from lockstep.strategy_options import OWN_EXCHANGE, WHOLE_MODELS, mesh_of
+from lockstep.strategy_options import (
+    ELEMENTWISE,
+    OWN_EXCHANGE,
+    WHOLE_MODELS,
+    FsdpOptions,
+    hybrid_mesh,
+    mesh_of,
+    shares_rows_out,
+    steps_parts,
+)
 
 
 def device_count(devices: int | str) -> int | None:
@@ -41,7 +50,7 @@ def ranks_have_micro_batches(job: JobConfig) -> str | None:
 
 
 def mesh_fits(job: JobConfig) -> str | None:
-    """A mesh belongs to strategy hybrid, and takes all devices."""
+    """A mesh belongs to strategy hybrid, has axes that go together, and takes all devices."""
     strategy, mesh, count = job.training.strategy, job.training.mesh, device_count(job.run.devices)
     try:
         if strategy != "hybrid":
@@ -49,7 +58,7 @@ def mesh_fits(job: JobConfig) -> str | None:
             return None
         if not mesh:
             return "is not given, and strategy 'hybrid' needs one, such as 'data=2,pipeline=2'."
-        laid_out = Mesh.parse(mesh)
+        laid_out = hybrid_mesh(mesh)
         layers = laid_out.size("layers")
         if count is not None and count % layers:
             return f"is {mesh!r}: each process gets {layers} devices of {count}. Use a multiple of {layers}."
@@ -70,16 +79,67 @@ def servers_leave_a_worker(job: JobConfig) -> str | None:
 
 def reducer_is_used(job: JobConfig) -> str | None:
     """A reducer is chosen only where whole gradients are reduced."""
-    reduce, strategy = job.training.reduce, job.training.strategy
-    if reduce != "ordered" and strategy in OWN_EXCHANGE:
+    reduce, strategy, mesh = job.training.reduce, job.training.strategy, job.training.mesh
+    if reduce != "ordered" and (strategy in OWN_EXCHANGE or shares_rows_out(strategy, mesh)):
         return f"is {reduce!r}, and strategy {strategy!r} has an exchange of its own. Use 'ordered', or strategy 'ddp'."
     return None
 
 
 def rows_are_contiguous(job: JobConfig) -> str | None:
-    """Strategy fsdp shares rows out."""
-    if job.training.channels_last and job.training.strategy == "fsdp":
-        return "is true, and strategy 'fsdp' shares out contiguous weights. Use false, or strategy 'ddp'."
+    """Rows that are shared out are contiguous."""
+    strategy = job.training.strategy
+    if job.training.channels_last and shares_rows_out(strategy, job.training.mesh):
+        return (
+            f"is true, and strategy {strategy!r} shares out contiguous weights. Use false, or strategy 'ddp'."
+        )
+    return None
+
+
+def offload_has_a_gpu(job: JobConfig) -> str | None:
+    """What is moved to the host comes from a GPU."""
+    if job.fsdp.cpu_offload and job.training.strategy == "fsdp" and str(job.run.devices).startswith("cpu"):
+        return f"is true, which moves parameters from a GPU to the host, on devices {job.run.devices!r}. Use false."
+    return None
+
+
+def stages_are_gathered_once(job: JobConfig) -> str | None:
+    """How strategy fsdp gathers blocks says nothing about the stages of a pipeline."""
+    mesh = job.training.mesh
+    if job.training.strategy != "hybrid" or "fsdp" not in mesh:
+        return None
+    given = [name for name, value in vars(job.fsdp).items() if value != getattr(FsdpOptions(), name)]
+    if given:
+        return f"is {mesh!r}, which gathers a stage once in a step and has no use for fsdp.{given[0]}. Leave that out."
+    return None
+
+
+def pipeline_is_filled(job: JobConfig) -> str | None:
+    """There are at least as many micro-batches as stages on every pipeline."""
+    count = device_count(job.run.devices)
+    mesh = Mesh.parse(job.training.mesh) if job.training.strategy == "hybrid" and not mesh_fits(job) else None
+    ranks = mesh.size("pipeline") if mesh else count if job.training.strategy == "pipeline" else None
+    if ranks is None or ranks < 2:
+        return None
+    holders = mesh.size("data") * mesh.size("fsdp") if mesh else 1
+    try:
+        job.pipeline.check_micro_batches(job.training.micro_batches, holders, ranks)
+    except ConfigError as error:
+        return f"is {job.training.micro_batches}. {error}"
+    return None
+
+
+def parts_are_stepped_alone(job: JobConfig) -> str | None:
+    """An optimizer of torch's that is stepped on parts of parameters is elementwise."""
+    strategy, target = job.training.strategy, job.optimizer.target
+    module, _, name = target.partition(":")
+    alone = device_count(job.run.devices) == 1
+    if alone or not steps_parts(strategy, job.training.mesh) or not module.startswith("torch.optim"):
+        return None
+    if name not in ELEMENTWISE:
+        return (
+            f"is {target!r}, and strategy {strategy!r} steps it on parts of parameters, where it would see too little. "
+            f"Use one of {', '.join(sorted(ELEMENTWISE))}, or strategy 'ddp'."
+        )
     return None
 
 

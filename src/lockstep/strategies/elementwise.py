@@ -5,20 +5,9 @@ from __future__ import annotations
 from torch import optim
 
 from lockstep.errors import ConfigError
+from lockstep.strategy_options import ELEMENTWISE
 
-ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adagrad,
-    optim.Adadelta,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.ASGD,
-)
+_KINDS = tuple(getattr(optim, name) for name in ELEMENTWISE)
 
 
 def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
@@ -26,9 +15,9 @@ def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
 
     A class of one's own that is says so with an attribute ``elementwise = True``.
     """
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "elementwise", False):
+    if type(optimizer) in _KINDS or getattr(optimizer, "elementwise", False):
         return
-    known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+    known = ", ".join(sorted(ELEMENTWISE))
     raise ConfigError(
         f"Strategy {strategy!r} steps the optimizer on parts of parameters, and {type(optimizer).__name__} is not "
         f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "

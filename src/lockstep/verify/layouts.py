@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.job.config import JobConfig
 from lockstep.mesh import Mesh
-from lockstep.strategy_options import ONE_PROCESS, STRATEGIES
+from lockstep.strategy_options import HYBRIDS, ONE_PROCESS, STRATEGIES
 
 DEVICES = (1, 2, 4)
 """Numbers of devices that are tried by default, as far as the recipe's micro-batches go."""
@@ -69,5 +69,5 @@ def layouts(config: JobConfig, devices: Iterable[int], strategies: Sequence[str]
                 continue
             found.append(Layout(strategy, count))
         if count == 4 and (not strategies or "hybrid" in strategies):
-            found += [Layout("hybrid", 4, f"data=2,{axis}=2") for axis in ("pipeline", "layers", "tensor")]
+            found += [Layout("hybrid", 4, ",".join(f"{axis}=2" for axis in axes)) for axes in HYBRIDS]
     return found

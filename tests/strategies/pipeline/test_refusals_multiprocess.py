@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 from lockstep.errors import ConfigError
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
-from lockstep.strategies.pipeline.opening import check_micro_batches
 from lockstep.strategy_options import PipelineOptions
 
 pytestmark = pytest.mark.timeout(120)
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_micro_batches_that_do_not_fill_the_pipeline_are_refused_with_a_number_that_does():
     one_by_one, interleaved = PipelineOptions(), PipelineOptions(schedule="interleaved")
-    check_micro_batches(one_by_one, 8, 2, 4)
-    check_micro_batches(interleaved, 8, 2, 2)
+    one_by_one.check_micro_batches(8, 2, 4)
+    interleaved.check_micro_batches(8, 2, 2)
     with pytest.raises(
         ConfigError, match=r"4 stages is not filled by micro_batches=6 over 2.*micro_batches=8"
     ):
-        check_micro_batches(one_by_one, 6, 2, 4)
+        one_by_one.check_micro_batches(6, 2, 4)
     with pytest.raises(ConfigError, match=r"rounds of 3.*multiple of 3, for example micro_batches=9"):
-        check_micro_batches(interleaved, 8, 1, 3)
+        interleaved.check_micro_batches(8, 1, 3)
 
 
 def test_only_the_interleaved_schedule_has_several_stages_per_rank():
@@ -100,7 +99,7 @@ REFUSED = {
     "another mesh": (
         layers,
         {"strategy": "hybrid", "mesh": "tensor=1,pipeline=2"},
-        r"cannot lay out the mesh tensor=1,pipeline=2. Use one like .*data=1,pipeline=2",
+        r"cannot lay out the mesh tensor=1,pipeline=2. Use one like .*data=N,pipeline=N",
     ),
     "tied ends": (
         lambda: transformer(vocabulary_size=9, depth=1, width=8, heads=2, tied=True),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import ConfigError
 from lockstep.reduce import Reducer
 from lockstep.strategies.groups import Groups
 from lockstep.strategies.pipeline.strategy import Pipeline
@@ -37,7 +36,7 @@ def open_pipeline(
     Raises:
         ConfigError: there are too few micro-batches.
     """
-    check_micro_batches(options, micro_batches, groups.size(kind.axis), groups.size("pipeline"))
+    options.check_micro_batches(micro_batches, groups.size(kind.axis), groups.size("pipeline"))
     holders = groups.along(kind.axis)
     reducers = []
     if holders is not None:
@@ -45,35 +44,6 @@ def open_pipeline(
         lines = [holders, *(_one_more(groups, kind.axis) for _ in range(1, options.stages_of_a_rank))]
         reducers = [make_reducer(line) for line in lines]
     return kind(device, micro_batches, groups, reducers, options, running_buffers)
-
-
-def check_micro_batches(options: PipelineOptions, micro_batches: int, holders: int, ranks: int) -> None:
-    """Refuses fewer micro-batches than fill the pipeline once.
-
-    Args:
-        options: the schedule.
-        micro_batches: K of the recipe.
-        holders: D, the size of the data axis.
-        ranks: length of the pipeline.
-
-    Raises:
-        ConfigError: names the nearest K that would work.
-    """
-    if options.schedule == "interleaved":
-        step = holders * ranks
-        if micro_batches % step:
-            working = max(1, round(micro_batches / step)) * step
-            raise ConfigError(
-                f"micro_batches={micro_batches} do not fit the interleaved schedule, which takes rounds of {ranks}, "
-                f"one for each pipeline rank, on each of {holders} data-parallel holders. Use a multiple of {step}, "
-                f"for example micro_batches={working}, or schedule '1f1b'."
-            )
-    elif micro_batches // holders < ranks:
-        raise ConfigError(
-            f"A pipeline of {ranks} stages is not filled by micro_batches={micro_batches} over {holders} data-parallel "
-            f"holders, which leave {micro_batches // holders} for some. Use at least micro_batches={holders * ranks}, "
-            "or fewer stages."
-        )
 
 
 def _one_more(groups: Groups, axis: str) -> dist.ProcessGroup:
