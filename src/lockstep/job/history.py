@@ -60,7 +60,10 @@ def read_starts(folder: Path) -> list[Start]:
             "that this version of Lockstep has trained."
         )
     try:
-        return [Start.from_table(entry) for entry in json.loads(path.read_bytes())["starts"]]
+        starts = [Start.from_table(entry) for entry in json.loads(path.read_bytes())["starts"]]
+        if not starts:
+            raise ValueError("it names no start")
+        return starts
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
 

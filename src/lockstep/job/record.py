@@ -24,14 +24,22 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
         trainer: ready to run.
         config: what it was made from.
         folder: of the run.
+
+    Raises:
+        ConfigError: gradients of micro-batches are asked for where there are none, or the folder cannot be written.
     """
     run, training = trainer.run, config.training
-    if run.is_main:
-        _note_start(run, config, folder)
     every = training.gradients_every
     every = training.fingerprint_every if every is None else every
     if every and run.strategy.level is Level.BITWISE:
         trainer.watcher = GradientRecorder(run, folder, every, micro_batches=training.record_micro_batches)
+    elif training.record_micro_batches:
+        raise ConfigError(
+            "training.record_micro_batches is true, but gradients are recorded at level A only, and strategy "
+            f"{run.strategy.name!r} promises level {run.strategy.level.value} here. Leave it out."
+        )
+    if run.is_main:
+        _note_start(run, config, folder)
 
 
 def _note_start(run: Run, config: JobConfig, folder: Path) -> None:
@@ -47,4 +55,7 @@ def _note_start(run: Run, config: JobConfig, folder: Path) -> None:
     earlier: list[Start] = []
     with contextlib.suppress(ConfigError):  # the first start, or a file that nobody can use
         earlier = read_starts(folder)
-    write_whole(folder / FILE, with_start(earlier, start).encode())
+    try:
+        write_whole(folder / FILE, with_start(earlier, start).encode())
+    except OSError as error:
+        raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error

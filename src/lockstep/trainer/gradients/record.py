@@ -108,7 +108,8 @@ class GradientLog:
             write_whole(self._path, kept.encode())
 
     def append(self, record: GradientRecord) -> None:
-        """Adds a record."""
+        """Adds a record; makes the folder at the first."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
 

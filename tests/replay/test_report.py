@@ -1,0 +1,100 @@
+"""What a replay says, from what it found."""
+
+from pathlib import Path
+
+from lockstep.job.component import Component
+from lockstep.job.config import DataConfig, JobConfig
+from lockstep.job.history import Start
+from lockstep.replay import Origin, Report, describe
+from lockstep.replay.report import Compared
+from lockstep.trainer.gradients import GradientDigest, GradientRecord
+
+DIGESTS = {f"layer.{number}": f"{number:064x}" for number in range(8)}
+MINE = GradientDigest.of(DIGESTS)
+OTHERS = GradientDigest.of(dict.fromkeys(DIGESTS, "f" * 64))
+ONE_OTHER = GradientDigest.of({**DIGESTS, "layer.3": "f" * 64})
+
+
+def report(compared, *, earlier=(), record=None, micro_batch=None, level="A", samples=(3, 1, 4)):
+    part = Component(target="torch.nn:Identity")
+    job = JobConfig(model=part, data=DataConfig(train=part), optimizer=part)
+    start = Start(step=0, strategy="fsdp", ranks=6, level=level, device="cpu", context={}, job=job)
+    return Report(
+        folder=Path("runs/digits-001"),
+        origin=Origin(start=start, step=12, checkpoint=Path("runs/digits-001/step-00000012")),
+        epoch=1,
+        position=5,
+        micro_batch=micro_batch,
+        samples=samples,
+        loss=1.5,
+        norm=2.25,
+        compared=compared,
+        earlier=earlier,
+        record=record,
+    )
+
+
+def compared(recorded, step=17, **more):
+    return Compared(step=step, gradient=MINE, recorded=recorded, **more)
+
+
+def last_line(found):
+    return describe(found).splitlines()[-1]
+
+
+def test_equal_bits_are_a_match():
+    found = report(compared(MINE))
+    assert not found.differs
+    assert last_line(found) == "record    matches: the gradient has the bits that were recorded"
+
+
+def test_the_place_the_samples_and_the_numbers_are_told():
+    lines = describe(report(compared(MINE), micro_batch=5)).splitlines()
+    assert lines[:6] == [
+        "run       runs/digits-001, trained with fsdp on 6",
+        "step      17, micro-batch 5 (epoch 1, its step 5)",
+        "from      step-00000012, 5 steps before",
+        "samples   3, 1, 4",
+        "loss      1.5",
+        "norm      2.25",
+    ]
+    assert lines[6] == f"digest    {MINE.digest}"
+    assert len(describe(report(compared(MINE), samples=range(10_000)))) < 1000
+
+
+def test_a_difference_names_the_first_parameters_and_counts_the_others():
+    found = report(compared(OTHERS))
+    assert found.differs
+    assert last_line(found) == (
+        "record    differs: layer.0, layer.1, layer.2, layer.3, layer.4, ... 3 more (8 of 8 parameters)"
+    )
+    assert "differs: layer.3 (1 of 8 parameters)" in last_line(report(compared(ONE_OTHER)))
+
+
+def test_a_difference_tells_the_micro_batches_and_both_losses():
+    line = last_line(
+        report(compared(ONE_OTHER, micro_batches=[2, 5], loss=(1.5).hex(), recorded_loss=(1.25).hex()))
+    )
+    assert line.endswith("parameters), in micro-batches 2, 5; so does the loss, 1.5 here and 1.25 there")
+
+
+def test_a_step_on_the_way_that_differs_is_what_is_said():
+    found = report(compared(MINE), earlier=[compared(MINE, step=12), compared(ONE_OTHER, step=14)])
+    assert found.differs
+    assert last_line(found) == "record    differs already at step 14: layer.3 (1 of 8 parameters)"
+
+
+def test_what_was_not_recorded_is_no_difference_and_says_how_to_record_it():
+    found = report(compared(None), earlier=[compared(MINE, step=15)])
+    assert not found.differs
+    assert last_line(found) == (
+        "record    was not recorded; train with --set training.gradients_every=1 to record it "
+        "(step 15, the last on the way that was, matches)"
+    )
+    record = GradientRecord(step=17, loss=(1.5).hex(), norm=2.25, gradient=MINE)
+    line = last_line(report(compared(None), record=record, micro_batch=1))
+    assert "training.record_micro_batches=true" in line
+
+
+def test_a_level_that_promises_no_bits_is_named():
+    assert "promises level B with these settings" in last_line(report(compared(None), level="B"))
