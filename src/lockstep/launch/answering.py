@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,15 @@ def answer_from_now_on(world: World) -> None:
 
 
 def _serve_recorder(path: Path) -> None:
-    """Starts torch's server, where this version has it; without it stacks alone have to explain a stall."""
+    """Starts torch's server, where this version has it and the path is short enough for a socket (107 bytes).
+
+    Without it stacks alone have to explain a stall.
+    """
     try:
         from torch._C._distributed_c10d import _WorkerServer  # not public
     except ImportError:
         return
-    with _silent_stderr():  # it announces itself as a warning
+    with suppress(RuntimeError), _silent_stderr():  # it announces itself as a warning
         _kept.append(_WorkerServer(str(path)))
 
 
