@@ -1,0 +1,48 @@
+"""Runs killed with SIGKILL at a random moment and resumed on a random world end as if nothing had happened."""
+
+import pytest
+from tests.soak.killing import Kill, Soak
+
+
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory):
+    one = Soak(tmp_path_factory.mktemp("soak"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(soak):
+    """The fingerprint of the run that nothing happened to, on one process."""
+    soak.new_run("undisturbed")
+    return soak.finish(1, "single")
+
+
+def killed_and_resumed(soak, seeds, undisturbed, **choices):
+    """How many kills cut a checkpoint off; the seed of a run that ends otherwise is in the message."""
+    cut = 0
+    for seed in seeds:
+        kill = Kill.draw(seed, **choices)
+        soak.new_run(f"seed-{seed}")
+        try:
+            cut += soak.kill(kill)
+            found, left = soak.finish(kill.next_world, kill.next_strategy), soak.left_over()
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {kill}")
+            raise
+        assert (found, left) == (undisturbed, []), f"seed {seed}: {kill}"
+    return cut
+
+
+@pytest.mark.fault("K1", "P1", "P3")
+def test_ten_runs_killed_at_a_random_moment_end_in_the_same_fingerprint_and_leave_nothing(soak, undisturbed):
+    killed_and_resumed(soak, range(10), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("K1", "P1", "P3")
+def test_a_hundred_runs_killed_at_a_random_moment_end_in_the_same_fingerprint_and_leave_nothing(
+    soak, undisturbed
+):
+    cut = killed_and_resumed(soak, range(100, 200), undisturbed, strategies=("ddp", "fsdp"))
+    assert cut > 0, "no kill ever came during a save: the moments test nothing"
