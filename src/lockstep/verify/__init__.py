@@ -1,7 +1,24 @@
-"""Runs a job in several layouts, compares them step by step, and names where and why they part."""
+"""Runs a job in several layouts, compares them step by step, and names where and why they part.
+
+``Recorder`` does the same for any PyTorch loop. It is fetched when it is first used, since it imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.trace import StepTrace, Trace
 
-__all__ = ["Cause", "Comparison", "Diagnosis", "StepTrace", "Trace", "compare"]
+if TYPE_CHECKING:
+    from lockstep.verify.plain.recorder import Recorder
+
+__all__ = ["Cause", "Comparison", "Diagnosis", "Recorder", "StepTrace", "Trace", "compare"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Recorder":
+        return import_module("lockstep.verify.plain.recorder").Recorder
+    raise AttributeError(f"module 'lockstep.verify' has no attribute {name!r}")

@@ -39,6 +39,22 @@ class Cause(Enum):
     BUFFERS = "running statistics or other buffers are not synchronised"
     UPDATE = "the update differs although gradients do not"
     REPLICAS = "ranks that must hold the same values do not"
+    SEEDS = "ranks began with other values because each is seeded with a number of its own"
+    FROZEN = "a parameter is trained on some ranks only"
+    STAGES = "layers are run in another order"
+    EPOCHS = "every epoch has the same order: the sampler is not told the epoch (set_epoch)"
+    REPEATED = "samples are read twice in an epoch: the sampler pads the shares of the ranks"
+    DROPPED = "samples are left out that the reference reads"
+    SAME_SHARE = "every rank reads the same samples: the data is not shared out"
+    OVERLAP = "every rank shuffles for itself: shares overlap, and samples are left out"
+    SAME_MASKS = "every rank draws the same random numbers: one dropout mask for all"
+    BATCH_NORM = "BatchNorm normalises with each rank's share instead of the whole batch"
+    NOT_REDUCED = "gradients are not reduced: every rank steps with its own"
+    ACCUMULATION = "micro-batches are accumulated without being divided by their number"
+    CLIPPING = "every rank clips its own gradients before they are reduced"
+    SKIPPED = "a step is skipped on some ranks only"
+    SCHEDULE = "the schedule is at another step: it is stepped once per process, or not at all"
+    REPORTED = "the reported loss is not the mean over the global batch"
 
 
 @dataclass(frozen=True)

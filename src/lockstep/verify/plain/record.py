@@ -1,0 +1,164 @@
+"""What a rank of an ordinary loop writes down: one line of JSON to begin with, then one for each step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+Sample = int | str
+"""An index into the data set, or the digest of the input where the loop does not know indices."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A tensor in three sizes: equal bits, how large, and which direction."""
+
+    digest: str
+    """SHA-256 in hexadecimal; empty where bits are not compared."""
+    norm: float
+    sketch: tuple[float, ...]
+    """Sums of entries with fixed random signs: linear, so the sketch of a sum is the sum of the sketches."""
+
+
+@dataclass
+class BatchRecord:
+    """One forward and backward pass of one rank."""
+
+    samples: list[Sample] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    """Digest of the input of each sample."""
+    losses: list[float] = field(default_factory=list)
+    """Loss of each sample."""
+    loss: float | None = None
+    """The loss as the loop reports it."""
+    generators: tuple[str, str] = ("", "")
+    """Digests of the state of torch's random generators before and after the forward pass."""
+    gradients: dict[str, Measure] = field(default_factory=dict)
+    """What backward gave on this rank alone, before any reduction."""
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step of one rank."""
+
+    step: int
+    batches: list[BatchRecord] = field(default_factory=list)
+    begin: dict[str, str] = field(default_factory=dict)
+    """Digest of each parameter before the first forward pass."""
+    buffers: dict[str, Measure] = field(default_factory=dict)
+    """Floating-point buffers before the first forward pass."""
+    used: dict[str, Measure] = field(default_factory=dict)
+    """The gradients that the optimizer was given."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Hyperparameters of the optimizers."""
+    updates: int = 0
+    """How many optimizers took their step."""
+    values: dict[str, Measure] = field(default_factory=dict)
+    """Parameters after the step."""
+    calls: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, digest of input and of output of each innermost module that was called; of the first step only."""
+    trained: list[str] = field(default_factory=list)
+    """Parameters that required a gradient."""
+    batch_norms: list[str] = field(default_factory=list)
+    """Modules that normalised with the statistics of this rank's batch."""
+    seconds: float = 0.0
+    memory: int = 0
+    """Most bytes that the process has held."""
+
+
+@dataclass
+class RankRecord:
+    """All steps of one rank."""
+
+    rank: int
+    world_size: int
+    seed: int
+    """What torch's generator was seeded with last."""
+    context: dict[str, str] = field(default_factory=dict)
+    """Threads, device, torch, optimizers."""
+    start: dict[str, Measure] = field(default_factory=dict)
+    """Parameters before the first step."""
+    steps: list[StepRecord] = field(default_factory=list)
+
+    def header(self) -> str:
+        """The first line of the file."""
+        return json.dumps({**vars(self), "steps": []}, default=vars)
+
+    @classmethod
+    def read(cls, path: Path) -> RankRecord:
+        """Reads a rank's file; a last line that was cut off when the rank died is left out."""
+        lines = path.read_text().splitlines()
+        head: dict[str, Any] = json.loads(lines[0])
+        steps = [_step(line) for line in lines[1:] if line.endswith("}")]
+        return cls(**{**head, "start": _measures(head["start"]), "steps": steps})
+
+
+@dataclass(frozen=True)
+class Recording:
+    """All ranks of one run."""
+
+    ranks: Sequence[RankRecord]
+
+    @property
+    def length(self) -> int:
+        """Steps that every rank has recorded."""
+        return min(len(rank.steps) for rank in self.ranks)
+
+    def at(self, step: int) -> list[StepRecord]:
+        """The step on every rank."""
+        return [rank.steps[step] for rank in self.ranks]
+
+    def samples(self, step: int) -> list[list[Sample]]:
+        """What each rank read; of the ranks that computed losses if any did, since other stages only pass data on."""
+        batches = [each.batches for each in self.at(step)]
+        computing = [each for each in batches if any(batch.losses for batch in each)] or batches
+        return [[sample for batch in each for sample in batch.samples] for each in computing]
+
+    def batches(self, step: int) -> Iterator[tuple[int, BatchRecord]]:
+        """Rank and batch."""
+        return ((rank, each) for rank, record in enumerate(self.at(step)) for each in record.batches)
+
+    @classmethod
+    def read(cls, folder: Path) -> Recording:
+        """Reads the files of a folder; ``ConfigError`` where there are none, or they are of several runs."""
+        ranks = [RankRecord.read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+        if not ranks or any(each.world_size != len(ranks) for each in ranks):
+            found = ", ".join(f"rank {each.rank} of {each.world_size}" for each in ranks) or "no records"
+            raise ConfigError(
+                f"{folder} was to hold the records of all ranks of one run and holds {found}. Let every rank make a "
+                "Recorder, with a folder that is empty or was written by as many ranks."
+            )
+        if not all(each.steps for each in ranks):
+            raise ConfigError(
+                f"{folder} holds no steps. Call recorder.step() after each step of the optimizer."
+            )
+        return cls(ranks)
+
+
+def _step(line: str) -> StepRecord:
+    fields: dict[str, Any] = json.loads(line)
+    batches = [
+        BatchRecord(
+            **{
+                **each,
+                "generators": tuple(each["generators"]),
+                "gradients": _measures(each["gradients"]),
+            }
+        )
+        for each in fields.pop("batches")
+    ]
+    for name in ("buffers", "used", "values"):
+        fields[name] = _measures(fields[name])
+    fields["calls"] = [(name, before, after) for name, before, after in fields["calls"]]
+    return StepRecord(batches=batches, **fields)
+
+
+def _measures(found: dict[str, Any]) -> dict[str, Measure]:
+    return {
+        name: Measure(each["digest"], each["norm"], tuple(each["sketch"])) for name, each in found.items()
+    }

@@ -1,0 +1,246 @@
+"""Writes down the steps of any PyTorch loop, so that two runs of it can be compared.
+
+    recorder = Recorder("records/four", model, optimizer)     # every rank, before the first step
+    for indices, x, y in loader:
+        losses = cross_entropy(model(x), y, reduction="none")
+        losses.mean().backward()
+        recorder.batch(samples=indices, inputs=x, losses=losses)
+        optimizer.step()
+        recorder.step()
+
+Parameters, buffers, gradients, settings and random generators are read by hooks on model and optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.fingerprint import device_model, digest_tensor
+from lockstep.run.optimizer import hyperparameters, implementation
+from lockstep.sync_batch_norm import SyncBatchNorm
+from lockstep.verify.plain.calls import watch_calls
+from lockstep.verify.plain.record import BatchRecord, RankRecord, Sample, StepRecord
+from lockstep.verify.plain.session import Enough, wanted
+from lockstep.verify.plain.sketch import Sketcher
+from lockstep.world import World
+
+
+class Recorder:
+    """Writes ``rank-000.jsonl`` and so on: one line for each step. Not collective: no rank waits for another.
+
+    Args:
+        folder: one for each run; a rank's file in it is written anew.
+        model: the model, or the DistributedDataParallel or DataParallel around it. Of a model that is spread over
+            ranks, the part that this rank holds, with the names that its parameters have in the whole.
+        optimizers: all that are stepped.
+        first_step: where a resumed run goes on; what the file holds of the steps before is kept.
+
+    Raises:
+        ConfigError: no optimizer was given, parameters are sharded (DTensor), or the file lacks steps to go on from.
+    """
+
+    def __init__(
+        self, folder: str | Path, model: nn.Module, *optimizers: Optimizer, first_step: int = 0
+    ) -> None:
+        self._model = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
+        self._optimizers, self._sketcher = optimizers, Sketcher()
+        _require_plain(self._model, optimizers)
+        session = wanted.get()
+        self._enough = session.steps if session is not None else None
+        rank, world_size = _place()
+        self._path = Path(session.folder if session is not None else folder) / f"rank-{rank:03d}.jsonl"
+        self._record = RankRecord(rank, world_size, torch.initial_seed())
+        self._number, self._hooked = first_step, set[str]()
+        self._step: StepRecord | None = None
+        self._stop_watching: Callable[[], None] | None = None
+        if first_step:
+            _keep(self._path, first_step)
+        else:
+            self._stop_watching = watch_calls(self._model, self._call)
+        self._model.register_forward_pre_hook(self._before_forward)
+        self._model.register_forward_hook(self._after_forward)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_update)
+        self._mark = time.perf_counter()
+
+    def batch(
+        self,
+        *,
+        samples: Sequence[int] | Tensor | None = None,
+        inputs: Tensor | None = None,
+        losses: Tensor | None = None,
+        loss: Tensor | float | None = None,
+    ) -> None:
+        """Adds to what is known of the latest forward pass. What is not given is not compared.
+
+        Args:
+            samples: index in the data set of each sample that this rank has read; without them samples are known by
+                the digests of their inputs.
+            inputs: their inputs, as the model got them; first dimension as ``samples``.
+            losses: the loss of each of them, 1-dim.
+            loss: the loss as the loop reports it: the mean over the global batch.
+        """
+        began = time.perf_counter()
+        step = self._begun()
+        if not step.batches:
+            step.batches.append(BatchRecord())
+        record = step.batches[-1]
+        record.inputs = [digest_tensor(row)[:16] for row in inputs] if inputs is not None else []
+        record.samples = _samples(samples, record.inputs)
+        record.losses = losses.detach().double().reshape(-1).tolist() if losses is not None else []
+        record.loss = float(loss.detach() if isinstance(loss, Tensor) else loss) if loss is not None else None
+        for name, found in (("inputs", record.inputs), ("losses", record.losses)):
+            if found and len(found) != len(record.samples):
+                raise ConfigError(
+                    f"recorder.batch was given {len(found)} {name} and {len(record.samples)} samples. Give one of each "
+                    "per sample: losses come from a loss with reduction='none'."
+                )
+        self._mark += time.perf_counter() - began
+
+    def step(self) -> None:
+        """Ends a step: writes its line. Call it after ``optimizer.step()``, also where that was left out."""
+        began = time.perf_counter()
+        step = self._begun()
+        step.seconds = began - self._mark
+        step.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        step.values = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+        with self._path.open("a") as file:
+            file.write(json.dumps(step, default=vars) + "\n")
+        self._step, self._number = None, self._number + 1
+        if self._enough is not None and self._number >= self._enough:
+            raise Enough
+        self._mark = time.perf_counter()
+
+    def _begun(self) -> StepRecord:
+        """The step that is being recorded; begins one if none is."""
+        if self._step is not None:
+            return self._step
+        if not self._number:
+            self._write_header()
+        measure, named = self._sketcher.measure, list(self._model.named_parameters())
+        step = self._step = StepRecord(self._number)
+        step.begin = {name: digest_tensor(parameter) for name, parameter in named}
+        step.buffers = {
+            n: measure(n, buffer) for n, buffer in self._model.named_buffers() if buffer.is_floating_point()
+        }
+        step.settings = hyperparameters(self._optimizers)
+        step.trained = [name for name, parameter in named if parameter.requires_grad]
+        step.batch_norms = _batch_norms(self._model)
+        for name, parameter in named:
+            if parameter.requires_grad and name not in self._hooked:
+                self._hooked.add(name)
+                parameter.register_hook(partial(self._gradient, name))
+        return step
+
+    def _write_header(self) -> None:
+        device = next(self._model.parameters()).device
+        self._record.context = {
+            "threads": str(torch.get_num_threads()),
+            "device": device_model(device),
+            "torch": torch.__version__,
+            "optimizers": ", ".join(implementation(each) for each in self._optimizers),
+        }
+        self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(self._record.header() + "\n")
+
+    def _before_forward(self, module: nn.Module, arguments: Any) -> None:
+        if torch.is_grad_enabled():
+            began = time.perf_counter()
+            self._begun().batches.append(BatchRecord(generators=(_generators(), "")))
+            self._mark += time.perf_counter() - began
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self._step is not None and self._step.batches:
+            latest = self._step.batches[-1]
+            latest.generators = (latest.generators[0], _generators())
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        if self._step is not None and self._step.batches and not gradient.is_sparse:
+            began = time.perf_counter()
+            self._step.batches[-1].gradients[name] = self._sketcher.measure(name, gradient, bits=False)
+            self._mark += time.perf_counter() - began
+
+    def _before_update(self, optimizer: Optimizer, arguments: Any, keywords: Any) -> None:
+        began = time.perf_counter()
+        step = self._begun()
+        step.updates += 1
+        step.settings = hyperparameters(self._optimizers)
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                step.used[name] = self._sketcher.measure(name, parameter.grad)
+        self._mark += time.perf_counter() - began
+
+    def _call(self, name: str, before: str, after: str) -> None:
+        if self._step is not None:
+            self._step.calls.append((name, before, after))
+
+
+def _require_plain(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    if not optimizers:
+        raise ConfigError("Recorder(folder, model) was given no optimizer. Add all that the loop steps.")
+    sharded = [name for name, p in model.named_parameters() if type(p.data).__name__ == "DTensor"]
+    if sharded:
+        raise ConfigError(
+            f"Recorder reads ordinary tensors, and {sharded[0]!r} is sharded (DTensor). Record the loop with "
+            "DistributedDataParallel, or use lockstep verify with strategy fsdp."
+        )
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world = World.from_environment()
+    return world.rank, world.world_size
+
+
+def _keep(path: Path, steps: int) -> None:
+    """Drops what a file holds beyond a number of steps."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if len(lines) < steps + 1:
+        raise ConfigError(
+            f"Recorder(first_step={steps}) was to go on with {path}, which holds {max(0, len(lines) - 1)} steps. Give "
+            "the folder in which the run was recorded before it stopped."
+        )
+    path.write_text("".join(lines[: steps + 1]))
+
+
+def _samples(samples: Sequence[int] | Tensor | None, inputs: Iterable[str]) -> list[Sample]:
+    if samples is None:
+        return list(inputs)
+    return [int(index) for index in samples]
+
+
+def _batch_norms(model: nn.Module) -> list[str]:
+    own = (nn.SyncBatchNorm, SyncBatchNorm)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, own)
+    ]
+
+
+def _generators() -> str:
+    """Digest of the state of the generators that a model's forward pass draws from."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy().data)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own lack
+        digest.update(torch.cuda.get_rng_state().numpy().data)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,59 @@
+"""The page of the planted faults, made from their results."""
+
+from pathlib import Path
+
+PAGE = Path(__file__).parents[3] / "docs" / "planted-faults.md"
+
+_HEAD = """# Planted faults
+
+Every row is one mistake in a training loop on 2 or 4 real processes that adds its gradients by hand, as in the
+scripts people write (`tests/verify/planted/`). The loop calls [`Recorder`](verify.md#a-loop-of-your-own); the diagnosis
+sees nothing but what the ranks wrote down, and the records of a run on one process. Each loop is run without its
+mistake too, and then nothing must be found but rounding.
+
+This page is written by `python -m tests.verify.planted`, and `make test` compares it with what verify says.
+
+"""
+_TAIL = """
+{found} of {count} are found, {right} with the right cause. The first ten are those that the project was asked for.
+
+Without its mistake, each loop differs from its run on one process by rounding at most. Dropout is the exception: ranks
+that draw masks of their own draw other masks than one process does, which verify says ("{randomness}").
+The mistake of row {operator} is in the reference too; it is known from recording the reference twice.
+
+`make test-all` runs the faults on other numbers of ranks, with AdamW, and with DistributedDataParallel too.
+"""
+
+
+def page(results):
+    """The whole page."""
+    operator = next(n for n, each in enumerate(results, 1) if each.fault.is_in_reference)
+    randomness = next(
+        each.sound.cause.value for each in results if each.fault.loop.__name__ == "OneMask" and each.sound
+    )
+    tail = _TAIL.format(
+        found=sum(each.is_found for each in results),
+        right=sum(each.is_right for each in results),
+        count=len(results),
+        randomness=randomness,
+        operator=operator,
+    )
+    return _HEAD + _table(results) + tail
+
+
+def _table(results):
+    lines = ["| | mistake | ranks | found | since | cause named | right |", "|---|---|---|---|---|---|---|"]
+    for number, each in enumerate(results, 1):
+        found = each.found
+        since = "the start" if found is not None and found.step < 0 else f"step {found.step}" if found else ""
+        cells = (
+            str(number),
+            each.fault.says.removesuffix("."),
+            str(each.fault.ranks),
+            "yes" if each.is_found else "no",
+            since,
+            found.cause.value if found is not None else "",
+            "yes" if each.is_right else "no",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
