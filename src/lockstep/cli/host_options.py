@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from lockstep.errors import ConfigError
 from lockstep.launch.hosts import HostOptions, read_token
 
-OPTIONS = ("--nnodes", "--node-rank", "--master", "--interface", "--token-file", "--start-limit")
-"""They say where a run happens, and have no part in its result."""
 _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 
 
@@ -90,20 +88,16 @@ def refuse_hosts(arguments: argparse.Namespace, launcher: str) -> None:
         )
 
 
-def common_settings(
-    kind: str, threads: int | None, *, more: Sequence[tuple[str, str]] = ()
-) -> dict[str, str]:
-    """What must be equal on every host for equal results: versions, the kind of device, threads.
+def common_settings(kind: str, more: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """What must be equal on every host: versions, the kind of device, and what the command adds.
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        threads: intra-op threads of each rank.
-        more: further names and values.
+        more: names and values.
     """
     settings = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "devices": kind,
-        "threads": str(threads or os.environ.get("OMP_NUM_THREADS") or 1),
     }
     for package in _COMPARED_PACKAGES:
         try:

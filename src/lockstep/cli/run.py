@@ -95,17 +95,19 @@ def main(arguments: argparse.Namespace) -> int:
     hosts = host_options(arguments)
     if hosts is None:
         return supervise(target, options)
-    settings = common_settings(options.devices.kind, options.threads, more=_of_script(target))
+    settings = common_settings(options.devices.kind, _of_script(target, options))
     with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
         return supervise(target, options, joined)
 
 
-def _of_script(target: ScriptTarget) -> list[tuple[str, str]]:
-    """What identifies a script and its arguments on every host, wherever it lies there."""
+def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, str]]:
+    """What identifies a run of a script on every host, wherever the script lies there."""
     digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
     return [
         (f"{Path(target.path).name} (sha256)", digest),
         ("the script's arguments", shlex.join(target.arguments) or "none"),
+        ("threads", str(options.threads or os.environ.get("OMP_NUM_THREADS") or 1)),
+        ("restarts", str(options.restarts)),
     ]
 
 

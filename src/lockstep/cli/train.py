@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
+from lockstep.cli.host_options import add_host_arguments, common_settings, host_options, refuse_hosts
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import PRECISIONS, JobConfig
@@ -17,6 +20,7 @@ from lockstep.job.config_reader import Problem
 from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
+from lockstep.launch.hosts import Joined, join_hosts
 from lockstep.mesh import Mesh
 from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.world import World
@@ -35,6 +39,8 @@ _SHORTCUTS = {
     "restarts": ("run", "restarts"),
     "restart_world": ("run", "restart_world"),
 }
+_OF_HOST = ("run.devices",)
+"""Settings that may differ from host to host."""
 _TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
 
 
@@ -68,6 +74,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--restarts", metavar="N", help="starts again after a lost process (default: 3)")
     parser.add_argument("--restart-world", metavar="same|left", help="on which devices (default: same)")
     add_debug_arguments(parser)
+    add_host_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
@@ -77,13 +84,14 @@ def main(arguments: argparse.Namespace) -> int:
     world, command = World.from_environment(), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
         refuse_debugger(arguments, world.launcher)
+        refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
         _refuse(machine_problems(config, count))
         from lockstep.cli.joined_rank import join
 
         join(config, world, ENTRY, command)
         return EXIT_DONE
-    devices = resolve_devices(config)
+    devices = resolve_devices(config, hosts=arguments.nnodes or 1)
     config = with_devices_of_process(config, devices)
     if arguments.dry_run:
         from lockstep.cli.dry_run import print_plan
@@ -104,12 +112,22 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
     return found
 
 
-def resolve_devices(config: JobConfig) -> Devices:
-    """The devices of this host for the job; ``ConfigError`` where the job and the machine do not fit."""
+def resolve_devices(config: JobConfig, *, hosts: int = 1) -> Devices:
+    """The devices of this host for the job; ``ConfigError`` where the job and the machine do not fit.
+
+    Args:
+        config: the job.
+        hosts: how many hosts train it; the others are taken to have as many devices.
+    """
     devices = parse_devices(config.run.devices)
     if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
         devices = dataclasses.replace(devices, names=devices.names[:1])
-    _refuse(machine_problems(config, devices.count, devices.kind))
+    if hosts > 1 and (config.training.strategy in ONE_PROCESS or config.training.strategy == "single"):
+        raise ConfigError(
+            f"{hosts} hosts were asked for, and strategy {config.training.strategy!r} is one process. "
+            "Use ddp, fsdp or another strategy of many processes."
+        )
+    _refuse(machine_problems(config, devices.count * hosts, devices.kind))
     return dataclasses.replace(devices, per_rank=_devices_per_rank(config, devices))
 
 
@@ -139,7 +157,7 @@ def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
 
 
 def _supervise(config: JobConfig, devices: Devices, command: list[str], arguments: argparse.Namespace) -> int:
-    """Starts the ranks on this host and waits for them."""
+    """Starts the ranks on this host, with those of the other hosts if there are any, and waits for them."""
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
@@ -150,11 +168,36 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
         fits=lambda ranks: not machine_problems(config, ranks * devices.per_rank, devices.kind),
     )
     options = with_debug_arguments(options, arguments)
-    config = choose_run_folder(config)
+    hosts = host_options(arguments)
+    if hosts is None:
+        return _start(choose_run_folder(config), options, command)
+
+    def decide(world_size: int) -> str:
+        _refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
+        return choose_run_folder(config).to_json()
+
+    settings = common_settings(devices.kind, _of_job(config))
+    with join_hosts(hosts, ranks=devices.count, settings=settings, decide=decide) as joined:
+        return _start(JobConfig.from_json(joined.shared), options, command, joined)
+
+
+def _start(
+    config: JobConfig, options: LaunchOptions, command: list[str], joined: Joined | None = None
+) -> int:
+    """Trains into the run's folder; where several hosts see it, node 0 keeps other runs out of it."""
     options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
     target = EntryTarget(entry=ENTRY, payload={"config": config.to_json(), "command": command})
-    with locked(run_folder(config)):
-        return supervise(target, options)
+    with locked(run_folder(config)) if joined is None or joined.node == 0 else nullcontext():
+        return supervise(target, options, joined)
+
+
+def _of_job(config: JobConfig) -> list[tuple[str, str]]:
+    """Every setting of the job but those of a host, by its name in the job file."""
+    found = []
+    for name, value in json.loads(config.to_json()).items():
+        settings = value.items() if isinstance(value, dict) else [("", value)]
+        found += [(".".join(filter(None, (name, key))), json.dumps(each)) for key, each in settings]
+    return [(name, text) for name, text in found if name not in _OF_HOST]
 
 
 def _refuse(problems: Sequence[Problem]) -> None:

@@ -16,7 +16,10 @@ from lockstep.levels import Level
 from lockstep.trainer import Outcome
 from lockstep.world import World
 
-_OF_PLACE = ("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world")
+_OF_PLACE = (
+    *("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world"),
+    *("--nnodes", "--node-rank", "--master", "--interface", "--token-file", "--start-limit"),
+)
 """Options of ``train`` that say where a job runs; they have no part in its result."""
 
 

@@ -71,7 +71,7 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
     ):
         write_note(directory, place.run_id, sys.argv, logs.path, place.first_rank + options.devices.count)
         environment = world_environment(options, place, directory, os.environ)
-        company = Company(joined.link, control, directory, logs.path) if joined else None
+        company = Company(joined, control, directory, logs.path) if joined else None
         with ServerProcess(_order(target, options, place, logs.path), environment, to_supervisor) as server:
             watch = Watch(
                 *(server, control, directory, logs.path, options),
@@ -139,7 +139,10 @@ def _fault(watch: Watch, outcome: Outcome) -> tuple[int, tuple[str, ...]] | None
 
 
 def _common(final: Final) -> Outcome:
-    return Outcome(code=final.code, lines=final.lines, has_failed=final.has_failed, lost_hosts=final.lost)
+    loss = None if final.lost_at is None else Loss(ranks=(), step=final.lost_at)
+    return Outcome(
+        code=final.code, lines=final.lines, has_failed=final.has_failed, loss=loss, lost_hosts=final.lost
+    )
 
 
 def _explain(stall: Stall, logs: Path) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.heartbeat import Control, StopReason, read_beat
 from lockstep.launch.hosts.final import Final, conclude
 from lockstep.launch.hosts.hub import Hub
+from lockstep.launch.hosts.joining import Joined
 from lockstep.launch.hosts.member import Member
 from lockstep.launch.hosts.messages import end_from_json, end_to_json, sight_from_json, sight_to_json
 from lockstep.launch.hosts.peer import Peer
@@ -39,14 +40,15 @@ class Company:
     """The other hosts of one run, for the supervisor of this one.
 
     Args:
-        link: connected, with the roll-call behind it.
+        joined: this host among the others.
         control: the flags shared with this host's ranks.
         directory: the run directory of this host.
         logs: the log folder of this host.
     """
 
-    def __init__(self, link: Hub | Member, control: Control, directory: Path, logs: Path) -> None:
-        self._link, self._control = link, control
+    def __init__(self, joined: Joined, control: Control, directory: Path, logs: Path) -> None:
+        self._joined, self._link, self._control = joined, joined.link, control
+        self._attempt = joined.attempt
         self._directory, self._logs = directory, logs
         self._ends: dict[int, dict[str, Any]] = {}
         self._own_ends: Sequence[RankEnd] = ()
@@ -71,11 +73,11 @@ class Company:
         self._own_ends = ends
         self._withdraw_stall()
         self._link.turn(self._state())
-        reason = max((int(peer.state.get("reason", 0)) for peer in self._peers), default=0)
+        reason = max((int(said.get("reason", 0)) for said in self._said()), default=0)
         if reason:
             self._control.request_stop(StopReason(reason))
         if isinstance(self._link, Hub) and not self._stall_lines:
-            self._stall_lines = self._judge_stall(self._link)
+            self._stall_lines = self._judge_stall()
         return self._others_fail()
 
     def weigh(self, stall: Stall) -> None:
@@ -108,11 +110,22 @@ class Company:
             if self._final is None:
                 self._link.wait(_TICK)
         self._bid_farewell()
+        self._joined.note(self._final.lost)
         return self._final
 
     @property
-    def _peers(self) -> list[Peer]:
-        return list(self._link.peers.values()) if isinstance(self._link, Hub) else [self._link.peer]
+    def _peers(self) -> dict[int, Peer]:
+        """The hosts that this one is connected to, without those that were lost in an earlier attempt."""
+        if isinstance(self._link, Member):
+            return {0: self._link.peer}
+        return {node: peer for node, peer in self._link.peers.items() if node not in self._joined.lost}
+
+    def _said(self) -> list[dict[str, Any]]:
+        return [self._words(peer) for peer in self._peers.values()]
+
+    def _words(self, peer: Peer) -> dict[str, Any]:
+        """The last that a host has said in this attempt; nothing if it is still in another."""
+        return peer.state if peer.state.get("attempt") == self._attempt else {}
 
     def _state(self) -> dict[str, Any]:
         """All that this host has to say."""
@@ -122,17 +135,19 @@ class Company:
                 logs = str(self._logs)
                 self._ends[end.rank] = end_to_json(end, host=host_name(), logs=logs, last_lines=lines)
         state: dict[str, Any] = {
+            "attempt": self._attempt,
             "reason": int(self._control.reason),
             "failing": self._is_failing() or (isinstance(self._link, Hub) and self._others_fail()),
         }
         if isinstance(self._link, Hub):
-            state["reason"] = max([state["reason"], *(int(p.state.get("reason", 0)) for p in self._peers)])
+            state["reason"] = max([state["reason"], *(int(said.get("reason", 0)) for said in self._said())])
             state["final"] = None if self._final is None else self._final.to_json()
         else:
             seen = () if self._stall is None else self._stall.sights
             state["sights"] = [sight_to_json(sight) for sight in seen]
             state["ends"] = list(self._ends.values())
             state["done"], state["fault"] = self._is_done, self._fault
+            state["heard"] = self._final is not None
         return state
 
     def _is_failing(self) -> bool:
@@ -148,7 +163,9 @@ class Company:
         )
 
     def _others_fail(self) -> bool:
-        return bool(self._stall_lines) or any(peer.lost or peer.state.get("failing") for peer in self._peers)
+        return bool(self._stall_lines) or any(
+            peer.lost or self._words(peer).get("failing") for peer in self._peers.values()
+        )
 
     def _withdraw_stall(self) -> None:
         """Forgets what was seen of the ranks as soon as one of them has gone on."""
@@ -160,50 +177,54 @@ class Company:
                 self._stall = None
                 return
 
-    def _judge_stall(self, hub: Hub) -> list[str]:
+    def _judge_stall(self) -> list[str]:
         """The report of a run that stands still, once every host with running ranks has told what it sees."""
         sights = [] if self._stall is None else list(self._stall.sights)
         if not sights and not self._is_done:
             return []
-        for peer in hub.peers.values():
-            said = peer.state.get("sights") or []
-            if not said and not peer.state.get("done"):
+        for peer in self._peers.values():
+            said = self._words(peer)
+            if not said.get("sights") and not said.get("done"):
                 return []
-            sights += [sight_from_json(fields, peer.offset) for fields in said]
+            sights += [sight_from_json(fields, peer.offset) for fields in said["sights"]]
         verdict = judge_stall(sights) if sights else None
         return describe(verdict, sights) if verdict is not None and verdict.is_deadlock else []
 
     def _conclusion(self) -> Final | None:
         """The end of the run, or None while ranks still run; node 0 decides, the others hear of it."""
         if isinstance(self._link, Hub):
-            if any(not peer.state.get("done") and not peer.lost for peer in self._peers):
+            if any(not self._words(peer).get("done") and not peer.lost for peer in self._peers.values()):
                 return None
-            return self._conclude(self._link.peers)
-        said = self._link.peer.state.get("final")
+            return self._conclude()
+        said = self._words(self._link.peer).get("final")
         if said is not None:
             return Final.from_json(said)
-        return self._conclude({0: self._link.peer}) if self._link.peer.lost else None
+        return self._conclude() if self._link.peer.lost else None
 
-    def _conclude(self, peers: dict[int, Peer]) -> Final:
+    def _conclude(self) -> Final:
         ends = [end_from_json(fields, 0.0) for fields in self._ends.values()]
         faults = [] if self._fault is None else [(int(self._fault["code"]), list(self._fault["lines"]))]
-        for peer in peers.values():
-            ends += [end_from_json(fields, peer.offset) for fields in peer.state.get("ends") or []]
-            if fault := peer.state.get("fault"):
+        for peer in self._peers.values():
+            said = self._words(peer)
+            ends += [end_from_json(fields, peer.offset) for fields in said.get("ends") or []]
+            if fault := said.get("fault"):
                 lines = [f"On {peer.text}: {line}" for line in fault["lines"][:1]]
                 faults.append((int(fault["code"]), [*lines, *fault["lines"][1:]]))
-        lost = {node: f"{peer.text} {peer.lost}" for node, peer in peers.items() if peer.lost}
+        lost = {node: f"{peer.text} {peer.lost}" for node, peer in self._peers.items() if peer.lost}
         return conclude(
             ends, self._control.reason, lost=lost, faults=faults, stall=self._stall_lines, logs=self._logs
         )
 
     def _bid_farewell(self) -> None:
-        """Node 0 tells all hosts the end and waits until they have heard it; they close the connection."""
-        if not isinstance(self._link, Hub):
-            return
+        """Node 0 tells all hosts the end, and waits until they say that they have heard it."""
         deadline = time.monotonic() + _FAREWELL
         while time.monotonic() < deadline:
             self._link.turn(self._state())
-            if not any(peer.channel is not None and peer.channel.is_open for peer in self._peers):
+            if isinstance(self._link, Member) or all(map(self._has_heard, self._peers.values())):
                 return
             self._link.wait(_TICK / 5)
+
+    def _has_heard(self, peer: Peer) -> bool:
+        is_connected = peer.channel is not None and peer.channel.is_open
+        is_ahead = int(peer.state.get("attempt", 0)) > self._attempt
+        return bool(peer.lost or not is_connected or is_ahead or self._words(peer).get("heard"))

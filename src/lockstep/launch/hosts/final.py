@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
 from lockstep.launch.heartbeat import StopReason
+from lockstep.launch.recovery import furthest_step, loss_of
 from lockstep.launch.report import report
 from lockstep.launch.verdict import RankEnd, judge
 
@@ -23,6 +24,8 @@ class Final:
     lines: tuple[str, ...] = ()
     lost: tuple[int, ...] = ()
     """Numbers of the hosts that were lost; the others may go on without them."""
+    lost_at: int | None = None
+    """The furthest step of a run that ended because something was lost; None where it would end so again."""
 
     @property
     def has_failed(self) -> bool:
@@ -31,13 +34,18 @@ class Final:
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
-        return {"code": self.code, "lines": list(self.lines), "lost": list(self.lost)}
+        return {
+            "code": self.code,
+            "lines": list(self.lines),
+            "lost": list(self.lost),
+            "lost_at": self.lost_at,
+        }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Final:
         """What ``to_json`` wrote."""
         lines, lost = tuple(map(str, fields["lines"])), tuple(map(int, fields["lost"]))
-        return cls(code=int(fields["code"]), lines=lines, lost=lost)
+        return cls(code=int(fields["code"]), lines=lines, lost=lost, lost_at=fields["lost_at"])
 
 
 def conclude(
@@ -63,19 +71,29 @@ def conclude(
     if stall:
         return Final(code=EXIT_STALLED, lines=tuple(stall), lost=gone)
     if faults:
-        return Final(code=faults[0][0], lines=tuple(faults[0][1]), lost=gone)
+        code, lines = faults[0]
+        return Final(
+            code=code,
+            lines=tuple(lines),
+            lost=gone,
+            lost_at=furthest_step(ends) if code == EXIT_RANK else None,
+        )
     verdict = judge(ends, reason)
     lines = report(verdict, ends, reason, logs)
-    names = [f"{text}." for text in lost.values()]
+    loss = loss_of(verdict, ends) if reason is StopReason.NONE else None
+    lost_at = None if loss is None else loss.step
     if not lost:
-        return Final(code=verdict.code, lines=tuple(lines))
+        return Final(code=verdict.code, lines=tuple(lines), lost_at=lost_at)
+    names = [f"{text}." for text in lost.values()]
     cause = verdict.cause
     if cause is not None and not cause.is_consequence and not verdict.left_early:
-        return Final(code=verdict.code, lines=(*lines, *names), lost=gone)
+        return Final(code=verdict.code, lines=(*lines, *names), lost=gone, lost_at=lost_at)
     if reason is not StopReason.NONE:
         return Final(code=int(reason), lines=(*names, *lines), lost=gone)
     ended = f"The {_count(len(ends))} of the other hosts ended after it."
-    return Final(code=EXIT_RANK, lines=(*names, ended), lost=gone)
+    return Final(
+        code=EXIT_RANK, lines=(*names, ended), lost=gone, lost_at=None if 0 in lost else furthest_step(ends)
+    )
 
 
 def _count(number: int) -> str:

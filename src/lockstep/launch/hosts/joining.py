@@ -6,17 +6,23 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.hosts.hub import Hub, listen
-from lockstep.launch.hosts.interface import addresses, chosen, interface_of_master, interface_towards
+from lockstep.launch.hosts.interface import (
+    Interface,
+    addresses,
+    chosen,
+    interface_of_master,
+    interface_towards,
+)
 from lockstep.launch.hosts.member import Member
 from lockstep.launch.hosts.options import HostOptions
-from lockstep.launch.hosts.roll_call import Hello, first_ranks
+from lockstep.launch.hosts.roll_call import Hello, Plan, first_ranks
 from lockstep.launch.options import new_run_id
 from lockstep.launch.place import Place
 from lockstep.world import host_name
@@ -24,14 +30,50 @@ from lockstep.world import host_name
 _FAREWELL = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Joined:
-    """This host among the others, after the roll-call."""
+    """This host among the others, after the roll-call. Changes from one attempt of the run to the next.
+
+    Args:
+        link: to node 0, or of it to all others.
+        node: number of this host.
+        plan: what node 0 has decided for all.
+        interface: for the ranks' data.
+    """
 
     link: Hub | Member
-    place: Place
-    shared: Any
-    """What node 0 decided for all hosts; JSON."""
+    node: int
+    plan: Plan
+    interface: str
+    attempt: int = 0
+    """How often the ranks have been started."""
+    lost: frozenset[int] = frozenset()
+    """Hosts that were lost in earlier attempts."""
+
+    @property
+    def shared(self) -> Any:
+        """What ``decide`` returned on node 0; JSON."""
+        return self.plan.shared
+
+    @property
+    def place(self) -> Place:
+        """Of this host among those that are left, which are numbered anew in their order."""
+        left = {node: count for node, count in self.plan.ranks.items() if node not in self.lost}
+        before = [node for node in left if node < self.node]
+        return Place(
+            run_id=self.plan.run_id,
+            world_size=sum(left.values()),
+            node=len(before),
+            nodes=len(left),
+            first_rank=sum(left[node] for node in before),
+            rendezvous=self.plan.rendezvous,
+            interface=self.interface,
+        )
+
+    def note(self, lost: Iterable[int]) -> None:
+        """Takes up how an attempt has ended; the next is made without the hosts that were lost."""
+        self.lost |= set(lost)
+        self.attempt += 1
 
 
 @contextmanager
@@ -62,9 +104,9 @@ def join_hosts(
         instance=secrets.token_hex(8),
         settings={**settings, "nnodes": str(options.nodes)},
     )
-    link, place, shared = (_as_hub if options.node == 0 else _as_member)(options, hello, known, decide)
+    link, plan, interface = (_as_hub if options.node == 0 else _as_member)(options, hello, known, decide)
     try:
-        yield Joined(link, place, shared)
+        yield Joined(link, options.node, plan, interface)
     except BaseException as error:
         _leave(link, _words_of(error))
         raise
@@ -73,8 +115,8 @@ def join_hosts(
 
 
 def _as_hub(
-    options: HostOptions, hello: Hello, known: list[Any], decide: Callable[[int], Any]
-) -> tuple[Hub, Place, Any]:
+    options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
+) -> tuple[Hub, Plan, str]:
     found = interface_of_master(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
     listen(found.address, options.port + 1).close()  # the ranks' store will need it
@@ -83,77 +125,61 @@ def _as_hub(
     say(f"waiting for {_hosts(options.nodes - 1)} at {address}:{options.port} ({found.name})")
     try:
         hub.gather()
-        first = first_ranks(hub.hellos)
-        world_size = sum(each.ranks for each in hub.hellos.values())
-        shared = decide(world_size)
-        place = Place(
+        ranks = {node: each.ranks for node, each in sorted(hub.hellos.items())}
+        plan = Plan(
+            name=hello.name,
             run_id=new_run_id(),
-            world_size=world_size,
-            nodes=options.nodes,
+            ranks=ranks,
             rendezvous=f"tcp://{address}:{options.port + 1}",
-            interface=interface,
+            shared=decide(sum(ranks.values())),
         )
-        hosts = ", ".join(
-            f"{each.name} with rank{'s' if each.ranks > 1 else ''} {_span(first[node], each.ranks)}"
-            for node, each in sorted(hub.hellos.items())
-        )
-        say(f"{options.nodes} hosts: {hosts}; data over {interface}")
-        say(
-            f"open to that network: {address}:{options.port} (supervisors, by token), {address}:{options.port + 1} "
-            f"(the ranks' store) and the ranks' own ports, neither of them protected: see docs/hosts.md"
-        )
-        _give_plan(hub, options, place, first, shared, hello.name)
+        _announce(hub.hellos, plan, interface, f"{address}:{options.port}")
+        _give_plan(hub, options, plan)
     except BaseException as error:
         _refuse(hub, error)
         hub.close()
         raise
-    return hub, place, shared
+    return hub, plan, interface
 
 
-def _give_plan(
-    hub: Hub, options: HostOptions, place: Place, first: Mapping[int, int], shared: Any, name: str
-) -> None:
-    """Tells every host its place; waits until each has said something after it, so that nobody misses it."""
-    plan = {
-        "name": name,
-        "run_id": place.run_id,
-        "world_size": place.world_size,
-        "first_ranks": {str(node): rank for node, rank in first.items()},
-        "rendezvous": place.rendezvous,
-        "shared": shared,
-    }
+def _announce(hellos: Mapping[int, Hello], plan: Plan, interface: str, address: str) -> None:
+    first = first_ranks(hellos)
+    hosts = ", ".join(
+        f"{each.name} with rank{'s' if each.ranks > 1 else ''} {_span(first[node], each.ranks)}"
+        for node, each in sorted(hellos.items())
+    )
+    say(f"{len(hellos)} hosts: {hosts}; data over {interface}")
+    say(
+        f"open to that network: {address} (supervisors, by token), {plan.rendezvous.removeprefix('tcp://')} (the "
+        "ranks' store) and the ranks' own ports, neither of them protected: see docs/hosts.md"
+    )
+
+
+def _give_plan(hub: Hub, options: HostOptions, plan: Plan) -> None:
+    """Tells every host its place, and waits until each has said that it knows."""
     deadline = time.monotonic() + options.silence_limit
     while not all(peer.state.get("has_plan") or peer.lost for peer in hub.peers.values()):
         if time.monotonic() > deadline:
             break
-        hub.turn({"plan": plan})
+        hub.turn({"plan": asdict(plan)})
         hub.wait(0.2)
 
 
 def _as_member(
-    options: HostOptions, hello: Hello, known: list[Any], decide: Callable[[int], Any]
-) -> tuple[Member, Place, Any]:
+    options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
+) -> tuple[Member, Plan, str]:
     found = interface_towards(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
     member = Member(options, hello, say)
     say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")
     try:
-        plan = member.await_plan()
-        place = Place(
-            run_id=str(plan["run_id"]),
-            world_size=int(plan["world_size"]),
-            node=options.node,
-            nodes=options.nodes,
-            first_rank=int(plan["first_ranks"][str(options.node)]),
-            rendezvous=str(plan["rendezvous"]),
-            interface=interface,
-        )
+        plan = Plan.from_json(member.await_plan())
         member.turn({"has_plan": True})
     except BaseException as error:
         _leave(member, _words_of(error))
         member.close()
         raise
-    return member, place, plan["shared"]
+    return member, plan, interface
 
 
 def _refuse(hub: Hub, error: BaseException) -> None:

@@ -46,6 +46,27 @@ class Hello:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What node 0 decides when every host has come."""
+
+    name: str
+    """Host name of node 0."""
+    run_id: str
+    ranks: Mapping[int, int]
+    """Number of ranks of each host, by its number."""
+    rendezvous: str
+    """Where the ranks meet, as ``tcp://HOST:PORT``."""
+    shared: Any = None
+    """What all hosts run, where node 0 decides that; JSON."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Plan:
+        """What ``asdict`` gave, after its way through JSON."""
+        ranks = {int(node): int(count) for node, count in fields["ranks"].items()}
+        return cls(**{**fields, "ranks": ranks})
+
+
 def absent(arrived: Mapping[int, Hello], nodes: int, limit: float) -> RankError:
     """The error after a roll-call that ended too early: who is missing, and who has come."""
     missing = [node for node in range(nodes) if node not in arrived]
