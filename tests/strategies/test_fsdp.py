@@ -145,13 +145,16 @@ class Whole(torch.optim.SGD):
 
 
 def refusal(world, how):
-    model = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 4))
     optimizer = (Whole if how == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
     table = {"cpu_offload": True} if how == "offload" else {}
     try:
         options = RunOptions.of(global_batch=4, micro_batches=4, threads=1, strategy="fsdp", fsdp=table)
         run = Run(options, world)
         run.prepare(model, optimizer)
+        if how == "loss":
+            batch = next(iter(run.batches(TensorDataset(torch.ones(4, 4), torch.arange(4)))))
+            run.backward(batch, lambda output, target: output.mean() + model[0].weight.square().sum())
     except ConfigError as error:
         return str(error)
     run.close()
@@ -159,7 +162,15 @@ def refusal(world, how):
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("optimizer", "Whole is not known to update each"), ("offload", "on CPUs leave it out")]
+    ("how", "said"),
+    [
+        ("optimizer", "Whole is not known to update each"),
+        ("offload", "on CPUs leave it out"),
+        (
+            "loss",
+            "The loss, or a module's forward, uses a parameter of another module, and under strategy 'fsdp'",
+        ),
+    ],
 )
 def test_what_sharding_cannot_do_is_refused_on_every_rank(how, said):
     assert all(said in message for message in run_ranks(refusal, 2, how))

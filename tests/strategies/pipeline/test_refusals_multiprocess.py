@@ -1,6 +1,7 @@
 """What a pipeline cannot do ends in one sentence, before the first step, and what it holds is what it says."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -124,26 +125,82 @@ REFUSED = {
         {"pipeline": {"split": ["2"]}},
         r"ends with '1' gives set, and only tensors",
     ),
+    "average": (layers, {"average": True}, r"given a AveragedModel beside the model.*holds no whole model"),
+    "declared": (layers, {"running_buffers": ("ema.*",)}, r"running_buffers names 'ema.\*', which no buffer"),
+    "both cuts": (layers, {"pipeline": {"split": ["2"], "balance": "time"}}, r"Give one of the two"),
+    "by time": (
+        layers,
+        {"pipeline": {"balance": "time"}},
+        r"pipeline.balance='time' is measured by lockstep train",
+    ),
+    "sparse": (
+        lambda: nn.Sequential(
+            nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(16, 40), nn.Linear(40, 2)
+        ),
+        {"tokens": True},
+        r"'0.weight' has a sparse gradient",
+    ),
+    "loss of the model": (
+        layers,
+        {"decay": True},
+        r"The loss.* uses a parameter of another module.*'pipeline'",
+    ),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused(case):
+OF_LOOP = ("forward", "average", "decay", "tokens")
+"""What the loop does differently; all else is an option."""
+
+
+LATE = ("detached", "other shapes", "no tensors", "sparse", "loss of the model", "own forward")
+"""Found by one rank in its first step, which ends there; all others are found by every rank before it."""
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_what_shows_in_the_first_step_is_refused(case):
     with pytest.raises(ConfigError, match=REFUSED[case][2]):
         run_ranks(one_step, 2, case, timeout=30)
+
+
+def test_what_cannot_be_is_refused_on_every_rank():
+    for found in run_ranks(early_refusals, 2, timeout=60):
+        assert list(found) == [case for case in REFUSED if case not in LATE]
+        for case, said in found.items():
+            assert re.search(REFUSED[case][2], said), (case, said)
+
+
+def early_refusals(world):
+    found = {}
+    for case in REFUSED:
+        if case not in LATE:
+            try:
+                one_step(world, case)
+                found[case] = "nothing was refused"
+            except ConfigError as error:
+                found[case] = str(error)
+    return found
 
 
 def one_step(world, case):
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     make, given, _ = REFUSED[case]
     own = (lambda data: data[0]) if given.get("forward") else None
-    run = Run(options(**{name: value for name, value in given.items() if name != "forward"}), world)
-    model = make()
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run = Run(options(**{name: value for name, value in given.items() if name not in OF_LOOP}), world)
+    original = make()
+    average = [torch.optim.swa_utils.AveragedModel(original)] if given.get("average") else []
+    _, optimizer, *_ = run.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1), *average)
+    loss = nn.CrossEntropyLoss()
+    if given.get("decay"):
+        loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
+    data = (
+        TensorDataset(torch.arange(96).view(24, 4) % 9, torch.arange(24) % 2)
+        if given.get("tokens")
+        else rows()
+    )
     for _ in run.epochs(1):
-        for batch in run.batches(rows()):
-            run.backward(batch, nn.CrossEntropyLoss(), forward=own)
+        for batch in run.batches(data):
+            run.backward(batch, loss, forward=own)
             optimizer.step()
     run.close()
 

@@ -23,6 +23,7 @@ from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError
 from lockstep.levels import Level
 from lockstep.plan import Share
+from lockstep.strategies.absent import absent_parameters_explained
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.elementwise import require_elementwise
 from lockstep.strategies.fsdp.exchange import OrderedReduceScatter
@@ -94,12 +95,14 @@ class FullyShardedDataParallel(Strategy):
         )
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
-            loss, weight = compute(micro_batch)
+            with absent_parameters_explained(self.name):
+                loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], advanced = self._buffers.take()
                 header[self._counters] += advanced
             counts = [each.used for each in self._trained]
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            with absent_parameters_explained(self.name):
+                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
             self._find_places()
             if micro_batch.k >= leaves:
                 for each, count in zip(self._trained, counts):

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.buffers import RunningBuffers
 from lockstep.collectives import all_gather_flat
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.levels import Level
 from lockstep.plan import Share
 from lockstep.reduce import Reducer
+from lockstep.strategies.absent import absent_parameters_explained
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.groups import Groups
 from lockstep.strategies.pipeline.cuts import Cuts
@@ -93,6 +95,7 @@ class Pipeline(Strategy):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
+        RunningBuffers.names(model, self._declared)  # a pattern must match somewhere, if not in every stage
         wiring, parts = self._wiring, self.cuts.of(model)
         names = [part[-1].name for part in parts]
         mine = range(wiring.place, len(parts), wiring.length)
@@ -217,8 +220,9 @@ class Pipeline(Strategy):
         if not passes.is_last:
             passes.pass_on(k, turn.kind, output)
             return
-        loss, weight = compute.loss(output, target, turn.micro_batch)
-        row[place], row[self._longest + place] = loss.detach(), weight
+        with absent_parameters_explained(self.name):
+            loss, weight = compute.loss(output, target, turn.micro_batch)
+            row[place], row[self._longest + place] = loss.detach(), weight
         passes.end_in(k, loss if scale == 1.0 else loss * scale)
 
     def _tell(self, action: Action, row: Tensor, count: int) -> None:
