@@ -24,8 +24,6 @@ class RankEnd:
     time: float
     killer: str = ""
     """Who killed it, where a signal does not say it all."""
-    killer: str = ""
-    """Who killed it, where a signal does not say it all."""
     ended_by_us: bool = False
     """Whether the supervisor had told it to end before it did."""
     beat: Beat | None = None

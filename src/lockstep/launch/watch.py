@@ -25,7 +25,6 @@ from lockstep.launch.attaching import is_debugged
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
 from lockstep.launch.hosts import Company
 from lockstep.launch.memory import MemoryWatch
-from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
@@ -82,7 +81,6 @@ class Watch:
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
         self._memory = MemoryWatch()
-        self._memory = MemoryWatch()
         self._stall_watch = StallWatch(directory, options.stall_limit)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -116,7 +114,6 @@ class Watch:
                     self._end_within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
-                self._memory.look(self._running)
                 self._look_for_leavers()
                 self._look_for_stalls()
                 self._act()
@@ -142,7 +139,6 @@ class Watch:
             pid=self._running.pop(rank, 0),
             code=code,
             time=moment,
-            killer=self._memory.killer_of(rank, code),
             killer=self._memory.killer_of(rank, code),
             ended_by_us=rank in self._told,
             beat=read_beat(self._directory, rank),
