@@ -29,6 +29,8 @@ class Layout:
     jobs: tuple = ("perceptron", "resnet", "attention")
     bound: float = 0.0
     """Largest relative difference of a tensor from ``single``; 0: equal bits."""
+    slow: bool = False
+    """Left to ``make test-all``."""
 
     @property
     def name(self):
@@ -63,8 +65,15 @@ LAYOUTS = [
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED),
     Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
     Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED),
-    Layout("hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
+    Layout(
+        "hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
+    ),
+    Layout("fsdp", 8, slow=True),
 ]
+
+
+def parameters(layouts):
+    return [pytest.param(each, marks=[pytest.mark.slow] * each.slow, id=each.name) for each in layouts]
 
 
 def test_every_strategy_has_a_layout():
@@ -72,9 +81,7 @@ def test_every_strategy_has_a_layout():
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "layout", [each for each in LAYOUTS if not each.bound], ids=lambda layout: layout.name
-)
+@pytest.mark.parametrize("layout", parameters(each for each in LAYOUTS if not each.bound))
 def test_a_strategy_of_level_a_gives_the_bits_of_one_device(layout, precision):
     for job in layout.jobs:
         expected = alone()[f"{job} {precision}"]
@@ -88,7 +95,7 @@ def test_a_strategy_of_level_a_gives_the_bits_of_one_device(layout, precision):
         )
 
 
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each.bound], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", parameters(each for each in LAYOUTS if each.bound))
 def test_a_strategy_of_level_b_stays_within_its_bound(layout):
     for job in layout.jobs:
         expected, found = alone()[f"{job} fp32"], laid_out(LAYOUTS.index(layout))[f"{job} fp32"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 JOB = {"fp32": "resnet", "fp16": "attention_untied"}
 BITWISE = [layout for layout in LAYOUTS if not layout.bound]
 ONE_EACH = list(
-    {(layout.strategy, *map(str, layout.options.values())): layout for layout in BITWISE}.values()
+    {(each.strategy, *map(str, each.options.values())): each for each in BITWISE if each.world <= 4}.values()
 )
 """Every strategy and each of its options once, on the most processes."""
 STEPS_EACH = 2
