@@ -227,6 +227,20 @@ def test_changed_weights_data_or_loss_are_found_out(name, content, step, expecte
     assert status == 1
 
 
+def test_a_step_that_is_not_finite_can_be_looked_at_by_micro_batch(replay, changed, home):
+    run = shutil.copytree(home / "runs" / "ddp", home / "runs" / "plain", dirs_exist_ok=True)
+    text = (run / "job.json").read_text()
+    (run / "job.json").write_text(text.replace('"precision": "fp16"', '"precision": "fp32"'))
+    changed("brightness", b"nan")
+    status, told = replay("plain", "--step", 0)
+    assert status == 6
+    assert told.startswith("lockstep: The loss of step 0 is nan in micro-batch 0 (samples ")
+    status, told = replay("plain", "--step", 0, "--micro-batch", 1)
+    assert status == 1
+    assert "\nloss      nan\nnorm      nan\n" in told
+    assert "from      the beginning of the run, right before it" in told
+
+
 def test_a_parameter_whose_record_differs_is_named_alone(replay, home):
     run = shutil.copytree(home / "runs" / "ddp", home / "runs" / "altered", dirs_exist_ok=True)
     records = [json.loads(line) for line in (run / "gradients.jsonl").read_text().splitlines()]

@@ -59,6 +59,10 @@ BROKEN = {
         ["training.sync_batch_norm=true", "training.compile=true"],
         "training.compile cannot go through its exchanges",
     ),
+    "recorded micro-batches belong to recorded steps": (
+        ["training.record_micro_batches=true", "training.gradients_every=0"],
+        "no step is recorded",
+    ),
     "the warm-up is given once": (
         ["schedule.warmup_steps=5", "schedule.warmup_epochs=1"],
         "Give one of the two",
@@ -110,6 +114,7 @@ def test_several_broken_rules_are_said_together(load):
         (["training.strategy=single"], "auto is one device under single"),
         (["run.devices=8"], "as many ranks as micro-batches"),
         (["training.precision=tf32"], "auto may be a CUDA device"),
+        (["training.record_micro_batches=true"], "gradients are recorded as often as fingerprints"),
         (["schedule.warmup_epochs=2.5"], "less than three epochs"),
         (["checkpoint.resume=auto"], "there need not be a run yet"),
         (["run.name=new"], "a free name"),

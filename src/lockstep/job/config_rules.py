@@ -85,6 +85,20 @@ def _shares_run_at_once(job: JobConfig) -> str | None:
     return None
 
 
+def _micro_batches_have_a_record(job: JobConfig) -> str | None:
+    training = job.training
+    if not training.record_micro_batches:
+        return None
+    if training.sync_batch_norm:
+        return (
+            "is true, but with sync_batch_norm a process computes its micro-batches in one pass, and none has a "
+            "gradient of its own. Leave one of the two out."
+        )
+    if training.gradients_every == 0 or (training.gradients_every is None and not training.fingerprint_every):
+        return "is true, but no step is recorded. Set gradients_every to 1 or more, or leave it out."
+    return None
+
+
 def _one_warm_up(job: JobConfig) -> str | None:
     schedule = job.schedule
     if isinstance(schedule, ScheduleConfig) and schedule.warmup_steps and schedule.warmup_epochs:
@@ -166,6 +180,11 @@ RULES = (
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
     Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),
     Rule("SyncBatchNorm has whole shares", ("training", "sync_batch_norm"), _shares_run_at_once),
+    Rule(
+        "recorded micro-batches belong to recorded steps",
+        ("training", "record_micro_batches"),
+        _micro_batches_have_a_record,
+    ),
     Rule("the warm-up is given once", ("schedule", "warmup_steps"), _one_warm_up),
     Rule("the warm-up ends before the run", ("schedule", "warmup_epochs"), _warm_up_ends),
     Rule("a schedule counts optimizer steps", ("schedule", "target"), _schedule_counts_steps),

@@ -67,7 +67,7 @@ def describe(report: Report) -> str:
     rows = [
         ("run", f"{report.folder}, trained with {start.strategy} on {start.ranks}"),
         ("step", f"{step}{part} (epoch {report.epoch}, its step {report.position})"),
-        ("from", f"{origin.label}, {_count(step - origin.step, 'step')} before"),
+        ("from", f"{origin.label}, {_count(step - origin.step)}"),
         ("samples", _shorten(report.samples, _MOST_SAMPLES)),
         ("loss", f"{report.loss:.9g}"),
         ("norm", f"{report.norm:.9g}"),
@@ -120,5 +120,5 @@ def _shorten(items: Sequence[object], most: int) -> str:
     return shown if len(items) <= most else f"{shown}, ... {len(items) - most} more"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'} before" if steps else "right before it"
