@@ -7,7 +7,7 @@
     rank 3       rows n/2..n of stage 1                  gather -> .. F2 B2 -- F3 B3 -- -> rows of the sums, free
 
 A stage is whole on each of its ranks from its first pass to its last. Parameters, gradients and optimizer state are
-shared out by rows otherwise, and so is the update. Why FSDP2 is not underneath: docs/strategies/hybrid.md.
+shared out by rows otherwise, and so is the update. Why FSDP2 is not underneath: docs/decisions/0015-sharded-stages.md.
 """
 
 from __future__ import annotations
