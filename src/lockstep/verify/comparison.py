@@ -14,7 +14,8 @@ class Comparison:
 
     trace: Trace
     reached: str
-    """A: equal bits after every step; B: within rounding so far; -: further apart; empty: it did not run."""
+    """A: equal bits after every step; B: within rounding so far; C: no more than that was promised; -: further apart;
+    empty: it did not run."""
     difference: float = 0.0
     """Largest relative difference of a parameter at the end; 0 for equal bits."""
     diagnosis: Diagnosis | None = None
@@ -43,4 +44,6 @@ def compare(reference: Trace, other: Trace, difference: float, *, repeats: bool 
     found = diagnose(reference, other, repeats=repeats)
     if found is None:
         return Comparison(other, "A")
+    if other.level == "C":
+        return Comparison(other, "C", difference, found)
     return Comparison(other, "B" if difference <= _BOUND else "-", difference, found)

@@ -49,7 +49,7 @@ class Cause(Enum):
     OVERLAP = "every rank shuffles for itself: shares overlap, and samples are left out"
     SAME_MASKS = "every rank draws the same random numbers: one dropout mask for all"
     BATCH_NORM = "BatchNorm normalises with each rank's share instead of the whole batch"
-    NOT_REDUCED = "gradients are not reduced: every rank steps with its own"
+    NOT_REDUCED = "gradients are not reduced over the ranks"
     ACCUMULATION = "micro-batches are accumulated without being divided by their number"
     CLIPPING = "every rank clips its own gradients before they are reduced"
     SKIPPED = "a step is skipped on some ranks only"

@@ -21,11 +21,14 @@ class Layout:
     strategy: str
     devices: int
     mesh: str = ""
+    mode: str = ""
+    """Of strategy parameter_server, where it is not the synchronous one."""
 
     @property
     def label(self) -> str:
         """As in ``ddp on 4``."""
-        return f"{self.mesh or self.strategy} on {self.devices}"
+        mode = f" ({self.mode})" if self.mode else ""
+        return f"{self.mesh or self.strategy}{mode} on {self.devices}"
 
     @property
     def ranks(self) -> int:
@@ -42,7 +45,10 @@ class Layout:
         )
         log = dataclasses.replace(config.log, tensorboard=False, json=False, progress=False)
         checkpoint = dataclasses.replace(config.checkpoint, resume="")
-        changed = dataclasses.replace(config, training=training, run=run, log=log, checkpoint=checkpoint)
+        servers = dataclasses.replace(config.parameter_server, mode=self.mode or "synchronous")
+        changed = dataclasses.replace(
+            config, training=training, run=run, log=log, checkpoint=checkpoint, parameter_server=servers
+        )
         if (option := ONE_PROCESS.get(self.strategy)) is None:
             return changed
         options = dataclasses.replace(getattr(config, self.strategy), **{option: self.devices})
@@ -68,6 +74,8 @@ def layouts(config: JobConfig, devices: Iterable[int], strategies: Sequence[str]
             if strategy in ("single", "hybrid") or (count == 1 and strategy != "ddp"):
                 continue
             found.append(Layout(strategy, count))
+            if strategy == "parameter_server":
+                found.append(Layout(strategy, count, mode="asynchronous"))
         if count == 4 and (not strategies or "hybrid" in strategies):
             found += [Layout("hybrid", 4, ",".join(f"{axis}=2" for axis in axes)) for axes in HYBRIDS]
     return found

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.collectives import gather_json
 from lockstep.data.batch import Batch
 from lockstep.fingerprint import digest_tensor
 from lockstep.randomness import draws_in_forward
@@ -133,7 +132,7 @@ class Observer:
         return digests, [name for name in digests if any(each[name] != digests[name] for each in everyone)]
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_json(value, self._group, self._run.device) if self._group is not None else [value]
+        return self._run.strategy.gather_records(value, self._group)
 
 
 def _dependencies(context: dict[str, Any]) -> dict[str, str]:

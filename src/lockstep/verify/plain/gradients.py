@@ -40,7 +40,7 @@ def _between_ranks(pair: Pair, step: int) -> Diagnosis | None:
     if len(own) < len(apart):
         return Diagnosis(Cause.GRADIENTS, step, repr(apart[0]), "ranks step with different ones")
     if len(apart) == len(common):
-        return Diagnosis(Cause.NOT_REDUCED, step, repr(apart[0]), f"all {len(apart)} parameters")
+        return Diagnosis(Cause.NOT_REDUCED, step, repr(apart[0]), "every rank steps with its own")
     detail = f"every rank steps with its own; {len(apart)} of {len(common)} parameters"
     return Diagnosis(Cause.LEFT_OUT, step, repr(apart[0]), detail)
 

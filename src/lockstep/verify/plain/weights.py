@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
 
 from lockstep.verify.diagnosis import Cause
 from lockstep.verify.plain.record import BatchRecord
@@ -31,12 +30,15 @@ def name_weights(
     middle = statistics.median(ratios)
     if all(abs(ratio - middle) <= tolerance * abs(middle) for ratio in ratios):
         return _one_factor(batches, used, middle, world_size, tolerance)
+    absent = sorted({rank for (rank, _), ratio in zip(batches, ratios) if abs(ratio) <= tolerance})
+    if absent:
+        return Cause.NOT_REDUCED, f"those of rank {', '.join(str(rank) for rank in absent)} do not count"
     counts = [len(batch.samples) for _, batch in batches]
     listed = "weights " + ", ".join(f"{each:.3g}" for each in used)
     if _alike(used, tolerance) and not _alike(counts, 0.0):
         return Cause.LOSS_WEIGHTING, f"all have weight {used[0]:.3g}, for {_words(counts)} samples"
     norms = [math.hypot(*(each.norm for each in batch.gradients.values())) for _, batch in batches]
-    if _alike(wanted, tolerance) and _falls(norms, used, tolerance):
+    if _alike(wanted, tolerance) and _is_clipped(norms, used, tolerance):
         return Cause.CLIPPING, f"{listed}, for own gradients of norm {', '.join(f'{n:.3g}' for n in norms)}"
     return Cause.LOSS_WEIGHTING, f"{listed}, for {_words(counts)} samples"
 
@@ -60,10 +62,13 @@ def _alike(values: Sequence[float], tolerance: float) -> bool:
     return max(values) - min(values) <= tolerance * max(abs(value) for value in values)
 
 
-def _falls(norms: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
-    """Whether larger gradients have smaller weights, as clipping each gives them."""
-    ordered = [weight for _, weight in sorted(zip(norms, weights))]
-    return all(b <= a * (1 + tolerance) for a, b in pairwise(ordered))
+def _is_clipped(norms: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
+    """Whether every gradient counts in full, or else with the one norm that it was cut down to."""
+    full, parts = max(weights), [norm * weight for norm, weight in zip(norms, weights)]
+    return all(
+        abs(weight - full) <= tolerance * full or abs(part - max(parts)) <= tolerance * max(parts)
+        for weight, part in zip(weights, parts)
+    )
 
 
 def _words(counts: Sequence[int]) -> str:

@@ -1,0 +1,146 @@
+"""What a Recorder writes, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lockstep.errors import ConfigError
+from lockstep.verify import Recorder
+from lockstep.verify.plain import Recording, diagnose_plain
+from lockstep.verify.plain.sketch import Sketcher
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(recorder, model, optimizer, steps=(0, 1, 2)):
+    for step in steps:
+        indices = torch.arange(4) + 4 * step
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        losses = functional.cross_entropy(model(x), indices % 3, reduction="none")
+        optimizer.zero_grad()
+        losses.mean().backward()
+        recorder.batch(samples=indices, inputs=x, losses=losses, loss=losses.mean())
+        optimizer.step()
+        recorder.step()
+
+
+def test_a_step_is_written_with_all_that_was_seen(tmp_path):
+    model, optimizer = parts()
+    train(Recorder(tmp_path, model, optimizer), model, optimizer)
+    (rank,) = Recording.read(tmp_path).ranks
+    assert (rank.rank, rank.world_size, rank.seed, len(rank.steps)) == (0, 1, 0, 3)
+    step = rank.steps[1]
+    (batch,) = step.batches
+    assert batch.samples == [4, 5, 6, 7]
+    assert len(set(batch.inputs)) == len(batch.losses) == 4
+    assert batch.loss == pytest.approx(sum(batch.losses) / 4)
+    names = [name for name, _ in model.named_parameters()]
+    assert list(step.begin) == list(step.values) == step.trained == names
+    assert set(step.used) == set(batch.gradients) == set(names)
+    assert step.used["0.weight"].norm == pytest.approx(batch.gradients["0.weight"].norm)
+    assert step.begin["0.weight"] == rank.steps[0].values["0.weight"].digest
+    assert set(step.buffers) == {"1.running_mean", "1.running_var"}
+    assert step.batch_norms == ["1"]
+    assert step.settings["lr of optimizer 0, group 0"] == "0.1"
+    assert step.updates == 1
+    assert [name for name, _, _ in rank.steps[0].calls] == ["0", "1", "2"]
+    assert rank.context["optimizers"] == "torch.optim.sgd.SGD default"
+
+
+def test_recording_changes_nothing(tmp_path):
+    model, optimizer = parts()
+    train(Recorder(tmp_path, model, optimizer), model, optimizer)
+    other, other_optimizer = parts()
+
+    class Nothing:
+        batch = step = staticmethod(lambda **_: None)
+
+    train(Nothing, other, other_optimizer)
+    for (name, mine), theirs in zip(model.state_dict().items(), other.state_dict().values()):
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_run_recorded_twice_has_no_difference(tmp_path):
+    for name in ("one", "two"):
+        model, optimizer = parts()
+        train(Recorder(tmp_path / name, model, optimizer), model, optimizer)
+    assert diagnose_plain(Recording.read(tmp_path / "one"), Recording.read(tmp_path / "two")) is None
+
+
+def test_a_resumed_run_goes_on_with_its_records(tmp_path):
+    model, optimizer = parts()
+    train(Recorder(tmp_path, model, optimizer), model, optimizer)
+    train(Recorder(tmp_path, model, optimizer, first_step=2), model, optimizer, steps=(2, 3))
+    (rank,) = Recording.read(tmp_path).ranks
+    assert [step.step for step in rank.steps] == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match=r"first_step=9.*holds 4 steps"):
+        Recorder(tmp_path, model, optimizer, first_step=9)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    model, optimizer = parts()
+    train(Recorder(tmp_path, model, optimizer), model, optimizer)
+    path = tmp_path / "rank-000.jsonl"
+    path.write_text(path.read_text()[:-100])
+    assert Recording.read(tmp_path).length == 2
+
+
+def test_passes_without_gradients_are_no_steps(tmp_path):
+    model, optimizer = parts()
+    recorder = Recorder(tmp_path, model, optimizer)
+    with torch.no_grad():
+        model(torch.randn(4, 5))
+    train(recorder, model, optimizer, steps=(0,))
+    assert len(Recording.read(tmp_path).ranks[0].steps[0].batches) == 1
+
+
+def test_samples_are_known_by_their_inputs_where_the_loop_has_no_indices(tmp_path):
+    model, optimizer = parts()
+    recorder = Recorder(tmp_path, model, optimizer)
+    x = torch.randn(3, 5)
+    model(x).sum().backward()
+    recorder.batch(inputs=x)
+    recorder.step()
+    (batch,) = Recording.read(tmp_path).ranks[0].steps[0].batches
+    assert batch.samples == batch.inputs
+    assert len(set(batch.samples)) == 3
+
+
+def test_mistakes_are_refused_in_a_sentence(tmp_path):
+    model, optimizer = parts()
+    with pytest.raises(ConfigError, match="was given no optimizer"):
+        Recorder(tmp_path, model)
+    recorder = Recorder(tmp_path, model, optimizer)
+    with pytest.raises(ConfigError, match="given 1 losses and 4 samples"):
+        recorder.batch(samples=range(4), losses=torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="holds no records"):
+        Recording.read(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds no steps"):
+        Recording.read(tmp_path)
+    header = json.loads((tmp_path / "rank-000.jsonl").read_text())
+    (tmp_path / "rank-000.jsonl").write_text(json.dumps({**header, "world_size": 4}))
+    with pytest.raises(ConfigError, match="holds rank 0 of 4"):
+        Recording.read(tmp_path)
+
+
+def test_a_sketch_of_a_sum_is_the_sum_of_the_sketches():
+    sketcher = Sketcher()
+    for size in (3, 16, 17, 1000):
+        a, b = torch.randn(2, size, dtype=torch.float64)
+        first, second, both = (sketcher.measure("w", each).sketch for each in (a, b, 2 * a - b))
+        assert torch.allclose(torch.tensor(both), 2 * torch.tensor(first) - torch.tensor(second))
+        assert len(both) == min(size, 16)
+        assert Sketcher().measure("w", a).sketch == first
