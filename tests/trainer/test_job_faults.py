@@ -22,13 +22,13 @@ def digests(folder):
 
 
 @pytest.mark.fault("P1", "K5")
-def test_a_killed_run_goes_on_with_other_processes_to_the_same_fingerprint(jobs, undisturbed):
+def test_a_killed_run_goes_on_by_itself_with_the_processes_that_are_left(jobs, undisturbed):
     jobs.fault("kill", rank=1, call=31)
-    killed = jobs.train("--devices", "cpu:2")
-    assert killed.returncode == 4
-    assert "rank 1" in killed.stderr and "SIGKILL" in killed.stderr
-    resumed = jobs.train("--devices", "cpu:3", "--resume", "auto")
-    assert fingerprint(resumed) == undisturbed
+    done = jobs.train("--devices", "cpu:3", "--restart-world", "left")
+    assert fingerprint(done) == undisturbed
+    said = done.stderr.splitlines()
+    killed = next(number for number, line in enumerate(said) if line.startswith("rank 1 killed by SIGKILL"))
+    assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3 go on from the last checkpoint."
 
 
 @pytest.mark.fault("D6")
@@ -58,11 +58,11 @@ def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
 @pytest.mark.fault("K3")
 def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_before(jobs, undisturbed):
     jobs.fault("kill", rank=0, call=47)
-    assert jobs.train("--devices", "cpu:2").returncode == 4
+    assert jobs.train("--devices", "cpu:2", "--restarts", "0").returncode == 4
     newest = jobs.checkpoints()[-1]
     weights = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
-    resumed = jobs.train("--devices", "cpu:2", "--resume", "auto")
+    resumed = jobs.train("--devices", "cpu:3", "--resume", "auto")
     assert "passed over" in resumed.stderr and newest.name in resumed.stderr
     assert fingerprint(resumed) == undisturbed
 
