@@ -16,6 +16,7 @@ from lockstep.launch.heartbeat import read_beat
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "perceptron.py"
+NAMESPACE = ["unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
 HOLD = 14
 """Steps that a run which is to be killed does at most; it waits there for the kill."""
 
@@ -76,17 +77,11 @@ class Soak:
         for part in ("runtime", "tmp"):
             (self.place / part).mkdir(parents=True)
 
-    def start(self, world, strategy, *words, options=()):
+    def start(self, world, strategy, *words):
         """Starts the command; returns its process id."""
         order = {
-            "arguments": [
-                *("run", "--devices", f"cpu:{world}", "--logs", str(self.place / "logs"), *options),
-                *(str(SCRIPT), str(self.place / "run"), strategy, *map(str, words)),
-            ],
-            "environment": {
-                "TMPDIR": str(self.place / "tmp"),
-                "XDG_RUNTIME_DIR": str(self.place / "runtime"),
-            },
+            "arguments": self._arguments(world, strategy, *words),
+            "environment": self._environment(),
             "stdout": str(self.place / "stdout"),
             "stderr": str(self.place / "stderr"),
         }
@@ -94,6 +89,13 @@ class Soak:
         self._server.stdin.flush()
         self.launcher = self._answer("pid")
         return self.launcher
+
+    def _arguments(self, world, strategy, *words):
+        options = ["--devices", f"cpu:{world}", "--logs", str(self.place / "logs")]
+        return ["run", *options, str(SCRIPT), str(self.place / "run"), strategy, *map(str, words)]
+
+    def _environment(self):
+        return {"TMPDIR": str(self.place / "tmp"), "XDG_RUNTIME_DIR": str(self.place / "runtime")}
 
     def end(self):
         """Waits for the command: exit code, output, errors."""
@@ -109,6 +111,29 @@ class Soak:
         code, _, errors = self.end()
         assert code == {"rank": 4, "launcher": -signal.SIGKILL, "server": 4}[kill.victim], errors
         self.wait_until_nothing_runs()
+        return bool(self.hidden())
+
+    def kill_namespace(self, kill):
+        """The same for a run in a process namespace of its own, all of which is killed in one moment."""
+        code = "import sys; from lockstep.cli import main; sys.exit(main())"
+        outer = [*NAMESPACE, sys.executable, "-c", code]
+        with (
+            (self.place / "stderr").open("w") as errors,
+            subprocess.Popen(
+                [*outer, *self._arguments(kill.world, kill.strategy, "--hold", HOLD)],
+                env={**os.environ, **self._environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            ) as process,
+        ):
+            try:
+                self._wait(lambda: self._is_time(kill), f"step {kill.step}")
+                select.select([], [], [], kill.delay)
+            finally:
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(children[0]), signal.SIGKILL)  # its first process: the kernel kills the others
+            process.wait(10)
         return bool(self.hidden())
 
     def finish(self, world, strategy):
