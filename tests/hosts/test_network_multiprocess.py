@@ -1,0 +1,119 @@
+"""Two hosts as network namespaces with a cable between them: training across, and the cable cut and mended."""
+
+import subprocess
+import time
+
+import pytest
+from tests.hosts.host import Host, fingerprint, said
+
+
+def job(folder, *more):
+    """The words of a small job that writes into the folder."""
+    settings = ("log.progress=false", "log.tensorboard=false", f"run.directory={folder}/runs", *more)
+    return ["digits", "--epochs", "1", *(word for setting in settings for word in ("--set", setting))]
+
+
+def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_hosts, tmp_path):
+    wired_hosts.start("train", *job(tmp_path / "two"), devices=("cpu:2", "cpu:1"))
+    assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
+    alone = Host(tmp_path, "alone")
+    alone.begin_command(["train", *job(tmp_path / "one"), "--devices", "cpu:1"])
+    assert alone.end()[0] == 0
+    assert fingerprint(wired_hosts[0]) == fingerprint(alone)
+    assert "fa with ranks 0-1, fb with rank 2; data over va" in wired_hosts[0].stderr
+    assert "from 10.77.0.2 (vb); data over vb" in wired_hosts[1].stderr
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_nothing_listens_on_another_address_than_the_named_one(wired_hosts, network):
+    wired_hosts.loop()
+    wired_hosts[0].wait_for_mark("running", 2)
+    for host, address in zip(wired_hosts.hosts, network.addresses, strict=True):
+        listening = subprocess.run(
+            [*host.prefix, "ss", "--tcp", "--listening", "--numeric", "--no-header"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        places = {line.split()[3].rpartition(":")[0] for line in listening.splitlines()}
+        assert places == {address}, listening
+    wired_hosts[0].process.terminate()
+    assert [code for code, _ in wired_hosts.end()] == [75, 75]
+
+
+@pytest.mark.slow
+def test_a_cut_cable_ends_the_run_on_both_sides_and_names_the_other_host(wired_hosts, network):
+    wired_hosts.loop()
+    wired_hosts[0].wait_for_mark("running", 2)
+    for host in wired_hosts.hosts:
+        host.start_clock()
+    network.cut()
+    for node, other in ((0, "host 1 (fb)"), (1, "host 0 (fa)")):
+        wait_for_line(wired_hosts[node], f"lockstep: {other} has not been heard of for 13 s.", 15)
+    for node, (code, lines) in enumerate(wired_hosts.end()):
+        assert code == 4
+        other = ("host 1 (fb)", "host 0 (fa)")[node]
+        assert said(lines)[0] == f"{other} has not been heard of for 13 s."
+        assert wired_hosts[node].seconds < 25
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [5, 10])
+def test_a_cable_that_is_put_back_within_ten_seconds_costs_nothing_but_the_time(
+    wired_hosts, network, seconds
+):
+    wired_hosts.loop()
+    wired_hosts[0].wait_for_mark("running", 2)
+    network.cut()
+    time.sleep(seconds)  # the fault itself lasts this long
+    network.mend()
+    for node, other in ((0, "host 1 (fb)"), (1, "host 0 (fa)")):
+        wait_for_line(wired_hosts[node], f"lockstep: {other} is back after ", 5)
+    wired_hosts[1].process.terminate()
+    ends = wired_hosts.end(90)
+    assert [code for code, _ in ends] == [75, 75]
+    steps = wired_hosts[0].wait_for_mark("saved", 2)
+    assert said(ends[0][1]) == [f"Preempted: 2 ranks stopped at step {steps[0]}. Exit code 75."]
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_supervisor_leaves_nothing_on_either_host(wired_hosts, node):
+    wired_hosts.loop(devices=("cpu:2", "cpu:2"))
+    wired_hosts[0].wait_for_mark("running", 4)
+    other = wired_hosts[1 - node]
+    other.start_clock()
+    wired_hosts[node].process.kill()
+    assert other.end()[0] == 4
+    assert other.seconds < 10
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_a_lost_host_is_left_out_and_the_run_ends_in_the_same_fingerprint(wired_hosts, network, tmp_path):
+    epochs = ("--epochs", "20", "--set", "checkpoint.every_steps=5")
+    wired_hosts.start("train", *job(tmp_path / "two"), *epochs, devices=("cpu:1", "cpu:1"))
+    checkpoints = tmp_path / "two" / "runs"
+    deadline = time.monotonic() + 60
+    while not list(checkpoints.glob("*/step-*/manifest.json")):
+        assert time.monotonic() < deadline, wired_hosts[0].stderr
+        time.sleep(0.05)
+    network.cut()
+    assert wired_hosts[0].end(120)[0] == 0, wired_hosts[0].stderr
+    assert wired_hosts[1].end()[0] == 4
+    assert "Restart 1 of 3" in wired_hosts[0].stderr
+    alone = Host(tmp_path, "alone")
+    alone.begin_command(["train", *job(tmp_path / "one"), "--epochs", "20", "--devices", "cpu:1"])
+    assert alone.end()[0] == 0
+    assert fingerprint(wired_hosts[0]) == fingerprint(alone)
+    wired_hosts.wait_until_nothing_runs()
+
+
+def wait_for_line(host, start, timeout):
+    deadline = time.monotonic() + timeout
+    while not any(line.startswith(start) for line in host.stderr.splitlines()):
+        assert time.monotonic() < deadline, f"{start!r} did not come; {host.stderr}"
+        time.sleep(0.05)

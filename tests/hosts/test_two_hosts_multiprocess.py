@@ -1,0 +1,119 @@
+"""Two supervisors of one run, on loopback: real commands, real ranks, real signals."""
+
+import os
+import signal
+
+import pytest
+from tests.hosts.host import said
+
+
+def test_ranks_of_both_hosts_make_one_world(two_hosts):
+    two_hosts.loop(steps=20, devices=("cpu:2", "cpu:1"))
+    assert [code for code, _ in two_hosts.end()] == [0, 0]
+    assert two_hosts[0].stdout == "rank 0 done\n"
+    assert "2 hosts: " in two_hosts[0].stderr
+    assert "with ranks 0-1" in two_hosts[0].stderr
+    assert "with rank 2;" in two_hosts[0].stderr
+    assert sorted(two_hosts[0].wait_for_mark("running", 3)) == [0, 1, 2]
+    two_hosts.wait_until_nothing_runs()
+    assert [host.left_over() for host in two_hosts.hosts] == [[], []]
+
+
+def test_a_failure_on_one_host_is_the_same_report_on_both(two_hosts):
+    two_hosts.loop("1:20:exception", devices=("cpu:1", "cpu:1"))
+    (first, lines), (second, other_lines) = two_hosts.end()
+    assert (first, second) == (4, 4)
+    assert said(lines) == said(other_lines)
+    assert said(lines)[0].startswith("rank 1 failed first, step 20, forward, samples 201 (host ")
+    assert "ValueError: the loss does not like this batch" in lines
+    assert "  rank 0: victim, lost the connection to a rank that had gone" in lines
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_rank_ends_both_hosts_within_ten_seconds(two_hosts, node):
+    two_hosts.loop(devices=("cpu:2", "cpu:2"))
+    processes = two_hosts[0].wait_for_mark("running", 4)
+    rank = 2 * node + 1
+    for host in two_hosts.hosts:
+        host.start_clock()
+    os.kill(int(processes[rank]), signal.SIGKILL)
+    ends = two_hosts.end()
+    assert two_hosts[0].seconds < 10
+    for code, lines in ends:
+        assert code == 4
+        assert said(lines)[0].startswith(f"rank {rank} killed by SIGKILL")
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
+)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_stop_signal_to_one_host_stops_all_ranks_at_the_same_step(two_hosts, number, code, node):
+    two_hosts.loop(devices=("cpu:1", "cpu:2"))
+    two_hosts[0].wait_for_mark("running", 3)
+    two_hosts[node].signal(number)
+    ends = two_hosts.end()
+    assert two_hosts[node].seconds < 10
+    steps = two_hosts[0].wait_for_mark("saved", 3)
+    assert len(set(steps.values())) == 1
+    word = "Interrupted" if code == 130 else "Preempted"
+    for found, lines in ends:
+        assert found == code
+        assert said(lines) == [f"{word}: 3 ranks stopped at step {steps[0]}. Exit code {code}."]
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_supervisor_leaves_nothing_on_either_host(two_hosts, node):
+    two_hosts.loop(devices=("cpu:2", "cpu:1"))
+    two_hosts[0].wait_for_mark("running", 3)
+    other = two_hosts[1 - node]
+    other.start_clock()
+    two_hosts[node].process.kill()
+    code, lines = other.end()
+    assert other.seconds < 10
+    assert code == 4
+    assert said(lines)[0].startswith(f"host {node} (")
+    assert "has closed the connection and not come back: its command has ended." in said(lines)[0]
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_a_stopped_supervisor_is_named_after_its_limit(two_hosts):
+    two_hosts.loop()
+    two_hosts[0].wait_for_mark("running", 2)
+    two_hosts[0].start_clock()
+    two_hosts[1].signal(signal.SIGSTOP)
+    code, lines = two_hosts[0].end()
+    assert two_hosts[0].seconds < 25
+    assert code == 4
+    assert said(lines)[0].startswith("host 1 (")
+    assert "has not been heard of for 13 s." in said(lines)[0]
+    two_hosts[1].signal(signal.SIGCONT)
+    assert two_hosts[1].end()[0] == 4
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_a_stall_that_spans_hosts_names_the_rank_that_is_missing(two_hosts):
+    two_hosts.loop("1:30:deaf", devices=("cpu:1", "cpu:1"), more=("--stall-limit", "5"))
+    ends = two_hosts.end(90)
+    for code, lines in ends:
+        assert code == 5
+        assert "the others wait for rank 1, which is in step 30, forward at" in said(lines)[0]
+        assert "faulty_loop.py" in said(lines)[0]
+    two_hosts.wait_until_nothing_runs(5.0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_early_ends_the_run_on_both_hosts(two_hosts):
+    two_hosts.loop("1:30:exit_zero")
+    for code, lines in two_hosts.end():
+        assert code == 4
+        assert said(lines)[0].startswith("rank 1 left at step 30 while others went on (host ")
+    two_hosts.wait_until_nothing_runs()
