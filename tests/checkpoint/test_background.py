@@ -96,6 +96,7 @@ def test_readers_of_the_same_process_wait_for_it(tmp_path, state_of, shown):
     assert shown(read_newest(tmp_path).state) == 3
 
 
+@pytest.mark.fault("K2")
 def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_former_whole(
     tmp_path, state_of, shown
 ):
@@ -126,6 +127,7 @@ def test_what_cannot_be_written_at_all_is_refused_at_once(tmp_path, state_of):
     assert not background.busy
 
 
+@pytest.mark.fault("K3")
 def test_old_ones_go_and_the_one_before_a_broken_newest_is_found(tmp_path, state_of, shown, caplog):
     background = BackgroundWriter()
     for step in range(1, 6):

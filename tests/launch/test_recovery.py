@@ -96,9 +96,9 @@ def test_each_restart_is_said_in_two_lines_and_keeps_the_run_id(capsys):
     assert made[0].run_id
     assert [each.log_directory for each in made] == ["logs", "logs/restart-1", "logs/restart-2"]
     assert lines == [
-        "rank 1 killed by SIGKILL, step 7, reduce (pid 9)",
+        "rank 1 killed by SIGKILL, step 7, reduce (pid 9). Logs: somewhere",
         "Restart 1 of 2: the same 4 ranks go on from the last checkpoint.",
-        "rank 1 killed by SIGKILL, step 7, reduce (pid 9)",
+        "rank 1 killed by SIGKILL, step 7, reduce (pid 9). Logs: somewhere",
         "Restart 2 of 2: the same 4 ranks go on from the last checkpoint.",
     ]
 

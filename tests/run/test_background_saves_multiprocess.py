@@ -54,6 +54,7 @@ def test_checkpoints_written_in_the_background_have_the_bytes_of_those_that_trai
     assert all(each == found[0] for each in found[1:])
 
 
+@pytest.mark.fault("K2")
 def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     run, _, optimizer = begin(directory=tmp_path)

@@ -90,8 +90,7 @@ def with_restarts(attempt: Callable[[LaunchOptions], A], options: LaunchOptions)
                 return Recovered(outcome, note="Not restarted: asked to stop.", stop=REASONS[taken[-1]])
             furthest = loss.step
             options = _next(options, first, loss)
-            what = outcome.lines[0].rstrip(":") if outcome.lines else "A process was lost"
-            print(f"{what}\n{_announcement(options, first)}", file=sys.stderr, flush=True)
+            print(f"{_what(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True)
 
 
 def loss_of(verdict: Verdict, ends: Sequence[RankEnd]) -> Loss | None:
@@ -154,6 +153,13 @@ def _devices_left(options: LaunchOptions, lost: Sequence[int]) -> Devices:
         return devices
     names = tuple(name for rank in left for name in devices.names[rank * each : (rank + 1) * each])
     return dataclasses.replace(devices, names=names)
+
+
+def _what(lines: Sequence[str]) -> str:
+    """The first line of a report, and where the logs lie."""
+    logs = next((line for line in lines if line.startswith("Logs: ")), "")
+    first = lines[0].rstrip(":.") if lines else "A process was lost"
+    return f"{first}. {logs}".rstrip()
 
 
 def _announcement(options: LaunchOptions, first: LaunchOptions) -> str:
