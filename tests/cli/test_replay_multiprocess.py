@@ -19,6 +19,7 @@ pytestmark = [
     # fp16 finds its loss scale by skipping the first steps, and torch then takes the scheduler for too early
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 ]
+RANKS = {"ddp": "rank 1", "fsdp": "rank 1", "pipeline": "ranks 0, 1"}
 LOCKSTEP = (sys.executable, "-m", "lockstep")
 JOB = """
 [model]
@@ -107,10 +108,7 @@ def home(tmp_path_factory):
     (folder / "smoothing").write_text("0.1")
     run_ranks(_write_weights, 1, folder)
     for strategy in ("ddp", "fsdp"):
-        place = (f"run.directory={folder / 'runs'}", f"run.name={strategy}")
-        settings = [parse_set(text) for text in (f"training.strategy={strategy}", *place)]
-        config = load_job(str(folder / "job.toml"), settings)
-        run_ranks(_train, 2, choose_run_folder(config))
+        train(folder, strategy, 2)
     command = [*LOCKSTEP, "train", "job.toml", "--devices", "cpu:2", "--strategy", "pipeline"]
     trained = subprocess.run(
         [*command, "--set", "run.name=pipeline"], cwd=folder, capture_output=True, text=True, timeout=120
@@ -147,6 +145,15 @@ def changed(home):
         (home / name).write_bytes(content)
 
 
+def train(folder, strategy, ranks, **more):
+    """A run of the job, named after its strategy, by ranks of this test session."""
+    training = {"strategy": strategy, **more}
+    settings = [f"run.directory={folder / 'runs'}", f"run.name={strategy}"]
+    settings += [f"training.{name}={value}" for name, value in training.items()]
+    config = load_job(str(folder / "job.toml"), [parse_set(text) for text in settings])
+    run_ranks(_train, ranks, choose_run_folder(config))
+
+
 def _write_weights(world, folder):
     import torch
     from safetensors.torch import save_file
@@ -177,7 +184,34 @@ def test_any_step_and_micro_batch_matches_on_one_device(strategy, replay, home):
         assert "\nrecord    matches" in told
         assert status == 0
         assert ("from      step-00000004, 2 steps before" in told) == (6 in arguments)
+        assert f"micro-batch 5 of {RANKS[strategy]} (epoch 0" in told or "--micro-batch" not in arguments
     assert contents(home / "runs") == before, "a replay writes nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more", "held_by"),
+    [
+        ("parameter_server", 3, {}, "rank 1"),
+        ("hybrid", 4, {"mesh": "data=2,pipeline=2"}, "ranks 2, 3"),
+        ("hybrid", 2, {"mesh": "data=2,layers=2"}, "rank 1"),
+        ("layers", 1, {}, "rank 0"),
+        ("single", 1, {}, "rank 0"),
+    ],
+)
+def test_runs_of_other_layouts_match_too(strategy, ranks, more, held_by, replay, home):
+    train(home, strategy, ranks, **more)
+    told = [replay(strategy, "--step", 6), replay(strategy, "--step", 6, "--micro-batch", 5)]
+    assert all(status == 0 and "\nrecord    matches" in text for status, text in told), told
+    assert f"micro-batch 5 of {held_by} (" in told[1][1]
+    shutil.rmtree(home / "runs" / strategy)
+
+
+@pytest.mark.slow
+def test_whole_steps_of_strategy_dp_match(replay, home):
+    train(home, "dp", 1, record_micro_batches="false")
+    assert "\nrecord    matches" in replay("dp", "--step", 6)[1]
+    assert "training.record_micro_batches=true" in replay("dp", "--step", 6, "--micro-batch", 5)[1]
 
 
 def test_strategies_leave_the_same_record(home):

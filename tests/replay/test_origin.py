@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import CheckpointConfig, DataConfig, JobConfig, RunConfig, TrainingConfig
 from lockstep.job.history import FILE, Start, with_start
+from lockstep.plan import Share
 from lockstep.replay import find_origin
 from lockstep.replay.origin import alone
 
@@ -18,8 +19,9 @@ PART = Component(target="torch.nn:Identity")
 JOB = JobConfig(model=PART, data=DataConfig(train=PART), optimizer=Component(target="x:y", args={"lr": 0.1}))
 
 
-def start(step, job=JOB, **changes):
-    values = {"strategy": "ddp", "ranks": 2, "level": "A", "device": "cpu", "context": {"threads": 1}}
+def start(step, job=JOB, ranks=2, **changes):
+    values = {"strategy": "ddp", "level": "A", "device": "cpu", "context": {"threads": 1}}
+    values["shares"] = [Share(holders=ranks, holder=rank) for rank in range(ranks)]
     return Start(step=step, job=job, **{**values, **changes})
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from lockstep.job.component import Component
 from lockstep.job.config import DataConfig, JobConfig
 from lockstep.job.history import Start
+from lockstep.plan import Share
 from lockstep.replay import Origin, Report, describe
 from lockstep.replay.report import Compared
 from lockstep.trainer.gradients import GradientDigest, GradientRecord
@@ -15,15 +16,22 @@ OTHERS = GradientDigest.of(dict.fromkeys(DIGESTS, "f" * 64))
 ONE_OTHER = GradientDigest.of({**DIGESTS, "layer.3": "f" * 64})
 
 
-def report(compared, *, earlier=(), record=None, micro_batch=None, level="A", samples=(3, 1, 4)):
+INTERLEAVED = [Share(holders=6, holder=rank, rounds=True) for rank in range(6)]
+STAGES = [Share(holders=2, holder=rank // 2) for rank in range(4)]
+
+
+def report(
+    compared, *, earlier=(), record=None, micro_batch=None, level="A", samples=(3, 1, 4), shares=INTERLEAVED
+):
     part = Component(target="torch.nn:Identity")
     job = JobConfig(model=part, data=DataConfig(train=part), optimizer=part)
-    start = Start(step=0, strategy="fsdp", ranks=6, level=level, device="cpu", context={}, job=job)
+    start = Start(step=0, strategy="fsdp", shares=shares, level=level, device="cpu", context={}, job=job)
     return Report(
         folder=Path("runs/digits-001"),
         origin=Origin(start=start, step=12, checkpoint=Path("runs/digits-001/step-00000012")),
         epoch=1,
         position=5,
+        leaves=8,
         micro_batch=micro_batch,
         samples=samples,
         loss=1.5,
@@ -52,7 +60,7 @@ def test_the_place_the_samples_and_the_numbers_are_told():
     lines = describe(report(compared(MINE), micro_batch=5)).splitlines()
     assert lines[:6] == [
         "run       runs/digits-001, trained with fsdp on 6",
-        "step      17, micro-batch 5 (epoch 1, its step 5)",
+        "step      17, micro-batch 5 of rank 5 (epoch 1, its step 5)",
         "from      step-00000012, 5 steps before",
         "samples   3, 1, 4",
         "loss      1.5",
@@ -60,6 +68,16 @@ def test_the_place_the_samples_and_the_numbers_are_told():
     ]
     assert lines[6] == f"digest    {MINE.digest}"
     assert len(describe(report(compared(MINE), samples=range(10_000)))) < 1000
+
+
+def test_the_ranks_that_computed_a_micro_batch_are_told():
+    for shares, k, ranks in (
+        (INTERLEAVED, 7, "rank 1"),
+        (STAGES, 3, "ranks 0, 1"),
+        (STAGES, 4, "ranks 2, 3"),
+    ):
+        told = describe(report(compared(MINE), micro_batch=k, shares=shares))
+        assert f"micro-batch {k} of {ranks} (" in told
 
 
 def test_a_difference_names_the_first_parameters_and_counts_the_others():

@@ -1,6 +1,6 @@
 """What a run folder says of how it came about: ``job.json``, with one entry for every start of the run.
 
-    {"starts": [{"step": 0, "strategy": "ddp", "ranks": 4, ..., "job": {...}}, {"step": 450, ...}]}
+    {"starts": [{"step": 0, "strategy": "ddp", "shares": [...], "job": {...}}, {"step": 450, ...}]}
 
 A run that is resumed may have another layout, or other settings, than before; steps belong to the last start at or
 before them.
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
+from lockstep.plan import Share
 
 FILE = "job.json"
 
@@ -28,7 +29,8 @@ class Start:
     """The step with which it went on; 0 for a new run."""
     strategy: str
     """The layout's name, as in ``hybrid data=2,pipeline=2``."""
-    ranks: int
+    shares: Sequence[Share]
+    """Which micro-batches of a step each rank computes, by rank."""
     level: str
     """What the strategy promises: A, B or C."""
     device: str
@@ -37,16 +39,32 @@ class Start:
     """What the bits depend on, see ``lockstep.fingerprint.Context``."""
     job: JobConfig
 
+    @property
+    def ranks(self) -> int:
+        """How many processes there were."""
+        return len(self.shares)
+
+    def holders(self, micro_batch: int, leaves: int) -> list[int]:
+        """The ranks that computed a micro-batch, or stages of it, in a step of ``leaves`` micro-batches."""
+        return [rank for rank, share in enumerate(self.shares) if micro_batch in share.of(leaves)]
+
     def as_table(self) -> dict[str, Any]:
         """The entries, ready for JSON."""
-        own = {name: getattr(self, name) for name in ("step", "strategy", "ranks", "level", "device")}
-        return {**own, "context": dict(self.context), "job": json.loads(self.job.to_json())}
+        own = {name: getattr(self, name) for name in ("step", "strategy", "level", "device")}
+        shares = [asdict(share) for share in self.shares]
+        return {
+            **own,
+            "shares": shares,
+            "context": dict(self.context),
+            "job": json.loads(self.job.to_json()),
+        }
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Start:
         """Reads what ``as_table`` gave; ``ConfigError`` for a job of other settings than are known here."""
-        own = {name: table[name] for name in ("step", "strategy", "ranks", "level", "device", "context")}
-        return cls(**own, job=JobConfig.from_json(json.dumps(table["job"])))
+        own = {name: table[name] for name in ("step", "strategy", "level", "device", "context")}
+        shares = [Share(**share) for share in table["shares"]]
+        return cls(**own, shares=shares, job=JobConfig.from_json(json.dumps(table["job"])))
 
 
 def read_starts(folder: Path) -> list[Start]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.checkpoint.temporary import write_whole
+from lockstep.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
 from lockstep.job.history import FILE, Start, read_starts, with_start
 from lockstep.levels import Level
+from lockstep.plan import Share
 from lockstep.run import Run
 from lockstep.trainer import Trainer
 from lockstep.trainer.gradients import GradientRecorder
 
 
 def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
-    """Writes the job into the run folder, and has digests of gradients written there. Every rank must call this.
+    """Writes the job into the run folder, and has digests of gradients written there. Collective.
 
     Gradients are recorded where their bits depend on the recipe alone, which level A promises.
 
@@ -38,15 +42,23 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
             "training.record_micro_batches is true, but gradients are recorded at level A only, and strategy "
             f"{run.strategy.name!r} promises level {run.strategy.level.value} here. Leave it out."
         )
+    shares = _shares(run)
     if run.is_main:
-        _note_start(run, config, folder)
+        _note_start(run, config, folder, shares)
 
 
-def _note_start(run: Run, config: JobConfig, folder: Path) -> None:
+def _shares(run: Run) -> list[Share]:
+    """Which micro-batches each rank computes, by rank. Collective."""
+    group, mine = run.require_prepared().group, asdict(run.strategy.share)
+    everyone = gather_json(mine, group, run.device) if group is not None else [mine]
+    return [Share(**each) for each in everyone]
+
+
+def _note_start(run: Run, config: JobConfig, folder: Path, shares: Sequence[Share]) -> None:
     start = Start(
         step=run.position.step,
         strategy=" ".join(part for part in (run.options.strategy, run.options.mesh) if part),
-        ranks=run.world.world_size,
+        shares=shares,
         level=run.strategy.level.value,
         device=run.device.type,
         context=run.require_prepared().context.as_dict(),

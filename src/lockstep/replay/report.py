@@ -41,6 +41,8 @@ class Report:
     epoch: int
     position: int
     """Step within the epoch."""
+    leaves: int
+    """Micro-batches of the step."""
     micro_batch: int | None
     samples: Sequence[int]
     """Numbers in the data set of all samples that were computed."""
@@ -63,7 +65,10 @@ class Report:
 def describe(report: Report) -> str:
     """The report for people, a fact a line; the last says whether the bits are those of the record."""
     origin, start, step = report.origin, report.origin.start, report.compared.step
-    part = "" if report.micro_batch is None else f", micro-batch {report.micro_batch}"
+    part, k = "", report.micro_batch
+    if k is not None:
+        ranks = start.holders(k, report.leaves)
+        part = f", micro-batch {k} of rank{'s' * (len(ranks) > 1)} {_shorten(ranks, _MOST_SAMPLES)}"
     rows = [
         ("run", f"{report.folder}, trained with {start.strategy} on {start.ranks}"),
         ("step", f"{step}{part} (epoch {report.epoch}, its step {report.position})"),

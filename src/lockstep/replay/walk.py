@@ -72,6 +72,7 @@ def replay(asked: Asked, origin: Origin) -> Report:
             origin=origin,
             epoch=batch.plan.epoch,
             position=batch.plan.position,
+            leaves=batch.plan.leaves,
             micro_batch=asked.micro_batch,
             samples=[index for part in parts for index in part.tolist()],
             loss=watcher.loss,
