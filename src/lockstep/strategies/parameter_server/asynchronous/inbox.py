@@ -10,7 +10,7 @@ import logging
 import queue
 import socket
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous.wire import (
@@ -138,15 +138,18 @@ def connect(port: int, token: bytes, rank: int, patience: float) -> socket.socke
     Raises:
         RankError: nobody listens there, or somebody who does not know the token.
     """
-    try:
-        connection = socket.create_connection(("127.0.0.1", port), timeout=_GREETING_SECONDS)
-        prove_to_server(connection, token)
-        send(connection, Message("hello", {"rank": rank}))
-    except (OSError, Refused) as error:
-        raise RankError(
-            f"Rank {rank} cannot reach the parameter server on port {port} of this host: {error}."
-        ) from error
-    _prepare(connection, patience)
+    with ExitStack() as stack:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=_GREETING_SECONDS)
+            stack.enter_context(connection)
+            prove_to_server(connection, token)
+            send(connection, Message("hello", {"rank": rank}))
+            _prepare(connection, patience)
+            stack.pop_all()
+        except (OSError, Refused) as error:
+            raise RankError(
+                f"Rank {rank} cannot reach the parameter server on port {port} of this host: {error}."
+            ) from error
     return connection
 
 

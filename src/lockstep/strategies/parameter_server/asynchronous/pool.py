@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ class Pool:
         size = gradient_bytes + self.statistics.numel() * self._statistics_type.itemsize
         if len(push.body) != (size if content["leaves"] else 0):
             raise Refused(f"a push of {len(push.body)} bytes came, and {size} make one")
+        if self.statistics.numel() and len(content["counters"]) != self.counters.numel():
+            raise Refused(f"a push counts {len(content['counters'])} buffers of {self.counters.numel()}")
         self.pushes += 1
         if not content["leaves"]:
             return
@@ -72,6 +75,8 @@ class Pool:
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
     kinds = {"leaves": int, "version": int, "weight": float, "loss": float, "unused": list, "counters": list}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-    if wrong or not content["weight"] >= 0.0 or content["leaves"] < 0:
+    if wrong or not 0.0 <= content["weight"] < math.inf or content["leaves"] < 0:
         raise Refused(f"a push does not say rightly {', '.join(wrong) or 'what it weighs'}")
+    if not all(isinstance(count, int) for count in content["counters"]):
+        raise Refused("a push counts with what are no numbers")
     return content

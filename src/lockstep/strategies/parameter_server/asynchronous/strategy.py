@@ -12,6 +12,7 @@ server is one update, made of as many pushes as there are living workers.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from lockstep.strategies.parameter_server.asynchronous.tensors import as_bytes, 
 from lockstep.strategies.parameter_server.holding import Holding
 from lockstep.strategy_options import ParameterServerOptions
 from lockstep.world import host_name
+
+logger = logging.getLogger(__name__)
 
 
 class AsynchronousParameterServer(Strategy):
@@ -115,11 +118,10 @@ class AsynchronousParameterServer(Strategy):
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers that were there when their shares were given out; zeros of one that was lost since."""
         values = self._connected.meet("gather", row.tolist()).values
-        nothing = [0.0] * row.numel()
-        rows = [
-            values[rank] if rank < len(values) and values[rank] is not None else nothing
-            for rank in self._members
-        ]
+        found = {rank: value for rank, value in enumerate(values) if value is not None}
+        if missing := [rank for rank in self._members if rank not in found]:
+            logger.warning("What rank %s had of this result is lost with it.", ", ".join(map(str, missing)))
+        rows = [found.get(rank, [0.0] * row.numel()) for rank in self._members]
         return torch.tensor(rows, dtype=row.dtype, device=row.device)
 
     def tally(self, row: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ class Worker(Role):
 
     def meet(self, label: str, value: Any, body: bytes | memoryview = b"") -> Meeting:
         """See ``Service.meet``."""
+        if self._report is not None:
+            raise ConfigError(
+                "The ranks of an asynchronous parameter server meet, to evaluate or to save for example, after "
+                "optimizer.step(), and this rank came between run.backward and it. Call optimizer.step() first."
+            )
         return self._client.meet(label, value, body)
 
     def fetch(self) -> None:

@@ -1,0 +1,247 @@
+"""What a server does with messages, one after the other, without a process: the loop is driven by a list."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError, RankError
+from lockstep.strategies.parameter_server.asynchronous.clock import Clock
+from lockstep.strategies.parameter_server.asynchronous.pool import Pool
+from lockstep.strategies.parameter_server.asynchronous.service import Service
+from lockstep.strategies.parameter_server.asynchronous.wire import Message
+from lockstep.strategies.parameter_server.holding import Holding
+
+
+class Script:
+    """Stands for the inbox: gives what the test says has arrived, and keeps what was sent."""
+
+    def __init__(self):
+        self.arriving, self.sent, self.cut_off = [], [], []
+
+    def get(self, timeout=None):
+        assert self.arriving, "the server waits, and nothing more comes"
+        return self.arriving.pop(0)
+
+    def send(self, rank, message):
+        self.sent.append((rank, message))
+        return True
+
+    def cut(self, rank):
+        self.cut_off.append(rank)
+
+    def close(self):
+        pass
+
+
+def push(value, version=0, *, leaves=1, weight=4.0, size=3, **changes):
+    content = {
+        "leaves": leaves,
+        "weight": weight if leaves else 0.0,
+        "loss": 1.0,
+        "unused": [],
+        "counters": [],
+    }
+    content |= {"version": version, "stop_at": 0, "stop_reason": 0, **changes}
+    body = bytearray(torch.full((size,), float(value)).numpy().tobytes()) if leaves else b""
+    return Message("push", content, body)
+
+
+PULL = Message("pull")
+
+
+def meeting(number, label="settle", value=None):
+    return Message("meet", {"label": label, "number": number, "value": value})
+
+
+def a_service(workers=(1, 2), staleness=1, servers=(0,)):
+    model = nn.Linear(3, 1, bias=False)
+    holding = Holding(model, 1, 0)
+    script = Script()
+    service = Service(
+        script,
+        list(servers),
+        0,
+        Clock(workers, staleness),
+        lambda: Pool(holding, 0, 0, torch.float32),
+        lambda: b"values",
+    )
+    return service, script, holding
+
+
+def answered(script):
+    found = [rank for rank, message in script.sent if message.kind == "values"]
+    script.sent.clear()
+    return found
+
+
+def test_an_update_is_due_when_as_many_pushes_have_come_as_workers_live():
+    service, script, holding = a_service()
+    script.arriving = [(1, push(1.0)), (1, PULL), (1, push(4.0, weight=2.0)), (2, push(9.0))]
+    pool = service.collect()
+    assert script.arriving == [(2, push(9.0))], "two pushes of the faster one make an update"
+    assert bool(pool.set_gradients())
+    assert torch.equal(holding.own["weight"].grad, torch.full((1, 3), 2.0)), "weighted by samples"
+    assert (pool.loss, pool.weight, pool.leaves) == (2.0, 6.0, 2)
+
+
+def test_who_is_within_the_bound_is_answered_at_once_and_others_when_the_slowest_has_come():
+    service, script, _ = a_service(staleness=1)
+    script.arriving = [(1, push(1)), (1, PULL), (1, push(1)), (1, PULL)]
+    service.collect()
+    assert answered(script) == [1], "the first pull"
+    service.publish(True)
+    assert answered(script) == [], "two steps ahead"
+    script.arriving += [(2, push(1)), (2, PULL), (2, push(1))]
+    service.collect()
+    assert answered(script) == [1, 2]
+
+
+def test_values_are_given_after_the_update_that_a_push_makes_due():
+    service, script, _ = a_service(staleness=0)
+    script.arriving = [(1, push(1)), (1, PULL), (2, push(1)), (2, PULL)]
+    service.collect()
+    assert answered(script) == [], "they would be the old ones"
+    service.publish(True)
+    assert script.sent[0][1].content["version"] == 1
+    assert answered(script) == [1]
+
+
+def test_staleness_is_how_many_updates_a_gradient_missed():
+    service, script, _ = a_service(staleness=5)
+    for versions in ((0, 0), (0, 1), (2, 1)):
+        script.arriving = [(1, push(1, versions[0])), (2, push(1, versions[1]))]
+        service.collect()
+        service.publish(True)
+    assert (service.staleness.most, service.staleness.mean) == (1, 2 / 6)
+
+
+def test_a_lost_worker_is_waited_for_no_longer():
+    service, script, _ = a_service(staleness=0)
+    script.arriving = [(1, push(1)), (1, PULL), (2, None)]
+    assert service.collect().pushes == 1
+    service.publish(True)
+    assert answered(script) == [1]
+    assert service.lost == {2: 0}
+
+
+def test_when_all_workers_are_lost_the_run_ends_with_their_names():
+    service, script, _ = a_service()
+    script.arriving = [(1, None), (2, None)]
+    with pytest.raises(RankError, match=r"All workers .* \(rank 1 after update 0, rank 2 after update 0\)"):
+        service.collect()
+
+
+def test_a_lost_server_is_no_loss_that_the_others_survive():
+    service, script, _ = a_service(workers=(2, 3), servers=(0, 1))
+    script.arriving = [(1, None)]
+    with pytest.raises(ConnectionError, match=r"Connection closed by peer: the parameter server on rank 1"):
+        service.collect()
+
+
+def test_a_meeting_waits_for_all_that_live_and_gives_everyone_what_each_brought():
+    service, script, _ = a_service(workers=(1, 2, 3))
+    script.arriving = [(1, meeting(1, value=[1.5])), (3, None), (2, meeting(1, value=[2.5]))]
+    met = service.meet("settle", [0.5])
+    assert met.values == [[0.5], [1.5], [2.5]]
+    assert met.living == [1, 2]
+    assert [(rank, message.content["values"]) for rank, message in script.sent] == [
+        (1, met.values),
+        (2, met.values),
+    ]
+
+
+def test_pushes_that_come_while_a_server_waits_for_a_meeting_count_for_the_next_update():
+    service, script, _ = a_service()
+    script.arriving = [(1, push(1)), (1, PULL), (1, meeting(1)), (2, meeting(1))]
+    service.meet("settle", None)
+    assert answered(script) == [1]
+    script.arriving = [(2, push(1))]
+    assert service.collect().pushes == 2
+
+
+def test_an_update_is_made_of_what_there_is_when_no_more_can_come():
+    """One of two workers was lost in the epoch: the other waits at its end, and the server has steps left."""
+    service, script, _ = a_service()
+    script.arriving = [(1, push(1)), (1, meeting(1)), (2, meeting(1))]
+    assert service.collect().pushes == 1
+    assert service.collect().pushes == 0
+    assert service.meet("settle", None).living == [1, 2]
+    script.arriving = [(1, push(1)), (2, push(1))]
+    assert service.collect().pushes == 2, "after the meeting they go on"
+
+
+def test_ranks_that_make_different_calls_are_told_so():
+    service, script, _ = a_service(workers=(1,))
+    script.arriving = [(1, meeting(1, "gather"))]
+    with pytest.raises(ConfigError, match=r"Rank 1 came to its meeting 1 \(gather\) while .* 1 \(settle\)"):
+        service.meet("settle", None)
+
+
+def test_all_stop_at_a_step_that_none_has_begun():
+    service, script, _ = a_service(staleness=3)
+    script.arriving = [(1, push(1)), (1, push(1))]
+    service.collect()
+    service.request_stop(130)
+    service.request_stop(75)
+    assert (service.stop_at, service.stop_reason) == (4, 130)
+    script.arriving = [(1, PULL), (2, push(1)), (2, push(1))]
+    service.collect()
+    assert script.sent[0][1].content == {"version": 0, "stop_at": 4, "stop_reason": 130}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        push(1, size=2),
+        push(1, weight=math.nan),
+        push(1, weight=math.inf),
+        push(1, weight=-1.0),
+        push(1, counters=[[1], 2]),
+        push(1, leaves=-3),
+        push(1, unused="a"),
+        push(1, version=None),
+        Message("push", {}, b""),
+        Message("run this", {}),
+        Message("tally", {"row": ["x"]}),
+        Message("tally", {}),
+        Message("rest", {"number": "one"}),
+        meeting("first"),
+    ],
+)
+def test_who_sends_nonsense_is_cut_off_and_the_others_go_on(message):
+    service, script, _ = a_service()
+    script.arriving = [(1, message), (1, None), (2, push(1))]
+    assert service.collect().pushes == 1
+    assert script.cut_off == [1]
+
+
+def test_a_push_of_a_rank_that_is_no_worker_is_refused():
+    service, script, _ = a_service()
+    script.arriving = [(7, push(1)), (1, push(1)), (2, push(1))]
+    assert service.collect().pushes == 2
+    assert script.cut_off == [7]
+
+
+def test_a_worker_without_micro_batches_counts_its_step():
+    service, script, _ = a_service()
+    script.arriving = [(1, push(0, leaves=0)), (2, push(1))]
+    pool = service.collect()
+    assert (pool.pushes, pool.leaves) == (2, 1)
+
+
+def test_what_no_push_has_used_gets_no_gradient():
+    service, script, holding = a_service()
+    script.arriving = [(1, push(1, unused=["weight"])), (2, push(1, unused=["weight"]))]
+    service.collect().set_gradients()
+    assert holding.own["weight"].grad is None
+
+
+def test_a_server_serves_until_all_workers_have_parted():
+    service, script, _ = a_service()
+    script.arriving = [(1, Message("bye")), (1, None), (2, PULL), (2, Message("bye")), (2, None)]
+    service.farewell()
+    assert answered(script) == [2]
+    assert script.arriving == [(2, None)]
+    assert service.lost == {}
