@@ -45,5 +45,5 @@ def compare(reference: Trace, other: Trace, difference: float, *, repeats: bool 
     if found is None:
         return Comparison(other, "A")
     if other.level == "C":
-        return Comparison(other, "C", difference, found)
+        return Comparison(other, "C", difference, None if other.independent else found)
     return Comparison(other, "B" if difference <= _BOUND else "-", difference, found)

@@ -44,6 +44,7 @@ class Observer:
             strategy=strategy.name,
             ranks=run.world.world_size,
             level=strategy.level.value,
+            independent=strategy.independent,
             context=_dependencies(self._saved.context.as_dict()),
             start=self._state()[0],
             draws=draws_in_forward(self._saved.parts.model),
@@ -96,6 +97,9 @@ class Observer:
     def _backward(self, batch: Batch, compute: Any, *, scale: float, stop: int) -> StepResult:
         settings = hyperparameters(self._saved.parts.optimizers)
         result = self._original(batch, compute, scale=scale, stop=stop)
+        if self.trace.independent:  # a meeting would come between a gradient and its push
+            self._noted = {"settings": settings}
+            return result
         began = time.perf_counter()
         own: dict[str, dict[str, str]] = {"samples": {}, "inputs": {}}
         for part in batch.micro_batches:

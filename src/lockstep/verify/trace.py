@@ -50,6 +50,8 @@ class Trace:
     """Digests of parameters and buffers before the first step."""
     draws: bool = False
     """Whether the model may draw random numbers."""
+    independent: bool = False
+    """Whether ranks need not keep step, so that only the end of the run can be compared."""
     steps: list[StepTrace] = field(default_factory=list)
     milliseconds: float = 0.0
     """Of a step, the median."""
