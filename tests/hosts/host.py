@@ -110,7 +110,7 @@ class Hosts:
 
 
 def said(lines):
-    """The lines of the report, without what the supervisors say on the way and what torch says of names it cannot find."""
+    """The lines of the report, without what supervisors say on the way and torch of names that it cannot find."""
     return [line for line in lines if not line.startswith("lockstep: ") and "[c10d] The hostname" not in line]
 
 

@@ -101,7 +101,9 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self._break(error)
+                if error.errno not in _NOT_CONNECTED_YET:
+                    self._read()  # its last words say why
+                    self._break(error)
                 return
 
     def receive(self) -> list[dict[str, Any]]:
@@ -120,8 +122,8 @@ class Channel:
         return messages
 
     def close(self, fault: Fault = Fault.GONE) -> None:
-        """Closes the connection; the first reason stands."""
-        if self.is_open:
+        """Closes the connection; that it has gone is the least of reasons."""
+        if self.fault in (Fault.NONE, Fault.GONE):
             self.fault = fault
         self.connection.close()
 

@@ -1,0 +1,73 @@
+"""What can be asked about hosts, and what cannot."""
+
+import argparse
+
+import pytest
+
+from lockstep.cli.host_options import add_host_arguments, host_options, refuse_hosts
+from lockstep.errors import ConfigError
+from lockstep.launch.hosts import HostOptions
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    add_host_arguments(parser)
+    return parser.parse_args(words)
+
+
+def asked(monkeypatch, *words):
+    monkeypatch.setenv("LOCKSTEP_TOKEN", "t" * 40)
+    return host_options(parsed(*words))
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "port"),
+    [
+        ("10.0.0.1:29500", "10.0.0.1", 29500),
+        ("gpu-7.local:1", "gpu-7.local", 1),
+        ("[fd00::1]:80", "fd00::1", 80),
+    ],
+)
+def test_a_master_is_a_host_and_a_port(monkeypatch, master, host, port):
+    options = asked(monkeypatch, "--nnodes", "2", "--node-rank", "1", "--master", master)
+    assert (options.host, options.port, options.node) == (host, port, 1)
+
+
+@pytest.mark.parametrize(
+    "master", ["10.0.0.1", "host:", ":29500", "host:port", "tcp://host:1", "a:b:1", "x:65535", "x:0"]
+)
+def test_what_is_no_address_is_refused(monkeypatch, master):
+    with pytest.raises(ConfigError, match="--master"):
+        asked(monkeypatch, "--nnodes", "2", "--node-rank", "1", "--master", master)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--nnodes", "2"), "without --node-rank and --master"),
+        (("--nnodes", "2", "--node-rank", "0"), "without --master"),
+        (("--node-rank", "0"), "--node-rank was given without --nnodes"),
+        (("--nnodes", "2", "--node-rank", "2", "--master", "a:1"), "2 hosts have the numbers 0 to 1"),
+        (("--nnodes", "0", "--node-rank", "0", "--master", "a:1"), "several hosts are at least 2"),
+        (("--nnodes", "2", "--node-rank", "0", "--master", "a:1", "--start-limit", "0"), "seconds above 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(monkeypatch, words, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        asked(monkeypatch, *words)
+
+
+def test_one_host_needs_none_of_them(monkeypatch):
+    assert asked(monkeypatch) is None
+    assert asked(monkeypatch, "--nnodes", "1") is None
+
+
+def test_under_another_launcher_they_are_refused():
+    refuse_hosts(parsed(), "torchrun")
+    with pytest.raises(ConfigError, match="a rank that torchrun has started"):
+        refuse_hosts(parsed("--nnodes", "2"), "torchrun")
+
+
+def test_the_token_is_not_shown():
+    options = HostOptions(nodes=2, node=0, master="a:1", token=b"secret")
+    assert "secret" not in repr(options)

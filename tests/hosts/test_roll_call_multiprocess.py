@@ -1,0 +1,130 @@
+"""Hosts that cannot come together: real commands, which end before a rank is started."""
+
+import socket
+import time
+
+import pytest
+from tests.hosts.host import LOOPBACK, Host
+
+LIMIT = ("--start-limit", "3")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("raise SystemExit('a rank was started')\n")
+    return path
+
+
+def begin(hosts, node, script, *more, devices="cpu:1", words=()):
+    hosts[node].begin_command(["run", *hosts.options(node, *more, devices=devices), script, *words])
+
+
+def test_a_host_that_does_not_come_is_named(two_hosts, script):
+    begin(two_hosts, 0, script, "--start-limit", "1")
+    code, lines = two_hosts[0].end()
+    assert code == 4
+    assert lines[-1].startswith(
+        "lockstep: Not every host arrived within 1 s. missing: host 1 (node-rank 1); arrived: 0 ("
+    )
+
+
+@pytest.mark.slow
+def test_every_host_that_came_hears_who_is_missing(tmp_path, two_hosts, script):
+    third = Host(tmp_path, 2)
+    options = two_hosts.options(0, "--start-limit", "5")
+    options[1] = 3
+    two_hosts[0].begin_command(["run", *options, script])
+    options = two_hosts.options(2)
+    options[1] = 3
+    third.begin_command(["run", *options, script])
+    for host in (two_hosts[0], third):
+        code, lines = host.end()
+        assert code == 4
+        assert "missing: host 1 (node-rank 1); arrived: 0 (" in lines[-1]
+
+
+@pytest.mark.slow
+def test_without_host_0_the_others_say_where_they_looked(two_hosts, script):
+    begin(two_hosts, 1, script, "--start-limit", "1")
+    code, lines = two_hosts[1].end()
+    assert code == 4
+    assert (
+        f"host 0 was not reached at {LOOPBACK}:{two_hosts.port} within 1 s: Connection refused." in lines[-1]
+    )
+
+
+def test_hosts_that_run_something_else_are_refused_on_both_sides(two_hosts, script):
+    begin(two_hosts, 0, script, *LIMIT, "--threads", "1", words=("--lr", "0.1"))
+    begin(two_hosts, 1, script, *LIMIT, "--threads", "2", words=("--lr", "0.2"))
+    for code, lines in two_hosts.end():
+        assert code == 2
+        assert "the script's arguments is --lr 0.1 on host 0, --lr 0.2 on host 1" in lines[-1]
+        assert "threads is 1 on host 0, 2 on host 1" in lines[-1]
+
+
+def test_another_token_is_refused(two_hosts, script):
+    begin(two_hosts, 0, script, *LIMIT)
+    other = two_hosts.folder / "other-token"
+    other.touch(0o600)
+    other.write_text("x" * 40)
+    begin(two_hosts, 1, script, "--start-limit", "10", "--token-file", other)
+    code, lines = two_hosts[1].end()
+    assert code == 2
+    assert "it holds another token" in lines[-1]
+    code, lines = two_hosts[0].end()
+    assert code == 4
+    assert f"lockstep: Refused a connection from {LOOPBACK}: it holds another token." in lines
+
+
+@pytest.mark.slow
+def test_two_hosts_of_one_number_are_told_apart(tmp_path, two_hosts, script):
+    options = two_hosts.options(0, *LIMIT)
+    options[1] = 3
+    two_hosts[0].begin_command(["run", *options, script])
+    twins = [Host(tmp_path, name) for name in ("twin", "other-twin")]
+    for twin in twins:
+        options = two_hosts.options(1, *LIMIT)
+        options[1] = 3
+        twin.begin_command(["run", *options, script])
+    ends = sorted(twin.end() for twin in twins)
+    assert [code for code, _ in ends] == [2, 4]
+    assert "node-rank 1 was announced twice" in ends[0][1][-1]
+    assert two_hosts[0].end()[0] == 4
+
+
+def test_a_port_that_is_taken_is_named(two_hosts, script):
+    with socket.socket() as other:
+        other.bind((LOOPBACK, two_hosts.port + 1))
+        other.listen()
+        begin(two_hosts, 0, script, *LIMIT)
+        code, lines = two_hosts[0].end()
+    assert code == 2
+    assert f"cannot listen on {LOOPBACK}:{two_hosts.port + 1}: Address already in use" in lines[-1]
+
+
+def test_a_stranger_neither_holds_up_the_run_nor_ends_it(two_hosts, script):
+    begin(two_hosts, 0, script, "--start-limit", "20")
+    strangers = [_connect(two_hosts.port) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    strangers[1].sendall(b"\x80\x04\x95" * 1000)
+    begin(two_hosts, 1, script, "--start-limit", "20", "--threads", "2")
+    for code, lines in two_hosts.end():
+        assert code == 2
+        assert "threads is 1 on host 0, 2 on host 1" in lines[-1]  # so both have come
+    refusals = [line for line in two_hosts[0].stderr.splitlines() if "Refused" in line]
+    assert refusals == [
+        f"lockstep: Refused a connection from {LOOPBACK}: it does not speak as Lockstep does."
+    ]
+    for stranger in strangers:
+        stranger.close()
+
+
+def _connect(port):
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection((LOOPBACK, port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
