@@ -67,8 +67,10 @@ class Soak:
         self._answer("ready")
 
     def close(self):
+        """Ends it, and with it whatever a failed test left."""
+        self._server.kill()
+        self._server.wait()
         self._server.stdin.close()
-        self._server.wait(10)
         self._server.stdout.close()
 
     def new_run(self, name):
