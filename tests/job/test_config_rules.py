@@ -55,6 +55,14 @@ BROKEN = {
         ["training.reduce=powersgd", "training.precision=fp16"],
         "Use precision bf16 or fp32",
     ),
+    "asynchronous workers have no loss scale": (
+        [
+            "training.strategy=parameter_server",
+            "parameter_server.mode=asynchronous",
+            "training.precision=fp16",
+        ],
+        "Use bf16 or fp32, or parameter_server.mode='synchronous'.",
+    ),
     "SyncBatchNorm has whole shares": (
         ["training.sync_batch_norm=true", "training.compile=true"],
         "training.compile cannot go through its exchanges",

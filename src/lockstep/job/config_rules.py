@@ -71,6 +71,17 @@ def _scale_is_kept(job: JobConfig) -> str | None:
     return None
 
 
+def _workers_find_no_scale(job: JobConfig) -> str | None:
+    servers, training = job.parameter_server, job.training
+    is_asynchronous = training.strategy == "parameter_server" and servers.mode == "asynchronous"
+    if is_asynchronous and training.precision == "fp16":
+        return (
+            "is 'fp16', whose loss scale follows what all ranks find together, and asynchronous workers find nothing "
+            "together. Use bf16 or fp32, or parameter_server.mode='synchronous'."
+        )
+    return None
+
+
 def _shares_run_at_once(job: JobConfig) -> str | None:
     training = job.training
     if not training.sync_batch_norm:
@@ -179,6 +190,7 @@ RULES = (
     Rule("whole models are compiled", ("training", "compile"), layout_rules.compiled_models_are_whole),
     Rule("tf32 needs CUDA", ("training", "precision"), _tf32_is_not_on_cpu),
     Rule("powersgd keeps gradients of one scale", ("training", "reduce"), _scale_is_kept),
+    Rule("asynchronous workers have no loss scale", ("training", "precision"), _workers_find_no_scale),
     Rule("SyncBatchNorm has whole shares", ("training", "sync_batch_norm"), _shares_run_at_once),
     Rule(
         "recorded micro-batches belong to recorded steps",
