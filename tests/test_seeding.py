@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.errors import ConfigError
 from lockstep.seeding import derive_seed, permutation_key, sample_seed, unit_seed
+
+
+@pytest.mark.parametrize("seed", ["{seed}", 1.0, None, 1 << 63])
+def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed):
+    """A misspelt placeholder in a job file came as far as this, and ended in a traceback."""
+    with pytest.raises(ConfigError, match="is no whole number of 64 bits"):
+        derive_seed(seed, "purpose")
 
 
 def test_seeds_are_what_they_were():

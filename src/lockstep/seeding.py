@@ -10,13 +10,21 @@ from __future__ import annotations
 import hashlib
 import struct
 
+from lockstep.errors import ConfigError
+
 _MASK = (1 << 63) - 1
 
 
 def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
-    """A 63-bit seed for one purpose and key, as ``BLAKE2b(seed, purpose, key)``; equal on every platform."""
+    """A 63-bit seed for one purpose and key, as ``BLAKE2b(seed, purpose, key)``; equal on every platform.
+
+    ``ConfigError`` where the seed is no whole number of 64 bits.
+    """
     digest = hashlib.blake2b(digest_size=8, person=purpose.encode()[:16])
-    digest.update(struct.pack("<q", seed))
+    try:
+        digest.update(struct.pack("<q", seed))
+    except struct.error as error:
+        raise ConfigError(f"The seed {seed!r} is no whole number of 64 bits. Give one such as 0.") from error
     for part in key:
         if isinstance(part, str):
             text = part.encode()

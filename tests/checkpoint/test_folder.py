@@ -1,6 +1,7 @@
 import pytest
 
 from lockstep.checkpoint import Best, best, committed, latest, prune, read, read_best, write, write_best
+from lockstep.checkpoint.manifest import seal
 from lockstep.errors import CheckpointError
 
 
@@ -73,6 +74,14 @@ def test_an_altered_best_record_is_refused_and_then_nothing_is_deleted(tmp_path,
     save(2, keep=1)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert "were not removed" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["", "high", 0.5, None])
+def test_a_best_record_without_a_number_is_refused_however_well_it_is_sealed(tmp_path, save, value):
+    save(1)
+    (tmp_path / "best.json").write_bytes(seal({"step": 1, "metric": "accuracy", "value": value}))
+    with pytest.raises(CheckpointError, match="does not state a step, a metric and its value"):
+        read_best(tmp_path)
 
 
 @pytest.mark.fault("K8")

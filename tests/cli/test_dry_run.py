@@ -23,6 +23,12 @@ def test_what_would_be_refused_is_refused_first(command):
     assert "micro_batches=7 does not divide" in errors
 
 
+def test_what_is_no_model_is_said_to_be_none(command):
+    status, output, errors = command("train", "--dry-run", "--set", 'model={target="lockstep.data:Digits"}')
+    assert (status, output) == (2, "")
+    assert errors == "lockstep: model: lockstep.data:Digits made a Digits, not a torch.nn.Module.\n"
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     code = "import sys; from lockstep.cli import main; sys.exit(main())"
     with subprocess.Popen(

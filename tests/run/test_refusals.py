@@ -1,5 +1,7 @@
 """What the handle refuses, and in which sentence; a world of one."""
 
+import json
+
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
@@ -7,7 +9,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 import lockstep
-from lockstep.errors import CheckpointMismatch, ConfigError, NonFiniteError
+from lockstep.checkpoint import latest
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -199,6 +203,29 @@ def test_going_on_within_an_epoch_of_another_data_set_is_refused(tmp_path):
     run, *_ = begin(directory=tmp_path, resume="auto")
     with pytest.raises(CheckpointMismatch, match="53 samples, and the data set has 90"):
         next(iter(run.batches(dataset(90))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["progress"].pop("extra"),
+        lambda record: record["progress"]["position"].update(step=-1),
+        lambda record: record["progress"]["position"].update(step="1"),
+        lambda record: record["progress"]["position"].update(course=1),
+        lambda record: record.update(optimizers={"main": []}),
+        lambda record: record["optimizers"]["0"].pop("state"),
+    ],
+)
+@pytest.mark.fault("K3")
+def test_a_record_that_is_none_of_a_run_is_refused_however_well_it_is_sealed(tmp_path, change):
+    saved(tmp_path)
+    path = latest(tmp_path)
+    record = json.loads((path / RECORD).read_bytes())
+    change(record)
+    (path / RECORD).write_text(json.dumps(record))
+    (path / MANIFEST).write_bytes(Manifest.of(path, 1).to_bytes())
+    with pytest.raises(CheckpointError, match="Use another"):
+        begin(directory=tmp_path, resume="auto")
 
 
 def test_resume_in_an_empty_folder_starts_anew(tmp_path):

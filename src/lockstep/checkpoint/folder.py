@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,9 +75,10 @@ def read_best(directory: Path) -> Best | None:
         return None
     body = read_sealed(path)
     step, metric, value = body.get("step"), body.get("metric"), body.get("value")
-    if not isinstance(step, int) or not isinstance(metric, str) or not isinstance(value, str):
-        raise CheckpointError(f"{path} does not state a step, a metric and its value.")
-    return Best(step, metric, float(value))
+    if isinstance(step, int) and isinstance(metric, str) and isinstance(value, str):
+        with suppress(ValueError):
+            return Best(step, metric, float(value))
+    raise CheckpointError(f"{path} does not state a step, a metric and its value. Remove it, or use a copy.")
 
 
 def best(directory: Path) -> Path | None:

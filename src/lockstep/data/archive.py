@@ -8,6 +8,8 @@ from pathlib import Path, PurePosixPath
 
 from lockstep.errors import DataError
 
+LARGEST = 4 << 30
+"""Bytes that the wanted files of one archive may hold together: a small archive can unpack to any size."""
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
@@ -30,9 +32,16 @@ def files_of(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
         raise DataError(f"{source} is neither a folder nor an archive ({', '.join(_SUFFIXES)}).")
     try:
         with tarfile.open(source, "r|*") as archive:
+            left = LARGEST
             for member in archive:
                 name = PurePosixPath(member.name)
                 if member.isreg() and wanted(name):
+                    left -= member.size
+                    if left < 0:
+                        raise DataError(
+                            f"{source} unpacks to more than {LARGEST:,} bytes, at {member.name!r} the latest; that "
+                            "much is not read into memory. Unpack it into a folder of images."
+                        )
                     file = archive.extractfile(member)
                     if file is not None:
                         yield name, file.read()

@@ -17,6 +17,7 @@ from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
 from lockstep.job.config_places import with_lengths
 from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.job.made_model import make_model
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
@@ -101,11 +102,7 @@ def _data_sets(config: JobConfig) -> tuple[Any, Any]:
 def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
     """The model with its first weights: from the seed on every rank, then from a file on the main one alone."""
     torch.manual_seed(derive_seed(config.training.seed, "weights"))
-    model = instantiate(config.model, name="model")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model: {config.model.target} made a {type(model).__name__}, not a torch.nn.Module."
-        )
+    model = make_model(config.model)
     if config.weights.path and reads_weights:
         logger.info("%s", load_weights(model, config.weights.path).describe())
     if config.weights.freeze:

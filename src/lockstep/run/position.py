@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.errors import CheckpointError
 
 
 @dataclass
@@ -20,6 +24,19 @@ class Position:
 
     samples: int = 0
     """Size of the data set that the epoch reads; 0 before the first."""
+
+    def take_up(self, stored: Mapping[str, Any]) -> None:
+        """Moves to a stored place; ``CheckpointError`` where it is none."""
+        here = self.as_dict()
+        sound = stored.keys() == here.keys() and all(
+            type(stored[name]) is type(own) and stored[name] >= 0 for name, own in here.items()
+        )
+        if not sound:
+            raise CheckpointError(
+                f"The checkpoint states no place in a run: {dict(stored)}. Use another one."
+            )
+        for name, value in stored.items():
+            setattr(self, name, value)
 
     def as_dict(self) -> dict[str, int | bool]:
         """The entries, ready for JSON."""

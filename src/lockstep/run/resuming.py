@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.launch.unfinished import wait_for_unfinished
 from lockstep.run.options import RunOptions
 from lockstep.run.saving import Saved
@@ -40,13 +40,33 @@ def take_up(
     if found is None:
         return False
     path, state = found
-    written, position = saved.restore(state, options.force_context), saved.position
+    written, position = _restore(saved, path, state, options.force_context), saved.position
     if not position.inside and position.done:
         position.epoch, position.done = position.epoch + 1, 0
     if fingerprint() != written:
         raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
     logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
     return True
+
+
+def _restore(saved: Saved, path: Path, state: CheckpointState, force_context: bool) -> str:
+    """As ``Saved.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
+    try:
+        return saved.restore(state, force_context)
+    except LockstepError:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
+        raise CheckpointError(
+            f"{path} holds no state of a run that could be taken up ({type(error).__name__}: {str(error)[:200]}). Use "
+            "another checkpoint."
+        ) from error
 
 
 def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:

@@ -110,8 +110,7 @@ class Saved:
             self.precision.scaler.load_state_dict(written["scaler"])
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
-        for key, value in written["position"].items():
-            setattr(self.position, key, value)
+        self.position.take_up(written["position"])
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
 
