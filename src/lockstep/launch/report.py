@@ -18,8 +18,8 @@ _CRASH, _CRASH_LINES = "Fatal Python error", 8
 _SHOWN_SAMPLES = 8
 _OUT_OF_MEMORY = "OutOfMemoryError"
 _LESS_MEMORY = (
-    "Two settings need less memory on each device: smaller micro-batches (more micro_batches of the same global_batch), "
-    "and strategy fsdp, which shares out parameters, gradients and optimizer state."
+    "Two settings need less memory on each device: more micro_batches of the same global_batch, which are smaller, and "
+    "strategy fsdp, which shares out parameters, gradients and optimizer state."
 )
 
 
