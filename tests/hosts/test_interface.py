@@ -46,6 +46,7 @@ def test_loopback_by_its_own_name_says_that_all_is_on_one_machine(names):
     assert interface_of_master("127.0.0.1", 1, KNOWN).name == "lo"
 
 
+@pytest.mark.fault("M7")
 def test_a_host_name_that_leads_to_loopback_is_refused_with_addresses_that_do_not(names):
     with pytest.raises(
         ConfigError, match=r"self is 127.0.1.1 on this host.*10.0.0.5 \(eth0\), 192.168.9.5 \(ib0\)"
@@ -58,6 +59,7 @@ def test_an_address_of_another_host_is_refused_for_node_0(names):
         interface_of_master("far", 1, KNOWN)
 
 
+@pytest.mark.fault("S2")
 def test_a_name_that_nobody_knows_is_refused(names):
     with pytest.raises(ConfigError, match="--master nowhere cannot be resolved: Name or service not known"):
         interface_towards("nowhere", 1, KNOWN)
@@ -81,11 +83,13 @@ def test_the_choice_can_be_set_and_is_made_otherwise(asked, environment, name):
     assert chosen(asked, KNOWN[1], KNOWN, environment) == name
 
 
+@pytest.mark.fault("M7")
 def test_an_interface_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="'eth7' was asked for, and this host has eth0, ib0, lo"):
         chosen("eth7", KNOWN[1], KNOWN, {})
 
 
+@pytest.mark.fault("M7")
 def test_loopback_between_hosts_is_refused():
     with pytest.raises(ConfigError, match="'lo' was asked for, and it does not leave this host"):
         chosen("lo", KNOWN[1], KNOWN, {})

@@ -26,6 +26,7 @@ def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_host
 
 
 @pytest.mark.slow
+@pytest.mark.fault("X1")
 def test_nothing_listens_on_another_address_than_the_named_one(wired_hosts, network):
     wired_hosts.loop()
     wired_hosts[0].wait_for_mark("running", 2)
@@ -43,6 +44,7 @@ def test_nothing_listens_on_another_address_than_the_named_one(wired_hosts, netw
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N1")
 def test_a_cut_cable_ends_the_run_on_both_sides_and_names_the_other_host(wired_hosts, network):
     wired_hosts.loop()
     wired_hosts[0].wait_for_mark("running", 2)
@@ -61,6 +63,7 @@ def test_a_cut_cable_ends_the_run_on_both_sides_and_names_the_other_host(wired_h
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5, 10])
+@pytest.mark.fault("N2")
 def test_a_cable_that_is_put_back_within_ten_seconds_costs_nothing_but_the_time(
     wired_hosts, network, seconds
 ):
@@ -81,6 +84,7 @@ def test_a_cable_that_is_put_back_within_ten_seconds_costs_nothing_but_the_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.fault("N4")
 def test_a_killed_supervisor_leaves_nothing_on_either_host(wired_hosts, node):
     wired_hosts.loop(devices=("cpu:2", "cpu:2"))
     wired_hosts[0].wait_for_mark("running", 4)
@@ -93,6 +97,7 @@ def test_a_killed_supervisor_leaves_nothing_on_either_host(wired_hosts, node):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("M6")
 def test_a_lost_host_is_left_out_and_the_run_ends_in_the_same_fingerprint(wired_hosts, network, tmp_path):
     epochs = ("--epochs", "20", "--set", "checkpoint.every_steps=5")
     wired_hosts.start("train", *job(tmp_path / "two"), *epochs, devices=("cpu:1", "cpu:1"))

@@ -20,6 +20,7 @@ def begin(hosts, node, script, *more, devices="cpu:1", words=()):
     hosts[node].begin_command(["run", *hosts.options(node, *more, devices=devices), script, *words])
 
 
+@pytest.mark.fault("S1")
 def test_a_host_that_does_not_come_is_named(two_hosts, script):
     begin(two_hosts, 0, script, "--start-limit", "1")
     code, lines = two_hosts[0].end()
@@ -30,6 +31,7 @@ def test_a_host_that_does_not_come_is_named(two_hosts, script):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("S1", "N5")
 def test_every_host_that_came_hears_who_is_missing(tmp_path, two_hosts, script):
     third = Host(tmp_path, 2)
     options = two_hosts.options(0, "--start-limit", "5")
@@ -45,6 +47,7 @@ def test_every_host_that_came_hears_who_is_missing(tmp_path, two_hosts, script):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("S2")
 def test_without_host_0_the_others_say_where_they_looked(two_hosts, script):
     begin(two_hosts, 1, script, "--start-limit", "1")
     code, lines = two_hosts[1].end()
@@ -54,6 +57,7 @@ def test_without_host_0_the_others_say_where_they_looked(two_hosts, script):
     )
 
 
+@pytest.mark.fault("S5")
 def test_hosts_that_run_something_else_are_refused_on_both_sides(two_hosts, script):
     begin(two_hosts, 0, script, *LIMIT, "--threads", "1", words=("--lr", "0.1"))
     begin(two_hosts, 1, script, *LIMIT, "--threads", "2", words=("--lr", "0.2"))
@@ -63,6 +67,7 @@ def test_hosts_that_run_something_else_are_refused_on_both_sides(two_hosts, scri
         assert "threads is 1 on host 0, 2 on host 1" in lines[-1]
 
 
+@pytest.mark.fault("X2")
 def test_another_token_is_refused(two_hosts, script):
     begin(two_hosts, 0, script, *LIMIT)
     other = two_hosts.folder / "other-token"
@@ -93,6 +98,7 @@ def test_two_hosts_of_one_number_are_told_apart(tmp_path, two_hosts, script):
     assert two_hosts[0].end()[0] == 4
 
 
+@pytest.mark.fault("S3")
 def test_a_port_that_is_taken_is_named(two_hosts, script):
     with socket.socket() as other:
         other.bind((LOOPBACK, two_hosts.port + 1))
@@ -103,6 +109,7 @@ def test_a_port_that_is_taken_is_named(two_hosts, script):
     assert f"cannot listen on {LOOPBACK}:{two_hosts.port + 1}: Address already in use" in lines[-1]
 
 
+@pytest.mark.fault("X2")
 def test_a_stranger_neither_holds_up_the_run_nor_ends_it(two_hosts, script):
     begin(two_hosts, 0, script, "--start-limit", "20")
     strangers = [_connect(two_hosts.port) for _ in range(3)]

@@ -32,6 +32,7 @@ def test_a_failure_on_one_host_is_the_same_report_on_both(two_hosts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.fault("P1", "N3")
 def test_a_killed_rank_ends_both_hosts_within_ten_seconds(two_hosts, node):
     two_hosts.loop(devices=("cpu:2", "cpu:2"))
     processes = two_hosts[0].wait_for_mark("running", 4)
@@ -52,6 +53,7 @@ def test_a_killed_rank_ends_both_hosts_within_ten_seconds(two_hosts, node):
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
 )
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.fault("P5")
 def test_a_stop_signal_to_one_host_stops_all_ranks_at_the_same_step(two_hosts, number, code, node):
     two_hosts.loop(devices=("cpu:1", "cpu:2"))
     two_hosts[0].wait_for_mark("running", 3)
@@ -69,6 +71,7 @@ def test_a_stop_signal_to_one_host_stops_all_ranks_at_the_same_step(two_hosts, n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.fault("N4")
 def test_a_killed_supervisor_leaves_nothing_on_either_host(two_hosts, node):
     two_hosts.loop(devices=("cpu:2", "cpu:1"))
     two_hosts[0].wait_for_mark("running", 3)
@@ -84,6 +87,7 @@ def test_a_killed_supervisor_leaves_nothing_on_either_host(two_hosts, node):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("N1")
 def test_a_stopped_supervisor_is_named_after_its_limit(two_hosts):
     two_hosts.loop()
     two_hosts[0].wait_for_mark("running", 2)
@@ -100,6 +104,7 @@ def test_a_stopped_supervisor_is_named_after_its_limit(two_hosts):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("P10")
 def test_a_stall_that_spans_hosts_names_the_rank_that_is_missing(two_hosts):
     two_hosts.loop("1:30:deaf", devices=("cpu:1", "cpu:1"), more=("--stall-limit", "5"))
     ends = two_hosts.end(90)
@@ -111,6 +116,7 @@ def test_a_stall_that_spans_hosts_names_the_rank_that_is_missing(two_hosts):
 
 
 @pytest.mark.slow
+@pytest.mark.fault("P15")
 def test_a_rank_that_leaves_early_ends_the_run_on_both_hosts(two_hosts):
     two_hosts.loop("1:30:exit_zero")
     for code, lines in two_hosts.end():
