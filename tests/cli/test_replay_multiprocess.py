@@ -1,5 +1,6 @@
 """``lockstep replay`` of runs that several ranks made: on one device, in this process, in a debugger."""
 
+import bdb
 import json
 import shutil
 import subprocess
@@ -72,9 +73,13 @@ from lockstep.data import Digits
 
 HERE = Path(__file__).parent
 
+class Activation(nn.ReLU):
+    def forward(self, hidden):
+        return super().forward(hidden)  # in the model
+
 def model():
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10)
+        nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), Activation(), nn.Dropout(0.2), nn.Linear(32, 10)
     )
 
 class Dimmed(Digits):
@@ -84,7 +89,7 @@ class Dimmed(Digits):
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
-        return image * float((HERE / "brightness").read_text()), label
+        return image * float((HERE / "brightness").read_text()), label  # in the data set
 
 class Loss(nn.CrossEntropyLoss):
     '''Smoothed as much as a file says.'''
@@ -93,9 +98,8 @@ class Loss(nn.CrossEntropyLoss):
 
     def forward(self, output, target):
         in_main_thread = threading.current_thread() is threading.main_thread()
-        return super().forward(output, target)
+        return super().forward(output, target)  # in the loss
 """
-LOSS_LINE = PARTS.splitlines().index("        return super().forward(output, target)") + 1
 
 
 @pytest.fixture(scope="module")
@@ -318,14 +322,39 @@ def test_mistakes_are_refused_in_a_sentence(arguments, expected, replay):
     assert len(told.splitlines()) == 1
 
 
+def test_quitting_the_debugger_ends_the_replay_without_a_traceback(replay, monkeypatch):
+    def quit_at_once():
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr(sys, "breakpointhook", quit_at_once)
+    status, told = replay("ddp", "--step", 6, "--debug")
+    assert status == 130
+    assert len(told.splitlines()) == 1
+    assert "The step comes next." in told
+
+
 def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
-    """In pdb, driven by a script, which stops in the loss of one micro-batch of a run that a pipeline trained."""
-    script = [f"b replayed_parts.py:{LOSS_LINE}", "c", "p tuple(output.shape), in_main_thread", "c", ""]
+    """In pdb, driven by a script, which stops in data set, model and loss of a micro-batch that a pipeline computed."""
+    stop = {
+        where: f"b replayed_parts.py:{number}"
+        for number, line in enumerate(PARTS.splitlines(), start=1)
+        for where in ("data set", "model", "loss")
+        if line.endswith(f"# in the {where}")
+    }
+    first_sample = stop["data set"].replace("b ", "tbreak ")
+    script = [
+        *(first_sample, stop["model"], stop["loss"]),
+        *("c", "p 'image', tuple(image.shape)"),
+        *("c", "p 'hidden', tuple(hidden.shape)"),
+        *("c", "p 'output', tuple(output.shape), in_main_thread", "c", ""),
+    ]
     command = [*LOCKSTEP, "replay", "runs/pipeline", "--step", "6", "--micro-batch", "5", "--debug"]
     found = subprocess.run(
         command, input="\n".join(script), cwd=home, capture_output=True, text=True, timeout=120
     )
-    assert "(Pdb) ((4, 10), True)" in found.stdout, found.stdout + found.stderr
-    assert found.stdout.count("replayed_parts.py") == 2, "one breakpoint was set, and reached once"
+    for shown in ("('image', (1, 8, 8))", "('hidden', (4, 32))", "('output', (4, 10), True)"):
+        assert f"(Pdb) {shown}" in found.stdout, found.stdout + found.stderr
+    for place in stop:
+        assert found.stdout.count(f"# in the {place}\n") == 1, "one micro-batch is computed, and once"
     assert "record    matches" in found.stdout
     assert (found.returncode, found.stderr) == (0, "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import bdb
 import os
 from pathlib import Path
 
 from lockstep.cli.parser import Parser
-from lockstep.errors import EXIT_DONE
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED
 
 EXIT_DIFFERENT = 1
 
@@ -32,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Replays, prints what was found, and returns 1 if a record says otherwise."""
+    """Replays, prints what was found, and returns 1 if a record says otherwise, 130 if the debugger was quit."""
     import logging
 
     from lockstep.replay import Asked, describe, find_origin, replay
@@ -49,14 +50,15 @@ def main(arguments: argparse.Namespace) -> int:
         force_context=arguments.force_context,
         pause=_pause if arguments.debug else None,
     )
-    report = replay(asked, origin)
+    try:
+        report = replay(asked, origin)
+    except bdb.BdbQuit:
+        return EXIT_INTERRUPTED
     print(describe(report))
     return EXIT_DIFFERENT if report.differs else EXIT_DONE
 
 
 def _pause() -> None:
     """Stops in the debugger that ``PYTHONBREAKPOINT`` names, by default pdb."""
-    print(
-        "The step comes next. Set breakpoints, such as 'b file.py:12' or 'b module.function', and continue."
-    )
+    print("The step comes next. Set breakpoints, such as 'b FILE.py:12', and continue with 'c'.")
     breakpoint()
