@@ -14,7 +14,7 @@ from lockstep.errors import EXIT_DONE, ConfigError, nearest
 from lockstep.job.config import JobConfig
 from lockstep.job.config_file import load_job
 from lockstep.job.config_rules import machine_problems
-from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
+from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
 from lockstep.launch.supervisor import run_world
 from lockstep.strategy_options import STRATEGIES
 from lockstep.verify.comparison import Comparison, compare
@@ -44,6 +44,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting of the job"
     )
+    parser.add_argument(
+        "--script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT [ARGUMENTS]",
+        help="in place of a job: your own training script, and all that follows for it",
+    )
     for name in ("data", "precision", "threads"):
         parser.add_argument(f"--{name}", metavar="VALUE", help=f"as of 'lockstep train --{name}'")
 
@@ -52,16 +58,44 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the layouts and prints the table; returns 1 if one does not keep what it promises."""
     given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
     given.devices = "1"
-    config = load_job(arguments.job, train.overrides(given))
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} was asked for; it must be at least 1.")
+    if arguments.script is not None:
+        return _verify_script(arguments)
+    config = load_job(arguments.job, train.overrides(given))
     chosen = layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         comparisons = _compare_all(config, chosen, arguments.steps, Path(folder))
+    _show(comparisons, arguments)
+    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+
+
+def _verify_script(arguments: argparse.Namespace) -> int:
+    """The same for a script: 1 where a run differs from one process by more than it may."""
+    from lockstep.cli.verify_script import ScriptRuns
+
+    for name in ("strategies", "set", "data", "precision"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} is for jobs. A script is told by its own arguments, after its name.")
+    if not arguments.script:
+        raise ConfigError("--script needs a script: lockstep verify --script train.py.")
+    target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
+    worlds = [count for count in _numbers(arguments.devices) if count > 1]
+    threads = arguments.threads
+    if threads is not None and not threads.isdecimal():
+        raise ConfigError(f"--threads {threads!r} is not a number.")
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        runs = ScriptRuns(target, arguments.steps, threads and int(threads), Path(folder), _difference)
+        comparisons = runs.compare(worlds)
+    _show(comparisons, arguments)
+    differs = any(each.is_broken or each.reached == "-" for each in comparisons)
+    return EXIT_DIFFERENT if differs else EXIT_DONE
+
+
+def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:
     print(table(comparisons, arguments.steps))
     if arguments.json:
         Path(arguments.json).write_text(as_json(comparisons))
-    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
 
 
 def _compare_all(config: JobConfig, chosen: Sequence[Layout], steps: int, folder: Path) -> list[Comparison]:

@@ -67,6 +67,8 @@ class Result:
     found: Diagnosis | None
     sound: Diagnosis | None
     """About the loop without the mistake, on as many ranks."""
+    alone: Diagnosis | None
+    """About the loop with the mistake where the reference has it too."""
 
     @property
     def is_found(self) -> bool:
@@ -76,3 +78,7 @@ class Result:
     @property
     def is_right(self) -> bool:
         return self.found is not None and self.found.cause is self.fault.cause
+
+    @property
+    def is_right_alone(self) -> bool:
+        return self.alone is not None and self.alone.cause is self.fault.cause

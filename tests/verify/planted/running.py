@@ -9,7 +9,7 @@ from lockstep.verify.plain import Recording, diagnose_plain
 
 
 def run_all(folder, faults=FAULTS, **options):
-    """The result for every fault, in order. References run on one process, twice; loops without mistake too.
+    """The result for every fault, in order. All loops, without and with mistake, run on one process twice.
 
     Args:
         folder: for the records.
@@ -17,7 +17,7 @@ def run_all(folder, faults=FAULTS, **options):
         options: of every loop.
     """
     folder = Path(folder)
-    alone = dict.fromkeys(loop for fault in faults for loop in (fault.sound, fault.reference))
+    alone = dict.fromkeys(loop for fault in faults for loop in (fault.sound, fault.loop))
     for name in ("reference", "again"):
         run_ranks(body, 1, [(loop, folder / name / loop.__name__) for loop in alone], options, timeout=120)
     for ranks in sorted({fault.ranks for fault in faults}):
@@ -30,6 +30,7 @@ def run_all(folder, faults=FAULTS, **options):
             fault,
             _judge(folder, fault, fault.loop, fault.reference),
             _judge(folder, fault, fault.sound, fault.sound),
+            _judge(folder, fault, fault.loop, fault.loop),
         )
         for fault in faults
     ]

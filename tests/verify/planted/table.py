@@ -18,8 +18,12 @@ _TAIL = """
 {found} of {count} are found, {right} with the right cause. The first ten are those that the project was asked for.
 
 Without its mistake, each loop differs from its run on one process by rounding at most. Dropout is the exception: ranks
-that draw masks of their own draw other masks than one process does, which verify says ("{randomness}").
+that draw masks of their own draw other masks than one process does, and verify says so: "{randomness}".
+
 The mistake of row {operator} is in the reference too; it is known from recording the reference twice.
+The last column says whether the cause is right as well where the reference is the same script, with its mistake, on one
+process, as under `lockstep verify --script`. {alone} are. What is missing there is alike on all ranks and in the
+reference (threads, implementation), or a scale that the reference's own mistake hides (accumulation).
 
 `make test-all` runs the faults on other numbers of ranks, with AdamW, and with DistributedDataParallel too.
 """
@@ -34,6 +38,7 @@ def page(results):
     tail = _TAIL.format(
         found=sum(each.is_found for each in results),
         right=sum(each.is_right for each in results),
+        alone=sum(each.is_right_alone for each in results),
         count=len(results),
         randomness=randomness,
         operator=operator,
@@ -42,7 +47,7 @@ def page(results):
 
 
 def _table(results):
-    lines = ["| | mistake | ranks | found | since | cause named | right |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | mistake | ranks | found | since | cause named | right | same script |", f"|{'---|' * 8}"]
     for number, each in enumerate(results, 1):
         found = each.found
         since = "the start" if found is not None and found.step < 0 else f"step {found.step}" if found else ""
@@ -54,6 +59,7 @@ def _table(results):
             since,
             found.cause.value if found is not None else "",
             "yes" if each.is_right else "no",
+            "yes" if each.is_right_alone else "no",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

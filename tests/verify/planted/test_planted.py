@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 from tests.verify.planted.catalogue import FAULTS
-from tests.verify.planted.faults import SkippedOnOneRank, SwappedStages
+from tests.verify.planted.faults import (
+    Fused,
+    OtherThreads,
+    SkippedOnOneRank,
+    SwappedStages,
+    UnscaledAccumulation,
+)
 from tests.verify.planted.running import run_all
 from tests.verify.planted.table import PAGE, page
 
@@ -33,6 +39,11 @@ def test_sound_loops_differ_by_rounding_at_most(results):
     }
     assert list(blamed) == ["Dropping"], blamed
     assert Cause.MODEL_RANDOMNESS.value in blamed["Dropping"]
+
+
+def test_most_causes_are_right_where_the_reference_is_the_same_script(results):
+    wrong = [each.fault.loop for each in results if not each.is_right_alone]
+    assert set(wrong) <= {UnscaledAccumulation, OtherThreads, Fused}
 
 
 def test_the_page_says_what_verify_says(results):

@@ -28,8 +28,6 @@ _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (
     after.replicas,
     after.update,
 )
-ROUNDING = (Cause.REDUCTION_ORDER, Cause.ROUNDING)
-"""Differences that an ordinary loop is expected to have."""
 
 
 def diagnose_plain(
@@ -52,7 +50,7 @@ def diagnose_plain(
             "to share out or to reduce."
         )
     pair = Pair(reference, other, tolerance)
-    found = _by_value(pair)
+    found = beyond_rounding(pair)
     rounded = _by_bits(pair)
     if again is not None and _by_bits(Pair(reference, again, tolerance)) is not None:
         differs = found if found is not None and found.cause in (Cause.FORWARD, Cause.GRADIENTS) else None
@@ -63,8 +61,8 @@ def diagnose_plain(
     return found or rounded
 
 
-def _by_value(pair: Pair) -> Diagnosis | None:
-    """What differs by more than rounding."""
+def beyond_rounding(pair: Pair) -> Diagnosis | None:
+    """The first thing that differs by more than rounding."""
     steps = range(min(pair.reference.length, pair.other.length))
     found = start.values(pair) or settings.optimizers(pair) or start.stages(pair)
     for step in steps if found is None else ():
@@ -73,7 +71,8 @@ def _by_value(pair: Pair) -> Diagnosis | None:
             break
     if found is not None:
         return found
-    return next((each for step in steps if (each := after.reported(pair, step)) is not None), None)
+    unequal = next((each for step in steps if (each := after.reported(pair, step)) is not None), None)
+    return unequal or samples.same_order(pair)
 
 
 def _by_bits(pair: Pair) -> Diagnosis | None:

@@ -32,6 +32,19 @@ def samples(pair: Pair, step: int) -> Diagnosis | None:
     return Diagnosis(Cause.DATA_ORDER, step, "samples", f"not in the reference: {_some(extra.elements())}")
 
 
+def same_order(pair: Pair) -> Diagnosis | None:
+    """Epochs that are all shuffled alike, in the reference too; a loop that reads in the order of indices may."""
+    length = min(pair.reference.length, pair.other.length)
+    epoch = _epoch(pair.reference)
+    orders = [pair.reference.samples(step) for step in range(length)]
+    if epoch < 2 or epoch >= length or any(orders[n] != orders[n - epoch] for n in range(epoch, length)):
+        return None
+    first = [str(sample).rjust(20) for step in orders[:epoch] for share in step for sample in share]
+    if first == sorted(first):
+        return None
+    return Diagnosis(Cause.EPOCHS, epoch, "samples", "they are those of step 0, in the reference too")
+
+
 def inputs(pair: Pair, step: int) -> Diagnosis | None:
     """The same samples, prepared otherwise."""
     mine = {key for _, batch in pair.reference.batches(step) for key in zip(batch.samples, batch.inputs)}

@@ -60,16 +60,20 @@ def implementation(pair: Pair) -> tuple[str, str] | None:
 
 
 def stale(pair: Pair, step: int) -> Diagnosis | None:
-    """Parameters that are not what they were after the step before, where the reference's are."""
+    """Parameters that are not what they were after the step before.
+
+    Where the reference's are not either, only those that went back further than others: a loop may set its values.
+    """
     if not step:
         return None
     last, now = pair.mine(step - 1), pair.mine(step)
     for rank, record in enumerate(pair.other.at(step)):
         before = pair.other.ranks[rank].steps[step - 1].values
-        for name, digest in record.begin.items():
+        changed = [n for n, digest in record.begin.items() if n in before and before[n].digest != digest]
+        for name in changed:
             usual = name in now.begin and now.begin[name] == last.values[name].digest
-            if usual and name in before and before[name].digest != digest:
-                older = _step_after_which(pair, rank, name, digest)
+            older = _step_after_which(pair, rank, name, record.begin[name])
+            if usual or (older is not None and len(changed) < len(record.begin)):
                 detail = (
                     f"on rank {rank} it is as after step {older}" if older is not None else f"rank {rank}"
                 )

@@ -1,0 +1,123 @@
+"""``lockstep verify --script`` on scripts as people have them: with a run of Lockstep's, or with a Recorder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+OWN_LOOP = (Path(__file__).parents[2] / "examples" / "02_lockstep.py").read_text()
+PLAIN = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lockstep.verify import Recorder
+
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+if world_size > 1:
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if world_size > 1 else 0
+torch.manual_seed(0)
+data = TensorDataset(torch.arange(64), torch.randn(64, 12), torch.randint(0, 4, (64,)))
+model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+network = DistributedDataParallel(model) if world_size > 1 else model
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+sampler = DistributedSampler(data, world_size, rank)
+loader = DataLoader(data, batch_size=16 // world_size, sampler=sampler)
+recorder = Recorder("records", model, optimizer)
+for epoch in range(3):
+    if "--forget" not in sys.argv:
+        sampler.set_epoch(epoch)
+    for indices, x, y in loader:
+        losses = cross_entropy(network(x), y, reduction="none")
+        optimizer.zero_grad()
+        loss = losses.mean() / (world_size if "--divide" in sys.argv else 1)
+        loss.backward()
+        recorder.batch(samples=indices, inputs=x, losses=losses)
+        optimizer.step()
+        recorder.step()
+    print("the script's own output", epoch)
+if world_size > 1:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def verified(process, tmp_path):
+    def run(text, *arguments, devices="2", steps="6"):
+        (tmp_path / "own.py").write_text(text)
+        options = ("--devices", devices, "--steps", steps, "--json", "found.json")
+        result = process("verify", *options, "--script", "own.py", *arguments)
+        found = tmp_path / "found.json"
+        return result, json.loads(found.read_text()) if found.exists() else []
+
+    return run
+
+
+def test_an_own_loop_has_equal_bits_and_leaves_nothing_behind(verified, tmp_path):
+    text = OWN_LOOP.replace("global_batch=128)", "global_batch=128, directory='runs/own', resume='auto')")
+    text = text.replace("scheduler.step()", "scheduler.step()\n        run.save()")
+    result, found = verified(text, steps="2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [(each["layout"], each["reached"]) for each in found] == [("1 process", "A"), ("2 processes", "A")]
+    assert found[1]["strategy"] == "ddp"
+    assert found[1]["sent"] > 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_told_its_mistake(verified, tmp_path):
+    result, (_, found) = verified(PLAIN, "--divide")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert (found["cause"], found["step"], found["reached"]) == ("gradient_scale", 0, "-")
+    assert "all are 0.5 times as large, in a world of 2" in result.stdout
+    assert "own output" not in result.stdout
+    assert not (tmp_path / "records").exists()
+
+
+@pytest.mark.slow
+def test_a_sound_plain_loop_differs_by_rounding(verified):
+    result, found = verified(PLAIN, devices="2,4")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [each["reached"] for each in found] == ["A", "B", "B"]
+    assert {each["cause"] for each in found[1:]} == {"reduction_order"}
+
+
+@pytest.mark.slow
+def test_a_forgotten_epoch_is_found_although_one_process_forgets_it_too(verified):
+    result, (_, found) = verified(PLAIN, "--forget")
+    assert result.returncode == 1
+    assert (found["cause"], found["step"]) == ("epochs", 4)
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_says_so(verified):
+    result, _ = verified("raise ValueError('no data')")
+    assert result.returncode == 2
+    assert "rank 0 failed first" in result.stderr
+    assert "ValueError: no data" in result.stderr
+    result, _ = verified("print(1)")
+    assert result.returncode == 2
+    assert "finished no step that was observed" in result.stderr
+    result, _ = verified(PLAIN.replace("recorder = ", "assert world_size == 1\nrecorder = "), steps="2")
+    assert result.returncode == 0
+    assert "2 processes did not run" in result.stdout
+
+
+def test_mistakes_are_refused_in_a_sentence(command, tmp_path):
+    for arguments, said in (
+        (("--script",), "--script needs a script"),
+        (("--script", "nowhere.py"), "is not a file"),
+        (("--strategies", "ddp", "--script", "nowhere.py"), "--strategies is for jobs"),
+        (("--threads", "two", "--script", __file__), "'two' is not a number"),
+    ):
+        status, _, errors = command("verify", *arguments)
+        assert status == 2
+        assert said in errors
+        assert len(errors.splitlines()) == 1
