@@ -73,6 +73,13 @@ def test_a_rank_or_port_that_is_not_there_is_refused_before_anything_starts(tmp_
     assert said in capsys.readouterr().err
 
 
+def test_with_several_hosts_a_debugger_is_refused_with_the_way_that_works(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("")
+    words = ["--nnodes", "2", "--node-rank", "0", "--master", "10.0.0.1:29500", "--debug-rank", "0"]
+    assert main(["run", "--devices", "cpu:2", *words, str(tmp_path / "train.py")]) == 2
+    assert "lockstep debug --attach" in capsys.readouterr().err
+
+
 def test_a_missing_debugpy_is_refused_with_the_line_that_installs_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (tmp_path / "train.py").write_text("")

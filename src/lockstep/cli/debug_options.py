@@ -31,6 +31,11 @@ def with_debug_arguments(options: LaunchOptions, arguments: argparse.Namespace) 
     """The options, with a debugger where one was asked for; ``ConfigError`` where it cannot be had."""
     if arguments.debug_rank is None:
         return options
+    if (arguments.nnodes or 1) > 1:
+        raise ConfigError(
+            "--debug-rank was asked for with --nnodes. It works on one host; on several, start without it and then ask "
+            "a rank of this host by 'lockstep debug --attach'."
+        )
     return with_debugger(options, arguments.debug_rank, arguments.debug_port)
 
 

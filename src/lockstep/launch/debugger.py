@@ -28,7 +28,7 @@ _MOST_PORT = 65535
 
 
 def with_debugger(options: LaunchOptions, rank: int, port: int = DEFAULT_PORT) -> LaunchOptions:
-    """The options of a run in which ``rank`` waits for a debugger and no rank is hurried.
+    """The options of a run in which ``rank`` waits for a debugger, no rank is hurried, and nothing starts again.
 
     Raises:
         ConfigError: there is no such rank, debugpy is not installed, or the port cannot be had.
@@ -36,7 +36,7 @@ def with_debugger(options: LaunchOptions, rank: int, port: int = DEFAULT_PORT) -
     check_rank_and_port(rank, options.devices.count, port)
     require_debugpy()
     _require_free(port)
-    return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0)
+    return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0, restarts=0)
 
 
 def require_debugpy() -> None:
