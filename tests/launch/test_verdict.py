@@ -47,6 +47,25 @@ def victim(rank, time):
     return failed(rank, time, "[tcp] Connection closed by peer [127.0.0.1]:9")
 
 
+def spare(rank, code=-signal.SIGKILL):
+    return end(rank, code, beat=beat(Membership.SPARE))
+
+
+def test_a_killed_rank_that_the_others_go_on_without_is_no_failure():
+    verdict = judge([finished(0), spare(1), finished(2)], NONE)
+    assert (verdict.code, verdict.cause) == (0, None)
+
+
+def test_where_a_spare_rank_was_killed_another_failure_is_still_one():
+    verdict = judge([failed(0, time=20.0), spare(1), finished(2)], NONE)
+    assert (verdict.code, verdict.cause.rank) == (4, 0)
+
+
+def test_a_spare_rank_that_raised_has_failed():
+    raised = replace(failed(1, time=5.0), beat=beat(Membership.SPARE))
+    assert judge([finished(0), raised], NONE).cause.rank == 1
+
+
 def finished(rank):
     return end(rank, 0, beat=beat(Membership.FINISHED))
 

@@ -32,6 +32,7 @@ class Worker(Role):
 
     def __init__(self, client: Client, holding: Holding, buffers: RunningBuffers, step: int) -> None:
         self._client, self._parameters, self._buffers = client, holding.parameters, buffers
+        self._device = holding.device
         self._tree = GradientTree(self._parameters, None)
         self._step = step
         self._report: dict[str, Any] | None = None
@@ -44,9 +45,9 @@ class Worker(Role):
         """Sets the mean gradient of this worker's part on the parameters; ``after_step`` pushes it."""
         if self._report is not None:
             raise require_one_backward()
-        losses = torch.zeros(batch.plan.leaves, dtype=torch.float64, device=self._buffers.device)
+        losses = torch.zeros(batch.plan.leaves, dtype=torch.float64, device=self._device)
         weights, statistics = torch.zeros_like(losses), self._no_statistics()
-        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=losses.device)
+        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self._buffers.device)
         self._buffers.begin_step()
         if not self._checked:
             self._buffers.remember_others()
@@ -108,7 +109,7 @@ class Worker(Role):
 
     def squares(self) -> Tensor:
         """Of the mean gradient of this worker's part."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._buffers.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
         gradients = [parameter.grad for _, parameter in sorted(self._parameters.items())]
         return torch.stack([zero if g is None else sum_of_squares(g).to(zero.device) for g in gradients])
 
