@@ -50,15 +50,27 @@ def trained(world):
     cases = [(precision, "resnet", {"precision": precision, **settings}) for precision in ("bf16", "fp16")]
     gathered = {"strategy": "fsdp", "fsdp": {"reshard_after_forward": False}}
     cases.append(("kept", "perceptron", gathered if world > 1 else settings))
+    cast = {"strategy": "fsdp", "fsdp": {"mixed_precision": "bf16"}}
+    cases.append(("cast by torch", "perceptron", cast if world > 1 else settings))
     return run_ranks(train_all, world, cases, timeout=200)[0]
 
 
 @pytest.mark.parametrize("world", (2, 3, pytest.param(8, marks=pytest.mark.slow)))
 def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(world):
     expected, found = trained(1), trained(world)
-    for case in expected:
+    for case in ("bf16", "fp16", "kept"):
         wanted, given = digest_tensors(expected[case]), digest_tensors(found[case])
         assert [name for name in wanted if given.get(name) != wanted[name]] == [], case
+
+
+def test_mixed_precision_of_torch_stays_near_one_device_and_does_not_depend_on_the_number_of_ranks():
+    """Level B. The largest difference is of the momentum of a bias, by 0.031 of its norm after 12 steps in bf16."""
+    expected, found = (trained(world)["cast by torch"] for world in (1, 2))
+    for name, tensor in expected.items():
+        difference = (found[name].double() - tensor.double()).norm()
+        assert difference <= 0.05 * max(1e-3, float(tensor.double().norm())), name
+    assert digest_tensors(found) == digest_tensors(trained(3)["cast by torch"])
+    assert digest_tensors(found) != digest_tensors(expected)
 
 
 class Branches(nn.Module):
@@ -109,37 +121,6 @@ def test_unused_frozen_and_short_parameters_are_as_on_one_device():
     assert not expected[0]["never.weight"] and "frozen.weight" not in expected[0]
 
 
-def held_bytes(world):
-    """Bytes of parameters, gradients and optimizer state on this rank after a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    strategy = "fsdp" if world.world_size > 1 else "single"
-    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy=strategy), world)
-    model, optimizer = run.prepare(model, optimizer)
-    data = TensorDataset(torch.rand(8, 48), torch.arange(8) % 48)
-    for _ in run.epochs(1):
-        for batch in run.batches(data):
-            run.backward(batch, nn.CrossEntropyLoss())
-            optimizer.step()
-    sizes = [0, 0, 0]
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = [value.nbytes for value in optimizer.state[parameter].values() if value.dim()]
-            for place, size in enumerate((parameter.nbytes, parameter.grad.nbytes, sum(state))):
-                sizes[place] += size
-    kept = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
-    run.close()
-    return [*sizes, kept]
-
-
-def test_parameters_gradients_and_optimizer_state_of_a_rank_fall_with_the_number_of_ranks():
-    (whole,) = run_ranks(held_bytes, 1)
-    for world in (2, 4):
-        for held in run_ranks(held_bytes, world):
-            assert held == [size // world for size in whole]
-
-
 class Whole(torch.optim.SGD):
     """Not known to be elementwise."""
 
@@ -147,7 +128,8 @@ class Whole(torch.optim.SGD):
 def refusal(world, how):
     model = nn.Sequential(nn.Linear(4, 400), nn.Linear(400, 4))
     optimizer = (Whole if how == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
-    table = {"cpu_offload": True} if how == "offload" else {}
+    model = nn.Sequential(model, nn.BatchNorm1d(4)) if how == "statistics" else model
+    table = {"offload": {"cpu_offload": True}, "statistics": {"mixed_precision": "bf16"}}.get(how, {})
     try:
         options = RunOptions.of(global_batch=4, micro_batches=4, threads=1, strategy="fsdp", fsdp=table)
         run = Run(options, world)
@@ -161,16 +143,18 @@ def refusal(world, how):
     return ""
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("optimizer", "Whole is not known to update each"),
-        ("offload", "on CPUs leave it out"),
-        (
-            "loss",
-            "The loss, or a module's forward, uses a parameter of another module, and under strategy 'fsdp'",
-        ),
-    ],
-)
-def test_what_sharding_cannot_do_is_refused_on_every_rank(how, said):
-    assert all(said in message for message in run_ranks(refusal, 2, how))
+def refusals(world):
+    return {how: refusal(world, how) for how in REFUSED}
+
+
+REFUSED = {
+    "optimizer": "Whole is not known to update each",
+    "offload": "on CPUs leave it out",
+    "statistics": "casts BatchNorm's weights and not its statistics",
+    "loss": "The loss, or a module's forward, uses a parameter of another module, and under strategy 'fsdp'",
+}
+
+
+def test_what_sharding_cannot_do_is_refused_on_every_rank():
+    for messages in run_ranks(refusals, 2):
+        assert {how: said in messages[how] for how, said in REFUSED.items()} == dict.fromkeys(REFUSED, True)

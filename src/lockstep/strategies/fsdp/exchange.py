@@ -33,7 +33,7 @@ class OrderedReduceScatter:
         self._merges: tuple[int, ...] = ()
         self._next = 0
         self.output: Tensor | None = None
-        """What FSDP2 was last given; its parameters' gradients are views of it."""
+        """What FSDP2 was last given, while somebody looks at it; its parameters' gradients are views of it."""
         self.bytes_sent = 0
 
     def install(self, module: FSDPModule) -> None:

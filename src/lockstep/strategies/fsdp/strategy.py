@@ -192,6 +192,8 @@ class FullyShardedDataParallel(Strategy):
                     if output is not None and output.untyped_storage().data_ptr() == storage:
                         each.place = number, local.storage_offset()
             each.sharded.grad = None
+        for exchange in self._exchanges:
+            exchange.output = None
 
     def _finish(
         self,

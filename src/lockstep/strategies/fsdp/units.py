@@ -14,6 +14,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from lockstep.buffers import has_batch_norm
+from lockstep.errors import ConfigError
 from lockstep.strategy_options import FsdpOptions
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +45,15 @@ def shard(
 
     Returns:
         The modules that gather parameters, by name, the whole model last.
+
+    Raises:
+        ConfigError: torch's mixed precision cannot compute this model.
     """
+    if options.mixed_precision and has_batch_norm(model):
+        raise ConfigError(
+            f"fsdp.mixed_precision={options.mixed_precision!r} casts BatchNorm's weights and not its statistics, which "
+            f"torch cannot compute with. Use precision={options.mixed_precision!r} instead, which is level A."
+        )
     mesh = DeviceMesh.from_group(group, device.type)
     dtype = _TYPES.get(options.mixed_precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)

@@ -1,0 +1,76 @@
+"""How much a rank has in memory under fsdp, to the byte: between steps, and at its peak within one."""
+
+import gc
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.run import Run, RunOptions
+
+pytestmark = pytest.mark.timeout(300)
+WIDTH, BLOCKS = 48, 8
+WHOLE = BLOCKS * (WIDTH * WIDTH + WIDTH) * 4
+"""Bytes of the parameters."""
+
+
+class Rows(nn.Module):
+    """Makes rows of numbers from whole ones, so that every float32 in memory is of the training."""
+
+    def forward(self, number):
+        return (number[:, None] * torch.arange(1, WIDTH + 1) % 7).float()
+
+
+def live_bytes():
+    """Of all float32 memory of this process, once each; scalars, such as losses and counters, left out."""
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    kept = [each.untyped_storage() for each in local if each.dtype == torch.float32 and each.dim()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
+
+
+def measure(world, again=True, watched=()):
+    """Bytes after a step, and the most that was seen after forward and before backward of some blocks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Rows(), *[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"strategy": "fsdp", "fsdp": {"reshard_after_forward": again}}
+    given = given if world.world_size > 1 else {"strategy": "single"}
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, threads=1, **given), world)
+    model, optimizer = run.prepare(model, optimizer)
+    seen = []
+    for block in (model[number] for number in watched):
+        block.register_forward_hook(lambda *_: seen.append(live_bytes()))
+        block.register_full_backward_pre_hook(lambda *_: seen.append(live_bytes()))
+    data = TensorDataset(torch.arange(16), torch.arange(16) % WIDTH)
+    for _ in run.epochs(1):
+        for batch in run.batches(data):
+            seen.clear()
+            run.backward(batch, nn.CrossEntropyLoss())
+            optimizer.step()
+            del batch
+    gc.collect()
+    found = live_bytes(), max(seen, default=0)
+    run.close()
+    return found
+
+
+def test_all_that_a_rank_has_between_steps_falls_with_the_number_of_ranks():
+    """Parameters, gradients and two moments: nothing else of their size stays."""
+    for world in (1, 2, 4):
+        for after, _ in run_ranks(measure, world):
+            assert after == 4 * WHOLE // world
+
+
+@pytest.mark.slow
+def test_the_peak_within_a_step_falls_with_the_number_of_ranks_and_with_resharding():
+    peaks = {
+        (world, again): [peak for _, peak in run_ranks(measure, world, again, (2, 4, 8), timeout=200)]
+        for world, again in ((1, True), (2, True), (4, True), (4, False))
+    }
+    most = {case: max(found) for case, found in peaks.items()}
+    assert most[2, True] < 0.6 * most[1, True]
+    assert most[4, True] < 0.6 * most[2, True]
+    assert most[4, True] < most[4, False] < most[2, True]
