@@ -35,6 +35,14 @@ def test_each_rank_has_its_row_and_every_sample_is_in_one(text):
     assert sum(int(row[-1]) for row in rows) == 30
 
 
+@pytest.mark.parametrize(("mode", "server"), [("synchronous", "2"), ("asynchronous", "0")])
+def test_servers_compute_no_micro_batches(text, mode, server):
+    said = text("training.strategy=parameter_server", f"parameter_server.mode={mode}")
+    rows = [line.split() for line in said.splitlines() if line.startswith("    3  ")]
+    assert [row[1] for row in rows if row[2] == "none:"] == [server]
+    assert sum(int(row[-2]) for row in rows if row[2] != "none:") == 64
+
+
 def test_where_the_machine_decides_several_world_sizes_are_shown(text):
     rows = [
         line.split()[0] for line in text(ranks=None).splitlines() if line[:5].strip() in ("1", "2", "4", "8")
@@ -54,6 +62,8 @@ def test_the_level_of_equality_is_told(text):
     assert "equality level B (tolerance)" in text("training.reduce=ring")
     assert "equality level B (tolerance)" in text("training.sync_batch_norm=true")
     assert "equality level C (statistical)" in text("training.reduce=powersgd")
+    asynchronous = ("training.strategy=parameter_server", "parameter_server.mode=asynchronous")
+    assert "equality level C (statistical)" in text(*asynchronous)
 
 
 def test_the_learning_rate_is_drawn_from_its_first_to_its_last_value(text):

@@ -68,8 +68,7 @@ def sample_plan(config: JobConfig, facts: Facts) -> SamplePlan:
 def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     training, run = config.training, config.run
     ranks = "as many as there are devices" if facts.ranks is None else str(facts.ranks)
-    exact = "B (tolerance)" if training.sync_batch_norm else "A (bitwise)"
-    level = _LEVELS.get(training.reduce, exact)
+    level = _level(config)
     evaluated = "none" if facts.validation_samples is None else f"{facts.validation_samples:,} samples"
     rows = [
         ("job", config.job),
@@ -85,6 +84,14 @@ def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     if plan.dropped_samples:
         rows.append(("left out", f"{plan.dropped_samples} samples per epoch, of the batch that is not full"))
     return [f"{name:9} {text}" for name, text in rows]
+
+
+def _level(config: JobConfig) -> str:
+    training = config.training
+    if training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous":
+        return "C (statistical)"
+    exact = "B (tolerance)" if training.sync_batch_norm else "A (bitwise)"
+    return _LEVELS.get(training.reduce, exact)
 
 
 def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
@@ -118,12 +125,24 @@ def _shares(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     choices = [facts.ranks] if facts.ranks else [n for n in (1, 2, 4, 8) if n <= leaves]
     lines = ["ranks  rank  micro-batches k   samples per step  in the last step"]
     for ranks in choices:
+        holders, first = _workers(config, ranks)
         for rank in range(ranks):
-            mine, ending = share(leaves, ranks, rank), share(last.leaves, ranks, rank)
+            if not 0 <= rank - first < holders:
+                lines.append(f"{ranks:5}  {rank:4}  none: holds parameters")
+                continue
+            mine, ending = share(leaves, holders, rank - first), share(last.leaves, holders, rank - first)
             tail = sum(len(last.indices[k]) for k in ending)
             held = f"{mine.start}" if len(mine) == 1 else f"{mine.start} to {mine.stop - 1}"
             lines.append(f"{ranks:5}  {rank:4}  {held:<16}  {len(mine) * size:16}  {tail:16}")
     return lines
+
+
+def _workers(config: JobConfig, ranks: int) -> tuple[int, int]:
+    """How many ranks compute micro-batches, and the first of them."""
+    servers = config.parameter_server.servers
+    if config.training.strategy != "parameter_server" or ranks <= servers:
+        return ranks, 0
+    return ranks - servers, servers if config.parameter_server.mode == "asynchronous" else 0
 
 
 def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
