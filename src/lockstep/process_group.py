@@ -10,8 +10,8 @@ comes, and names nobody.
 from __future__ import annotations
 
 import json
+import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,8 +22,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.heartbeat import Heartbeat, Stopped
-from lockstep.rendezvous import open_store
+from lockstep.launch.hosts.interface import addresses, interface_towards
+from lockstep.launch.place import LOOPBACK
+from lockstep.rendezvous import meeting_address, open_store
 from lockstep.world import World, host_name
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 600.0
 ARRIVAL_LIMIT = 60.0
@@ -57,8 +61,9 @@ def open_process_group(
     timeout, arrival_limit = world.patience(timeout), world.patience(arrival_limit)
     store = open_store(world, arrival_limit)
     roll_call(store, world, arrival_limit)
-    if world.is_one_host:
-        _stay_on_loopback()
+    _choose_interface(world)
+    if world.launcher == "torchrun" and world.is_main:
+        _name_open_store(world)
     if "nccl" in backend:
         torch.cuda.set_device(world.local_rank)
     dist.init_process_group(
@@ -128,10 +133,29 @@ def _run_name(world: World) -> str:
     return world.run_id or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def _stay_on_loopback() -> None:
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+def _choose_interface(world: World) -> None:
+    """Names the interface for the ranks' data, unless the user has: loopback on one host, else where they meet."""
+    if world.is_one_host:
+        name = exact = LOOPBACK
+    else:
+        meeting = meeting_address(world)
+        found = None if meeting is None else interface_towards(*meeting, addresses())
+        if found is None or found.name in ("", LOOPBACK):
+            return
+        name, exact = found.name, f"={found.name}"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", exact)
+
+
+def _name_open_store(world: World) -> None:
+    """Says once what torchrun leaves open: no promise of ours covers it."""
+    meeting = meeting_address(world)
+    place = "" if meeting is None else f" at {meeting[0]}:{meeting[1]}"
+    logger.warning(
+        "torchrun's store%s listens on every interface and its agent may unpickle what strangers write there; "
+        "keep the port closed to them, or start with `lockstep run` (docs/hosts.md)",
+        place,
+    )
 
 
 def _part(heartbeat: Heartbeat) -> None:

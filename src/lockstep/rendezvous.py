@@ -43,6 +43,14 @@ def open_store(world: World, limit: float) -> Store:
     )
 
 
+def meeting_address(world: World) -> tuple[str, int] | None:
+    """Host and port of the store; None where the ranks meet in a file."""
+    scheme = world.rendezvous.partition("://")[0]
+    if scheme == "tcp":
+        return _host_and_port(world.rendezvous)
+    return _from_environment() if scheme == "env" else None
+
+
 def _host_and_port(address: str) -> tuple[str, int]:
     parts = urlsplit(address)
     try:
@@ -59,7 +67,8 @@ def _from_environment() -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ConfigError(
             f"The environment names ranks but no meeting place: MASTER_ADDR is {host!r} and MASTER_PORT is "
-            f"{port!r}. Set both to the address of rank 0, or start with `lockstep run` or torchrun."
+            f"{port!r}. Set both to the address of rank 0 (mpirun: -x MASTER_ADDR=...), give --rendezvous "
+            "tcp://HOST:PORT, or start with `lockstep run` or torchrun."
         )
     return host, int(port)
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from lockstep.errors import ConfigError
 from lockstep.slurm import meeting_place
 
+RENDEZVOUS = "LOCKSTEP_RENDEZVOUS"
+"""Variable with the place where the ranks meet; our launcher sets it, and so does ``--rendezvous``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -67,8 +70,8 @@ class World:
         """Reads the variables of the launcher that started this process.
 
         Known are Lockstep's own launcher and torchrun (``RANK``), SLURM (``SLURM_PROCID``, inside a step) and
-        Open MPI (``OMPI_COMM_WORLD_RANK``); none of them means a world of one. ``ConfigError`` names a variable that
-        is missing or not a number.
+        Open MPI (``OMPI_COMM_WORLD_RANK``); none of them means a world of one. ``LOCKSTEP_RENDEZVOUS`` comes before
+        the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
         """
         variables = os.environ if environment is None else environment
         read = _Reader(variables)
@@ -83,7 +86,7 @@ class World:
                 node=read.number("GROUP_RANK", default=0),
                 nodes=read.number("GROUP_WORLD_SIZE", default=max(1, world_size // local_world_size)),
                 launcher="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "lockstep",
-                rendezvous=variables.get("LOCKSTEP_RENDEZVOUS", "env://"),
+                rendezvous=variables.get(RENDEZVOUS, "env://"),
                 run_id=variables.get("LOCKSTEP_RUN_ID", ""),
                 run_directory=variables.get("LOCKSTEP_RUN_DIRECTORY", ""),
                 restart=read.number("LOCKSTEP_RESTART", default=0),
@@ -92,7 +95,7 @@ class World:
         if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:
             return _from_slurm(variables, read)
         if "OMPI_COMM_WORLD_RANK" in variables:
-            return _from_open_mpi(read)
+            return _from_open_mpi(variables, read)
         return cls()
 
 
@@ -120,7 +123,7 @@ class _Reader:
         return value
 
 
-def _from_open_mpi(read: _Reader) -> World:
+def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
     rank, world_size = read.number("OMPI_COMM_WORLD_RANK"), read.size("OMPI_COMM_WORLD_SIZE")
     local_world_size = read.size("OMPI_COMM_WORLD_LOCAL_SIZE")
     return World(
@@ -132,8 +135,17 @@ def _from_open_mpi(read: _Reader) -> World:
         node=rank // local_world_size,
         nodes=-(-world_size // local_world_size),
         launcher="mpi",
-        rendezvous="env://",
+        rendezvous=variables.get(RENDEZVOUS)
+        or _meeting_place_of_mpi(variables, local_world_size == world_size),
     )
+
+
+def _meeting_place_of_mpi(variables: Mapping[str, str], is_one_host: bool) -> str:
+    """On one host a file in mpirun's private folder, which goes with the job; else what the user exports."""
+    folder = variables.get("PMIX_SERVER_TMPDIR", "")
+    if is_one_host and folder and "MASTER_ADDR" not in variables:
+        return f"file://{folder}/lockstep-rendezvous"
+    return "env://"
 
 
 def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:
@@ -150,7 +162,7 @@ def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:
         node=node,
         nodes=nodes,
         launcher="slurm",
-        rendezvous=meeting_place(variables) if tasks > 1 else "",
+        rendezvous=(variables.get(RENDEZVOUS) or meeting_place(variables)) if tasks > 1 else "",
         run_id=variables.get("SLURM_JOB_ID", ""),
     )
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from lockstep.errors import ConfigError
 from lockstep.launch.hosts import HostOptions, read_token
+from lockstep.world import RENDEZVOUS, World
 
+_PLACE = re.compile(r"env://|tcp://.+:\d{1,5}|file:///.+")
 _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 
 
@@ -41,6 +45,38 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time within which every host must have come (default: 60)",
     )
+
+
+def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--rendezvous``."""
+    parser.add_argument(
+        "--rendezvous",
+        default="",
+        metavar="PLACE",
+        help="where ranks that torchrun, SLURM or MPI started meet: env://, tcp://HOST:PORT of rank 0, or file://PATH",
+    )
+
+
+def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
+    """The world with the meeting place that was asked for, which the environment then holds too.
+
+    Raises:
+        ConfigError: it is none, or no other launcher has made this process a rank.
+    """
+    asked = arguments.rendezvous
+    if not asked:
+        return world
+    if world.launcher == "python":
+        raise ConfigError(
+            f"--rendezvous {asked} was given, and no launcher has made this process a rank. Start the ranks with "
+            "torchrun, SLURM or MPI, or leave it out: Lockstep's own launcher brings its ranks together."
+        )
+    if not _PLACE.fullmatch(asked):
+        raise ConfigError(
+            f"--rendezvous {asked!r} is not known. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH."
+        )
+    os.environ[RENDEZVOUS] = asked
+    return dataclasses.replace(world, rendezvous=asked)
 
 
 def host_options(arguments: argparse.Namespace) -> HostOptions | None:

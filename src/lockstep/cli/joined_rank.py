@@ -23,7 +23,7 @@ from lockstep.job.config import JobConfig
 from lockstep.job.run_folder import choose_run_folder
 from lockstep.launch import EntryTarget
 from lockstep.launch.heartbeat import Stopped
-from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.parent_death import arm_future_children, tie_to_launcher
 from lockstep.launch.rank import end_process
 from lockstep.launch.run_target import run_target
 from lockstep.launch.unfinished import wait_for_unfinished
@@ -43,8 +43,7 @@ def join(config: JobConfig, world: World, entry: str, command: list[str]) -> Non
         entry: import path of what a rank runs.
         command: the words that started the run.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        arm(os.getppid())
+    tie_to_launcher(world)
     arm_future_children()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:

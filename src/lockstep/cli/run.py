@@ -6,15 +6,24 @@ import argparse
 import hashlib
 import os
 import shlex
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
-from lockstep.cli.host_options import add_host_arguments, common_settings, host_options, refuse_hosts
-from lockstep.errors import EXIT_DONE
+from lockstep.cli.host_options import (
+    add_host_arguments,
+    add_rendezvous_argument,
+    common_settings,
+    host_options,
+    refuse_hosts,
+    take_rendezvous,
+)
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.hosts import join_hosts
 from lockstep.launch.options import RESTART_WORLDS
-from lockstep.launch.parent_death import arm, arm_future_children
+from lockstep.launch.parent_death import arm_future_children, tie_to_launcher
 from lockstep.launch.run_target import run_script
 from lockstep.world import World
 
@@ -69,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_debug_arguments(parser)
     add_host_arguments(parser)
+    add_rendezvous_argument(parser)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
@@ -76,11 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the script and returns the exit code. ``ConfigError`` before anything is started."""
     target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
-    world = World.from_environment()
+    world = take_rendezvous(arguments, World.from_environment())
     if world.launcher != "python":
         refuse_debugger(arguments, world.launcher)
         refuse_hosts(arguments, world.launcher)
-        return _join(target)
+        return _join(target, world, has_place=bool(arguments.rendezvous))
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
         threads=arguments.threads,
@@ -111,13 +121,31 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
     ]
 
 
-def _join(target: ScriptTarget) -> int:
+def _join(target: ScriptTarget, world: World, *, has_place: bool) -> int:
     """Runs the script in this process, which torchrun, SLURM or MPI has made a rank already."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        arm(os.getppid())
+    tie_to_launcher(world)
     arm_future_children()
-    run_script(target)
+    if has_place:
+        from lockstep.rendezvous import answer_env
+
+        answer_env(world)
+    try:
+        run_script(target)
+    except SystemExit as ending:
+        if ending.code not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+            _end_at_once(ending)
+        raise
     return EXIT_DONE
+
+
+def _end_at_once(ending: SystemExit) -> NoReturn:
+    """Ends a rank that gave up, before anything at exit could wait for the other ranks."""
+    is_number = isinstance(ending.code, int)
+    if not is_number:
+        print(ending.code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(int(ending.code or 0) & 0xFF if is_number else 1)
 
 
 def _preload(path: str) -> tuple[str, ...]:

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
-from lockstep.cli.host_options import add_host_arguments, common_settings, host_options, refuse_hosts
+from lockstep.cli.host_options import (
+    add_host_arguments,
+    add_rendezvous_argument,
+    common_settings,
+    host_options,
+    refuse_hosts,
+    take_rendezvous,
+)
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import PRECISIONS, JobConfig
@@ -75,13 +82,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--restart-world", metavar="same|left", help="on which devices (default: same)")
     add_debug_arguments(parser)
     add_host_arguments(parser)
+    add_rendezvous_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
     config = load_job(arguments.job, overrides(arguments))
-    world, command = World.from_environment(), ["lockstep", *sys.argv[1:]]
+    world, command = take_rendezvous(arguments, World.from_environment()), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
         refuse_debugger(arguments, world.launcher)
         refuse_hosts(arguments, world.launcher)

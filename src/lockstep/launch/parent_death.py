@@ -14,7 +14,11 @@ import signal
 import sys
 import threading
 
+from lockstep.world import World
+
 _PR_SET_PDEATHSIG = 1
+_MPI_FORKS_IN_THREADS = 32
+"""Ranks on a host from which on Open MPI forks them in threads (``odls_base_cutoff``), which end before the ranks."""
 
 
 def arm(expected_parent: int) -> None:
@@ -29,6 +33,14 @@ def arm(expected_parent: int) -> None:
             raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_to_launcher(world: World) -> None:
+    """Ties a rank to the torchrun or mpirun that started it; other launchers end their ranks themselves."""
+    if world.launcher == "torchrun" or (
+        world.launcher == "mpi" and world.local_world_size < _MPI_FORKS_IN_THREADS
+    ):
+        arm(os.getppid())
 
 
 def die_with_parent(worker: int = 0) -> None:
