@@ -79,10 +79,10 @@ class Soak:
         for part in ("runtime", "tmp"):
             (self.place / part).mkdir(parents=True)
 
-    def start(self, world, strategy, *words):
+    def start(self, world, strategy, *words, options=()):
         """Starts the command; returns its process id."""
         order = {
-            "arguments": self._arguments(world, strategy, *words),
+            "arguments": self._arguments(world, strategy, *words, options=options),
             "environment": self._environment(),
             "stdout": str(self.place / "stdout"),
             "stderr": str(self.place / "stderr"),
@@ -92,8 +92,8 @@ class Soak:
         self.launcher = self._answer("pid")
         return self.launcher
 
-    def _arguments(self, world, strategy, *words):
-        options = ["--devices", f"cpu:{world}", "--logs", str(self.place / "logs")]
+    def _arguments(self, world, strategy, *words, options=()):
+        options = ["--devices", f"cpu:{world}", "--logs", str(self.place / "logs"), *options]
         return ["run", *options, str(SCRIPT), str(self.place / "run"), strategy, *map(str, words)]
 
     def _environment(self):

@@ -7,20 +7,6 @@ import pytest
 from tests.soak.killing import NAMESPACE, Kill, Soak
 
 
-@pytest.fixture(scope="module")
-def soak(tmp_path_factory):
-    one = Soak(tmp_path_factory.mktemp("soak"))
-    yield one
-    one.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(soak):
-    """The fingerprint of the run that nothing happened to, on one process."""
-    soak.new_run("undisturbed")
-    return soak.finish(1, "single")
-
-
 def killed_and_resumed(soak, seeds, undisturbed, killed=Soak.kill, **choices):
     """How many kills cut a checkpoint off; the seed of a run that ends otherwise is in the message."""
     cut = 0

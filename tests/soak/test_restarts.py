@@ -1,0 +1,25 @@
+"""A run that lost a rank goes on by itself, and ends in the same bits."""
+
+import pytest
+
+from lockstep.checkpoint import committed
+
+
+@pytest.mark.fault("P1")
+def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak, undisturbed):
+    """The script does not even ask to resume: a restarted run finds its own checkpoint."""
+    soak.new_run("restarted")
+    options = ["--restarts", "2", "--restart-world", "left"]
+    soak.start(3, "ddp", "--once", "1:9", "--new", options=options)
+    code, output, errors = soak.end()
+    assert (code, output.split()) == (0, [undisturbed]), errors
+    first, second = errors.splitlines()
+    logs = soak.place / "logs"
+    assert first.startswith("rank 1 killed by SIGKILL, step ")
+    assert first.endswith(f". Logs: {logs}")
+    assert second == "Restart 1 of 2: 2 ranks of 3 go on from the last checkpoint."
+    assert {path.name for path in logs.iterdir()} >= {"rank-001.log", "rank-002.log", "restart-1"}
+    assert {path.name for path in (logs / "restart-1").iterdir()} == {"rank-001.log"}
+    assert [path.name for path in committed(soak.place / "run")] == ["step-00000023", "step-00000024"]
+    assert soak.left_over() == []
+    soak.wait_until_nothing_runs()
