@@ -7,7 +7,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
 from lockstep.run import RunOptions
-from lockstep.strategies import _OPEN
+from lockstep.strategies.opening import _OPEN
 from lockstep.strategy_options import OPTIONS, STRATEGIES, mesh_of
 
 
