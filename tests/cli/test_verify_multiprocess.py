@@ -61,6 +61,7 @@ def test_a_sound_job_has_equal_bits_in_every_layout(process, tmp_path):
         assert each["reached"] == each["promised"], each
         assert each["memory"] and each["milliseconds"] > 0
     assert {"single on 1", "dp on 2", "ddp on 2", "fsdp on 2", "layers on 2", "pipeline on 2"} <= set(found)
+    assert found["parameter_server (asynchronous) on 2"]["reached"] == "C"
     assert found["ddp on 2"]["sent"] > 0
     assert not (tmp_path / "runs").exists(), "verify leaves nothing in the user's folders"
 
