@@ -13,6 +13,8 @@ from lockstep.launch.devices import Devices
 from lockstep.launch.place import LOOPBACK, Place
 
 RESTART_WORLDS = ("same", "left")
+TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
+"""Holds the secret of the supervisors of several hosts; ranks have no use for it."""
 _FOREIGN = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
 """Variables of other launchers, which would make a rank believe that one of them started it."""
 
@@ -81,7 +83,11 @@ def world_environment(
     options: LaunchOptions, place: Place, run_directory: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of the fork server, which all ranks share."""
-    environment = {name: text for name, text in inherited.items() if not name.startswith(_FOREIGN)}
+    environment = {
+        name: text
+        for name, text in inherited.items()
+        if not name.startswith(_FOREIGN) and name != TOKEN_VARIABLE
+    }
     threads = str(options.threads or inherited.get("OMP_NUM_THREADS") or 1)
     environment.update(
         OMP_NUM_THREADS=threads,

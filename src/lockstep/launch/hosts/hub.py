@@ -95,10 +95,8 @@ class Hub:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
+            except OSError:  # nobody is there, or it was reset before it was taken
                 return
-            except OSError:  # it was reset before it was taken
-                continue
             if len(self._strangers) >= _MOST_STRANGERS:
                 self._strangers.pop(0).close()
             channel = Channel(connection, self._options.token, "hub")

@@ -24,7 +24,7 @@ from lockstep.launch.hosts.member import Member
 from lockstep.launch.hosts.options import HostOptions
 from lockstep.launch.hosts.roll_call import Hello, Plan, first_ranks
 from lockstep.launch.options import new_run_id
-from lockstep.launch.place import Place
+from lockstep.launch.place import LOOPBACK, Place
 from lockstep.world import host_name
 
 _FAREWELL = 1.0
@@ -149,9 +149,12 @@ def _announce(hellos: Mapping[int, Hello], plan: Plan, interface: str, address: 
         for node, each in sorted(hellos.items())
     )
     say(f"{len(hellos)} hosts: {hosts}; data over {interface}")
+    if interface == LOOPBACK:
+        say("all on this machine: nothing is open to a network")
+        return
     say(
         f"open to that network: {address} (supervisors, by token), {plan.rendezvous.removeprefix('tcp://')} (the "
-        "ranks' store) and the ranks' own ports, neither of them protected: see docs/hosts.md"
+        "ranks' store) and the ranks' own ports; the last two are not protected: see docs/hosts.md"
     )
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.launch.options import TOKEN_VARIABLE
 
-VARIABLE = "LOCKSTEP_TOKEN"
 DEFAULT_FILE = "~/.config/lockstep/token"
 _TOKEN = re.compile(r"[!-~]{32,512}")
 _LARGEST_FILE = 4096
@@ -24,8 +24,8 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
     """
     if file:
         return _checked(_from_file(Path(file).expanduser()), file)
-    if VARIABLE in environment:
-        return _checked(environment[VARIABLE], VARIABLE)
+    if TOKEN_VARIABLE in environment:
+        return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
     default = Path(DEFAULT_FILE).expanduser()
     if default.exists():
         return _checked(_from_file(default), str(default))
@@ -39,7 +39,7 @@ def how_to_make_one(file: str) -> str:
     """What to do, in one sentence."""
     return (
         f"Make one with `mkdir -p $(dirname {file}) && (umask 077; openssl rand -hex 32 > {file})` and copy the "
-        f"file to every host, or give --token-file FILE or {VARIABLE}."
+        f"file to every host, or give --token-file FILE or {TOKEN_VARIABLE}."
     )
 
 
