@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.mesh import Mesh
+from lockstep.mesh import HYBRIDS, Mesh, hybrid_mesh
 
 
 def test_the_last_axis_runs_fastest():
@@ -63,3 +63,26 @@ def test_a_world_of_another_size_is_refused_with_the_factors_that_fit():
 def test_a_mesh_that_is_none_is_refused(text, said):
     with pytest.raises(ConfigError, match=said):
         Mesh.parse(text)
+
+
+def test_axes_that_go_together_may_come_in_any_order():
+    for first, second in HYBRIDS:
+        assert str(hybrid_mesh(f"{first}=2,{second}=3")) == f"{first}=2,{second}=3"
+        assert str(hybrid_mesh(f"{second}=3,{first}=2")) == f"{second}=3,{first}=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "data=2,fsdp=2",
+            r"cannot lay out the mesh data=2,fsdp=2\. Use one like data=N,layers=N; .*fsdp=N,pipeline=N\.$",
+        ),
+        ("data=2,pipeline=2,tensor=2", r"cannot lay out"),
+        ("data=4", r", or strategy 'ddp' without a mesh\.$"),
+        ("fsdp=4", r", or strategy 'fsdp' without a mesh\.$"),
+    ],
+)
+def test_axes_that_do_not_go_together_are_refused_with_those_that_do(text, said):
+    with pytest.raises(ConfigError, match=said):
+        hybrid_mesh(text)

@@ -18,6 +18,8 @@ from lockstep.errors import ConfigError, nearest
 AXES = ("data", "fsdp", "pipeline", "tensor", "layers")
 OF_DEVICES = ("layers",)
 """Axes over the devices of one process: they take no ranks."""
+HYBRIDS = (("data", "layers"), ("data", "pipeline"), ("data", "tensor"), ("fsdp", "pipeline"))
+"""The axes that go together, in any order."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,18 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def hybrid_mesh(text: str) -> Mesh:
+    """Reads the mesh of strategy ``hybrid``; ``ConfigError`` where its axes do not go together."""
+    mesh = Mesh.parse(text)
+    axes = [name for name, _ in mesh.axes]
+    if set(axes) in map(set, HYBRIDS):
+        return mesh
+    known = "; ".join(",".join(f"{name}=N" for name in each) for each in HYBRIDS)
+    alone = "ddp" if axes == ["data"] else axes[0]
+    other = f", or strategy {alone!r} without a mesh" if len(axes) == 1 else ""
+    raise ConfigError(f"strategy 'hybrid' cannot lay out the mesh {mesh}. Use one like {known}{other}.")
 
 
 def _factors(number: int, parts: int) -> list[tuple[int, ...]]:

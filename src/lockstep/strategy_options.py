@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.checks import Checked, at_least, one_of
 from lockstep.errors import ConfigError, nearest
-from lockstep.mesh import Mesh
+from lockstep.mesh import Mesh, hybrid_mesh
 
 STRATEGIES = ("single", "dp", "ddp", "fsdp", "layers", "pipeline", "parameter_server", "tensor", "hybrid")
 """Every ``--strategy``."""
@@ -192,9 +192,6 @@ ELEMENTWISE = (
 )
 """The optimizers of ``torch.optim`` that update every element from that element alone."""
 
-HYBRIDS = (("data", "layers"), ("data", "pipeline"), ("data", "tensor"), ("fsdp", "pipeline"))
-"""The axes of a mesh that go together, in any order."""
-
 _AXES = {
     "parameter_server": "data",
     "single": "data",
@@ -206,9 +203,6 @@ _AXES = {
     "tensor": "tensor",
 }
 """The axis of the mesh along which a strategy lays all its ranks."""
-
-_ALONE = {"data": "ddp"}
-"""The strategy that lays all its ranks along an axis, where it does not have the axis's name."""
 
 
 def devices_per_process(mesh: str) -> int:
@@ -238,18 +232,6 @@ def mesh_of(strategy: str, mesh: str, world_size: int) -> Mesh:
     if mesh:
         raise ConfigError(f"mesh={mesh!r} belongs to strategy 'hybrid', and the strategy is {strategy!r}.")
     return Mesh.single(_AXES[strategy], world_size)
-
-
-def hybrid_mesh(text: str) -> Mesh:
-    """Reads the mesh of strategy ``hybrid``; ``ConfigError`` where its axes do not go together."""
-    mesh = Mesh.parse(text)
-    axes = {name for name, _ in mesh.axes}
-    if axes in map(set, HYBRIDS):
-        return mesh
-    known = "; ".join(",".join(f"{name}=N" for name in each) for each in HYBRIDS)
-    (first, *others) = axes
-    alone = "" if others else f", or strategy {_ALONE.get(first, first)!r} without a mesh"
-    raise ConfigError(f"strategy 'hybrid' cannot lay out the mesh {mesh}. Use one like {known}{alone}.")
 
 
 def shares_rows_out(strategy: str, mesh: str) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
-from lockstep.mesh import Mesh
+from lockstep.mesh import Mesh, hybrid_mesh
 from lockstep.strategy_options import (
     ELEMENTWISE,
     OWN_EXCHANGE,
     WHOLE_MODELS,
     FsdpOptions,
-    hybrid_mesh,
     mesh_of,
     shares_rows_out,
     steps_parts,

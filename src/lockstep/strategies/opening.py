@@ -201,7 +201,7 @@ _HYBRIDS: dict[frozenset[str], Callable[[StrategyOptions, Groups, torch.device],
     frozenset({"data", "tensor"}): _open_tensor,
     frozenset({"fsdp", "pipeline"}): _open_sharded_pipeline,
 }
-"""By the axes of a mesh, as in ``strategy_options.HYBRIDS``."""
+"""By the axes of a mesh, as in ``mesh.HYBRIDS``."""
 
 _OPEN: dict[str, Callable[[StrategyOptions, Groups, torch.device], Strategy]] = {
     "single": _open_single,

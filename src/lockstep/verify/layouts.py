@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.job.config import JobConfig
-from lockstep.mesh import Mesh
-from lockstep.strategy_options import HYBRIDS, ONE_PROCESS, STRATEGIES
+from lockstep.mesh import HYBRIDS, Mesh
+from lockstep.strategy_options import ONE_PROCESS, STRATEGIES
 
 DEVICES = (1, 2, 4)
 """Numbers of devices that are tried by default, as far as the recipe's micro-batches go."""
