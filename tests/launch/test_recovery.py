@@ -1,5 +1,6 @@
 """When a run is started again, decided from how the attempt before ended; no process needed."""
 
+import os
 import signal
 from dataclasses import dataclass
 
@@ -154,6 +155,18 @@ def test_the_world_that_is_left_is_one_that_the_job_fits_on(capsys):
 def test_where_none_that_is_left_fits_the_same_world_starts_again(capsys):
     made, _, _ = attempts([1], options(1, restarts=1, restart_world="left"), capsys)
     assert made[1].devices.count == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_between_two_attempts_is_heeded(number, code, capsys):
+    def attempt(options):
+        os.kill(os.getpid(), number)
+        return Ended(Loss(ranks=(1,), step=3))
+
+    last = with_restarts(attempt, options(restarts=5))
+    assert int(last.stop) == code
+    assert last.note == "Not restarted: asked to stop."
+    assert capsys.readouterr().err == ""
 
 
 def test_settings_that_make_no_sense_are_refused():
