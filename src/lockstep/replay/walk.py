@@ -66,21 +66,7 @@ def replay(asked: Asked, origin: Origin) -> Report:
         _require_step(trainer, asked, config.training.epochs)
         watcher = trainer.watcher = Comparing(run, asked)
         batch = _walk(trainer, asked, config.training.epochs)
-        parts = batch.plan.indices if asked.micro_batch is None else (batch.plan.indices[asked.micro_batch],)
-        return Report(
-            folder=asked.folder,
-            origin=origin,
-            epoch=batch.plan.epoch,
-            position=batch.plan.position,
-            leaves=batch.plan.leaves,
-            micro_batch=asked.micro_batch,
-            samples=[index for part in parts for index in part.tolist()],
-            loss=watcher.loss,
-            norm=watcher.norm,
-            compared=watcher.compared[-1],
-            earlier=watcher.compared[:-1],
-            record=watcher.records.get(asked.step),
-        )
+        return _report(asked, origin, watcher, batch)
     finally:
         trainer.run.close()
 
@@ -151,6 +137,25 @@ class Comparing:
         digests, self.norm = digest_gradients(self._run)
         self.loss = loss
         return GradientDigest.of(digests)
+
+
+def _report(asked: Asked, origin: Origin, watcher: Comparing, batch: Batch) -> Report:
+    plan, k = batch.plan, asked.micro_batch
+    parts = plan.indices if k is None else (plan.indices[k],)
+    return Report(
+        folder=asked.folder,
+        origin=origin,
+        epoch=plan.epoch,
+        position=plan.position,
+        leaves=plan.leaves,
+        micro_batch=k,
+        samples=[index for part in parts for index in part.tolist()],
+        loss=watcher.loss,
+        norm=watcher.norm,
+        compared=watcher.compared[-1],
+        earlier=watcher.compared[:-1],
+        record=watcher.records.get(asked.step),
+    )
 
 
 @contextmanager

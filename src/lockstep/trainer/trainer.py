@@ -19,6 +19,7 @@ from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.trainer.meter import Meter, accuracy
 from lockstep.trainer.progress import Progress
+from lockstep.trainer.watcher import Watcher
 
 
 class Settings(Protocol):
@@ -34,13 +35,6 @@ class Settings(Protocol):
     def evaluate_every(self) -> int: ...  # noqa: D102
     @property
     def early_stop(self) -> int: ...  # noqa: D102
-
-
-class Watcher(Protocol):
-    """What stands between the trainer and the gradients of its steps, such as a record of them."""
-
-    def backward(self, batch: Batch, loss: Callable[..., Any], *, follows_save: bool) -> Tensor:
-        """As ``Run.backward``; ``follows_save``: a checkpoint holds the state that the step begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
