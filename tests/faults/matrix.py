@@ -256,7 +256,7 @@ SECTIONS = {
             "M5",
             "a slow or lossy link between hosts",
             "the same bits; the slow link is named",
-            open="no test trains over a link that is slow or loses packets yet",
+            open="the bits are held; nothing names the slow link during a run, `lockstep doctor` measures it",
         ),
         Row(
             "M6",

@@ -1,6 +1,12 @@
 import pytest
-from tests.hosts.host import Hosts
+from tests.hosts.host import Hosts, on_one_process
 from tests.hosts.network import TwoHostNetwork, missing
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """The fingerprint of the small job on one process."""
+    return on_one_process(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture

@@ -109,6 +109,21 @@ class Hosts:
             host.clean_up()
 
 
+def job(folder, *more, epochs=1):
+    """The words of a small job that writes into the folder."""
+    settings = ("log.progress=false", "log.tensorboard=false", f"run.directory={folder}/runs", *more)
+    return ["digits", "--epochs", epochs, *(word for setting in settings for word in ("--set", setting))]
+
+
+def on_one_process(folder, **settings):
+    """The fingerprint of the job on one process."""
+    host = Host(folder, "alone")
+    host.begin_command(["train", *job(folder / "alone", **settings), "--devices", "cpu:1"])
+    code, lines = host.end(120)
+    assert code == 0, lines
+    return fingerprint(host)
+
+
 def said(lines):
     """The lines of the report, without what supervisors say on the way and torch of names that it cannot find."""
     return [line for line in lines if not line.startswith("lockstep: ") and "[c10d] The hostname" not in line]

@@ -1,8 +1,11 @@
 """Two hosts on one machine: network namespaces with a cable between them, each with its own name."""
 
+import contextlib
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 _PROGRAMS = ("ip", "nsenter", "unshare")
 _ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
@@ -92,6 +95,26 @@ class TwoHostNetwork:
         """Puts the cable in."""
         for space, interface in zip(self.spaces, self.interfaces, strict=True):
             _ip("-n", space, "link", "set", interface, "up")
+
+    @contextlib.contextmanager
+    def slow_cable(self, *, delay, megabits, loss):
+        """A second cable between the two, a bad one; gives the addresses of its ends."""
+        addresses = ("10.78.0.1", "10.78.0.2")
+        ends = [word for pair in zip(self.spaces, addresses, strict=True) for word in pair]
+        words = [
+            sys.executable,
+            str(Path(__file__).with_name("wire.py")),
+            *ends,
+            *map(str, (delay, megabits, loss)),
+        ]
+        wire = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        try:
+            assert wire.stdout.readline() == "ready\n"
+            yield addresses
+        finally:
+            wire.kill()
+            wire.wait()
+            wire.stdout.close()
 
 
 def _ip(*words):

@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.hosts.host import LOCKSTEP, LOOPBACK, Host, free_port
-from tests.hosts.test_network_multiprocess import job
+from tests.hosts.host import LOCKSTEP, LOOPBACK, Host, free_port, job
 from tests.launch.command import LOOP
 
 MPIRUN = [
@@ -58,13 +57,6 @@ def fingerprint(done):
     return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("fingerprint"))
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The fingerprint of the job on one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    return fingerprint(call([*LOCKSTEP, "train", *job(folder), "--devices", "cpu:1"], folder))
-
-
 @needs_mpi
 def test_open_mpi_on_one_host_needs_no_address_and_opens_no_port(tmp_path, alone):
     done = call([*mpirun(2), *LOCKSTEP, "train", *job(tmp_path)], tmp_path)
@@ -112,6 +104,7 @@ def test_ranks_end_when_mpirun_is_killed(tmp_path):
         host.clean_up()
 
 
+@pytest.mark.slow
 def test_torchrun_s_open_store_is_named_once(tmp_path, alone):
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python"]
     done = call([*agent, *LOCKSTEP, "train", *job(tmp_path)], tmp_path)

@@ -4,22 +4,14 @@ import subprocess
 import time
 
 import pytest
-from tests.hosts.host import Host, fingerprint, said
+from tests.hosts.host import Hosts, fingerprint, job, on_one_process, said
+from tests.launch.command import wait_until
 
 
-def job(folder, *more):
-    """The words of a small job that writes into the folder."""
-    settings = ("log.progress=false", "log.tensorboard=false", f"run.directory={folder}/runs", *more)
-    return ["digits", "--epochs", "1", *(word for setting in settings for word in ("--set", setting))]
-
-
-def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_hosts, tmp_path):
-    wired_hosts.start("train", *job(tmp_path / "two"), devices=("cpu:2", "cpu:1"))
+def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_hosts, tmp_path, alone):
+    wired_hosts.start("train", *job(tmp_path), devices=("cpu:2", "cpu:1"))
     assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
-    alone = Host(tmp_path, "alone")
-    alone.begin_command(["train", *job(tmp_path / "one"), "--devices", "cpu:1"])
-    assert alone.end()[0] == 0
-    assert fingerprint(wired_hosts[0]) == fingerprint(alone)
+    assert fingerprint(wired_hosts[0]) == alone
     assert "fa with ranks 0-1, fb with rank 2; data over va" in wired_hosts[0].stderr
     assert "from 10.77.0.2 (vb); data over vb" in wired_hosts[1].stderr
     wired_hosts.wait_until_nothing_runs()
@@ -99,26 +91,33 @@ def test_a_killed_supervisor_leaves_nothing_on_either_host(wired_hosts, node):
 @pytest.mark.slow
 @pytest.mark.fault("M6")
 def test_a_lost_host_is_left_out_and_the_run_ends_in_the_same_fingerprint(wired_hosts, network, tmp_path):
-    epochs = ("--epochs", "20", "--set", "checkpoint.every_steps=5")
-    wired_hosts.start("train", *job(tmp_path / "two"), *epochs, devices=("cpu:1", "cpu:1"))
-    checkpoints = tmp_path / "two" / "runs"
-    deadline = time.monotonic() + 60
-    while not list(checkpoints.glob("*/step-*/manifest.json")):
-        assert time.monotonic() < deadline, wired_hosts[0].stderr
-        time.sleep(0.05)
+    words = job(tmp_path, "checkpoint.every_steps=5", epochs=8)
+    wired_hosts.start("train", *words)
+    wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
     network.cut()
     assert wired_hosts[0].end(120)[0] == 0, wired_hosts[0].stderr
     assert wired_hosts[1].end()[0] == 4
     assert "Restart 1 of 3" in wired_hosts[0].stderr
-    alone = Host(tmp_path, "alone")
-    alone.begin_command(["train", *job(tmp_path / "one"), "--epochs", "20", "--devices", "cpu:1"])
-    assert alone.end()[0] == 0
-    assert fingerprint(wired_hosts[0]) == fingerprint(alone)
+    assert fingerprint(wired_hosts[0]) == on_one_process(tmp_path, epochs=8)
     wired_hosts.wait_until_nothing_runs()
 
 
+@pytest.mark.slow
+@pytest.mark.fault("M5")
+def test_a_slow_cable_that_loses_packets_changes_no_bit(network, tmp_path, alone):
+    with network.slow_cable(delay=0.01, megabits=20, loss=0.005) as addresses:
+        hosts = Hosts(tmp_path, addresses[0], network.prefixes)
+        try:
+            hosts.start("train", *job(tmp_path))
+            assert [code for code, _ in hosts.end(150)] == [0, 0], hosts[0].stderr
+            assert fingerprint(hosts[0]) == alone
+            assert "data over wire" in hosts[1].stderr
+        finally:
+            hosts.clean_up()
+
+
 def wait_for_line(host, start, timeout):
-    deadline = time.monotonic() + timeout
-    while not any(line.startswith(start) for line in host.stderr.splitlines()):
-        assert time.monotonic() < deadline, f"{start!r} did not come; {host.stderr}"
-        time.sleep(0.05)
+    def is_there():
+        return any(line.startswith(start) for line in host.stderr.splitlines())
+
+    wait_until(is_there, timeout, f"{start!r}; {host.stderr}")

@@ -4,9 +4,13 @@ import os
 import signal
 
 import pytest
-from tests.hosts.host import said
+from tests.hosts.host import fingerprint, job, on_one_process, said
+from tests.launch.command import wait_until
+
+from lockstep.launch.heartbeat import read_beat
 
 
+@pytest.mark.slow
 def test_ranks_of_both_hosts_make_one_world(two_hosts):
     two_hosts.loop(steps=20, devices=("cpu:2", "cpu:1"))
     assert [code for code, _ in two_hosts.end()] == [0, 0]
@@ -122,4 +126,18 @@ def test_a_rank_that_leaves_early_ends_the_run_on_both_hosts(two_hosts):
     for code, lines in two_hosts.end():
         assert code == 4
         assert said(lines)[0].startswith("rank 1 left at step 30 while others went on (host ")
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(two_hosts, tmp_path, node):
+    two_hosts.start("train", *job(tmp_path, "checkpoint.every_steps=5", epochs=8))
+    wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+    (directory,) = (two_hosts[node].folder / "runtime").iterdir()
+    os.kill(read_beat(directory, node).pid, signal.SIGKILL)
+    for host, (code, lines) in zip(two_hosts.hosts, two_hosts.end(120), strict=True):
+        assert code == 0, lines
+        assert "Restart 1 of 3: the same 1 rank goes on from the last checkpoint." in host.stderr
+    assert fingerprint(two_hosts[0]) == on_one_process(tmp_path, epochs=8)
     two_hosts.wait_until_nothing_runs()
