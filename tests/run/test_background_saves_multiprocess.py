@@ -44,7 +44,7 @@ def contents(folder):
 def test_checkpoints_written_in_the_background_have_the_bytes_of_those_that_training_waited_for(tmp_path):
     jobs = {
         f"{strategy} {background}": {"strategy": strategy, "save_in_background": background}
-        for strategy in ("ddp", "fsdp")
+        for strategy in ("ddp", "parameter_server")
         for background in (True, False)
     }
     fingerprints = run_ranks(train_all, 2, tmp_path, jobs)[0]
