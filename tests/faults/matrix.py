@@ -73,8 +73,8 @@ SECTIONS = {
             "P11",
             "a rank is slower than the others",
             "a warning that names it",
-            open="nothing compares the ranks' own working time during a run yet; `lockstep doctor` finds a slow link, "
-            "and the stall report a rank that has become silent",
+            open="only ranks of one host are compared, and under strategies that exchange within the forward pass (fsdp, "
+            "tensor, pipeline) the time that a rank waits cannot be told from its work",
         ),
         Row(
             "P12",

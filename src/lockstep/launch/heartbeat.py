@@ -3,7 +3,7 @@
 One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
 reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
-    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, membership, warm | samples of the micro-batch
+    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, work, membership, warm | samples of the micro-batch
     control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from lockstep.launch.work_meter import WorkMeter
 from lockstep.world import World
 
 PHASES = (
@@ -27,7 +28,7 @@ PHASES = (
 """What a rank can be doing, as shown in reports."""
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_BEAT = struct.Struct("<iqqqdi")  # phase, epoch, step, micro-batch, monotonic time, pid
+_BEAT = struct.Struct("<iqqqdid")  # phase, epoch, step, micro-batch, monotonic time, pid, seconds of work
 _MEMBERSHIP = 48
 _WARM = 49
 _SAMPLES = 56
@@ -83,6 +84,8 @@ class Beat:
     samples: tuple[int, ...]
     warm: bool = True
     """Whether the process has done a whole step, so that nothing is compiled or allocated for the first time."""
+    work: float = 0.0
+    """See ``WorkMeter.seconds``."""
 
     @property
     def place(self) -> str:
@@ -102,6 +105,7 @@ class Heartbeat:
         self.control = Control() if control is None else control
         self._pid = os.getpid()
         self._newest_step = -1
+        self._meter = WorkMeter()
 
     @classmethod
     def open(cls, world: World) -> Heartbeat:
@@ -114,8 +118,9 @@ class Heartbeat:
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Notes what the rank is about to do; ``phase`` is one of ``PHASES``."""
         if self._beat is not None:
-            number = _PHASE_NUMBERS[phase]
-            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, time.monotonic(), self._pid)
+            number, now = _PHASE_NUMBERS[phase], time.monotonic()
+            work = self._meter.enter(phase, step, now)
+            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, now, self._pid, work)
             if step > self._newest_step:
                 self._beat[_WARM] = self._newest_step >= 0
                 self._newest_step = step
@@ -225,7 +230,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         return None
     if len(content) < _SIZE:  # being made
         return None
-    phase, epoch, step, micro_batch, moment, pid = _BEAT.unpack_from(content)
+    phase, epoch, step, micro_batch, moment, pid, work = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
     (count,) = struct.unpack_from("<i", content, _SAMPLES)
@@ -239,6 +244,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         pid=pid,
         membership=Membership(content[_MEMBERSHIP]),
         warm=bool(content[_WARM]),
+        work=work,
         samples=struct.unpack_from(f"<{count}q", content, _SAMPLES + 4),
     )
 

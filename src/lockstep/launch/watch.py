@@ -29,6 +29,7 @@ from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox, drain
+from lockstep.launch.slow_ranks import SlowRanks
 from lockstep.launch.stalls import Stall, StallWatch, ask_all, describe
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
@@ -80,7 +81,7 @@ class Watch:
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
-        self._memory = MemoryWatch()
+        self._memory, self._slow_ranks = MemoryWatch(), SlowRanks(directory)
         self._stall_watch = StallWatch(directory, options.stall_limit)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -114,6 +115,7 @@ class Watch:
                     self._end_within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
+                print(self._slow_ranks.look(self._running), end="", file=sys.stderr, flush=True)
                 self._look_for_leavers()
                 self._look_for_stalls()
                 self._act()

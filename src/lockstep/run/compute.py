@@ -122,6 +122,10 @@ class StepCompute:
         note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
+    def exchange(self) -> None:
+        """Notes that this rank waits for the others."""
+        note(self.heartbeat, "reduce", self.plan.epoch, self.plan.step)
+
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The model's arguments and the target."""
         if self.forward is not None:

@@ -51,6 +51,9 @@ class Compute(Protocol):
             phase: what this rank is at: ``forward`` of further units, or ``backward``.
         """
 
+    def exchange(self) -> None:
+        """Notes that this rank has computed its part of the step, and from here on waits for the others."""
+
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model, and the target, on the device.
 

@@ -83,6 +83,7 @@ class Replicated(Strategy):
             losses.append(loss.detach())
             weights.append(weight)
         header = self._fill_header(losses, weights, advanced, stop)
+        compute.exchange()
         headers = self._reduce(header, running.take())
         return self._finish(headers, leaves, nodes=leaves)
 

@@ -1,0 +1,34 @@
+"""Adds up how long a rank itself works on its steps, without what it waits for others."""
+
+from __future__ import annotations
+
+_WORK = frozenset({"data", "forward", "backward", "update"})
+
+
+class WorkMeter:
+    """The seconds of work that a rank has had for one micro-batch, over all steps so far.
+
+    They are counted for each micro-batch, because shares of a step differ by one among ranks that are equally fast.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._step, self._since, self._works = -1, 0.0, False
+        self._in_step, self._micro_batches = 0.0, 0
+
+    def enter(self, phase: str, step: int, now: float) -> float:
+        """Goes over to a phase of a step; returns ``seconds``.
+
+        Args:
+            phase: what begins now.
+            step: of which step; -1 outside of any.
+            now: the time.
+        """
+        if self._works:
+            self._in_step += now - self._since
+        if step > self._step:
+            self.seconds += self._in_step / max(1, self._micro_batches)
+            self._step, self._in_step, self._micro_batches = step, 0.0, 0
+        self._since, self._works = now, phase in _WORK
+        self._micro_batches += phase == "forward"
+        return self.seconds
