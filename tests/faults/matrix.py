@@ -73,8 +73,8 @@ SECTIONS = {
             "P11",
             "a rank is slower than the others",
             "a warning that names it",
-            open="only ranks of one host are compared, and under strategies that exchange within the forward pass (fsdp, "
-            "tensor, pipeline) the time that a rank waits cannot be told from its work",
+            open="only ranks of one host are compared, and under strategies that exchange within the forward pass "
+            "(fsdp, tensor, pipeline) the time that a rank waits cannot be told from its work",
         ),
         Row(
             "P12",

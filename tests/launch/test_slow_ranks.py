@@ -50,6 +50,10 @@ def test_ranks_that_differ_by_less_than_half_are_left_alone(look):
     assert [look(after(n, 0.010), after(n, 0.014)) for n in range(5)] == [""] * 5
 
 
+def test_a_difference_below_a_millisecond_is_noise(look):
+    assert [look(after(n, 0.0001), after(n, 0.0010)) for n in range(5)] == [""] * 5
+
+
 def test_one_slow_window_is_no_slow_rank(look):
     work = 0.0
     for windows, seconds in enumerate((0.02, 0.02, 0.01, 0.02, 0.01)):

@@ -13,6 +13,8 @@ SECONDS = 5.0
 """A window is at least so many steps and seconds long."""
 _TIMES = 1.5
 """How many times as long as the median of the others a rank works before it is called slow."""
+_NOTEWORTHY = 0.001
+"""Seconds by which it must be longer: below, the difference is noise of the clock and of other programs."""
 _WINDOWS = 2
 """In how many windows in a row."""
 
@@ -48,7 +50,7 @@ class SlowRanks:
     def _judge(self, rank: int, work: Mapping[int, float]) -> str:
         others = [seconds for other, seconds in work.items() if other != rank and seconds > 0]
         usual = statistics.median(others) if others else 0.0
-        is_slow = usual > 0 and work[rank] > _TIMES * usual
+        is_slow = usual > 0 and work[rank] > max(_TIMES * usual, usual + _NOTEWORTHY)
         self._row[rank] = self._row.get(rank, 0) + 1 if is_slow else 0
         if self._row[rank] < _WINDOWS or rank in self._told:
             return ""
