@@ -64,19 +64,18 @@ def interface_towards(host: str, port: int, known: list[Interface]) -> Interface
     Raises:
         ConfigError: the name is unknown or no interface leads there.
     """
-    address = resolve(host, port)[0]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, port))
-        except OSError as error:
-            raise ConfigError(
-                f"--master {host} is {address}, and this host has no way there: {error.strerror}. "
-                "Check the address, and that the network is up."
-            ) from error
-        own = str(probe.getsockname()[0])
-    name = next((each.name for each in known if each.address == own), "")
-    return Interface(name, own)
+    why = ""
+    for address in resolve(host, port):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, port))
+            except OSError as error:
+                why = why or f"{address}, and this host has no way there: {error.strerror}"
+                continue
+            own = str(probe.getsockname()[0])
+        return Interface(next((each.name for each in known if each.address == own), ""), own)
+    raise ConfigError(f"--master {host} is {why}. Check the address, and that the network is up.")
 
 
 def chosen(asked: str, found: Interface, known: list[Interface], environment: Mapping[str, str]) -> str:

@@ -34,7 +34,7 @@ class Member:
 
     def __init__(self, options: HostOptions, hello: Hello, say: Callable[[str], None]) -> None:
         self._options, self._hello = options, hello
-        self._address = resolve(options.host, options.port)[0], options.port
+        self._addresses = resolve(options.host, options.port)
         self._switchboard = Switchboard()
         self._attempt: Channel | None = None
         self._next_attempt, self._why_not = 0.0, "no connection was made yet"
@@ -114,11 +114,14 @@ class Member:
             self._begin_attempt()
 
     def _begin_attempt(self) -> None:
-        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        """Dials the next address of node 0; a name may have several, of which it listens on one."""
+        address = self._addresses[0]
+        self._addresses = [*self._addresses[1:], address]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         connection.setblocking(False)
         try:
-            connection.connect(self._address)
+            connection.connect((address, self._options.port))
         except BlockingIOError:
             pass
         except OSError as error:
