@@ -1,6 +1,11 @@
 """A run that lost a rank goes on by itself, and ends in the same bits."""
 
+import os
+import subprocess
+import sys
+
 import pytest
+from tests.soak.killing import SCRIPT
 
 from lockstep.checkpoint import committed
 
@@ -23,3 +28,20 @@ def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak,
     assert [path.name for path in committed(soak.place / "run")] == ["step-00000023", "step-00000024"]
     assert soak.left_over() == []
     soak.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_torchruns_own_restarts_end_in_the_same_fingerprint(tmp_path, undisturbed):
+    """The agent of torchrun starts all ranks anew, and the script asks to resume."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    words = ["--max-restarts=2", str(SCRIPT), str(tmp_path / "run"), "ddp", "--once", "1:9"]
+    done = subprocess.run(
+        [*torchrun, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, [undisturbed]), done.stderr
+    assert (tmp_path / "killed").exists()
+    assert [path.name for path in (tmp_path / "run").glob(".*")] == []
