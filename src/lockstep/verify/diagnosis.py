@@ -39,6 +39,7 @@ class Cause(Enum):
     BUFFERS = "running statistics or other buffers are not synchronised"
     UPDATE = "the update differs although gradients do not"
     REPLICAS = "ranks that must hold the same values do not"
+    PRECISION = "another precision"
     SEEDS = "ranks began with other values because each is seeded with a number of its own"
     FROZEN = "a parameter is trained on some ranks only"
     STAGES = "layers are run in another order"

@@ -28,7 +28,12 @@ def recording(ranks=2, accumulate=1):
             rank,
             ranks,
             seed=0,
-            context={"threads": "1", "torch": "2", "optimizers": "torch.optim.sgd.SGD default"},
+            context={
+                "threads": "1",
+                "torch": "2",
+                "precision": "float32",
+                "optimizers": "torch.optim.sgd.SGD default",
+            },
             start={name: measure(np.zeros(LENGTH)) for name in NAMES},
         )
         for rank in range(ranks)
@@ -279,6 +284,27 @@ def test_another_class_of_optimizer_is_named_before_the_first_step():
         rank.context["optimizers"] = "torch.optim.adam.Adam default"
     found = diagnose_plain(recording(1), other)
     assert (found.cause, found.step) == (Cause.OPTIMIZER, -1)
+
+
+def test_another_precision_is_named_before_the_first_step():
+    other = recording(2)
+    other.ranks[1].context["precision"] = "bfloat16"
+    found = diagnose_plain(recording(1), other)
+    assert (found.cause, found.step) == (Cause.PRECISION, -1)
+    assert "bfloat16 on rank 1" in found.detail
+
+
+def test_what_counts_as_rounding_follows_from_the_precision():
+    def off(step, rank):
+        step.batches[0].losses = [value * 1.01 for value in step.batches[0].losses]
+
+    for precision, is_rounding in (("float32", False), ("bfloat16", True)):
+        reference, other = recording(1), changed(off)
+        for run in (reference, other):
+            for rank in run.ranks:
+                rank.context["precision"] = precision
+        assert (diagnose_plain(reference, other) is None) is is_rounding
+    assert diagnose_plain(recording(1), changed(off), tolerance=0.1) is None
 
 
 def test_a_reference_of_several_processes_is_refused():

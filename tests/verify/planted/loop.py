@@ -21,12 +21,14 @@ class Loop:
         folder: for the records.
         adam: AdamW in place of SGD.
         ddp: gradients are reduced by DistributedDataParallel.
+        bf16: the forward pass runs under autocast.
     """
 
     samples, global_batch, steps = 48, 8, 8
 
-    def __init__(self, rank, world_size, folder, adam=False, ddp=False):
+    def __init__(self, rank, world_size, folder, adam=False, ddp=False, bf16=False):
         self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.bf16 = bf16
         self.adam, self.ddp = adam, ddp and world_size > 1
 
     def run(self):
@@ -101,7 +103,9 @@ class Loop:
 
     def forward_backward(self, indices):
         inputs = self.augment(self.data[indices], indices)
-        losses = functional.cross_entropy(self.network(inputs), self.labels[indices], reduction="none")
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+            output = self.network(inputs)
+        losses = functional.cross_entropy(output.float(), self.labels[indices], reduction="none")
         self.local_loss(losses).backward()
         loss = self.reported(losses.detach())
         self.recorder.batch(samples=indices, inputs=inputs, losses=losses, loss=loss)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.verify.planted.catalogue import FAULTS
 from tests.verify.planted.faults import (
+    ClippedFirst,
     Fused,
     OtherThreads,
     SkippedOnOneRank,
@@ -69,6 +70,14 @@ def test_causes_are_right_in_other_worlds_with_other_optimizers_and_with_ddp(ran
     }
     assert not wrong
     assert list(blamed) == ["Dropping"], blamed
+
+
+@pytest.mark.slow
+def test_in_bf16_all_are_found_though_clipping_looks_like_a_scale(tmp_path):
+    faults = [replace(fault, ranks=2) for fault in FAULTS if fault.loop is not SwappedStages]
+    found = run_all(tmp_path, faults, bf16=True)
+    assert all(each.is_found for each in found)
+    assert {each.fault.loop for each in found if not each.is_right} <= {ClippedFirst}
 
 
 def cannot_happen_with_ddp(loop):

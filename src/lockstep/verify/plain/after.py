@@ -74,7 +74,7 @@ def update(pair: Pair, step: int) -> Diagnosis | None:
         known = pair.first.steps[step - 1].values if step else pair.first.start
         for name, now in record.values.items():
             mine = pair.mine(step).values.get(name)
-            if mine is None or name not in used or used[name].norm <= 1e-6 * total:
+            if mine is None or name not in used or used[name].norm <= pair.noise * total:
                 continue
             change, wanted = vector(now) - vector(before[name]), vector(mine) - vector(known[name])
             bound = _OF_UPDATE * pair.tolerance * math.hypot(*wanted) + 1e-6 * mine.norm

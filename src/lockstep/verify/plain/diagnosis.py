@@ -31,7 +31,7 @@ _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (
 
 
 def diagnose_plain(
-    reference: Recording, other: Recording, *, again: Recording | None = None, tolerance: float = 1e-3
+    reference: Recording, other: Recording, *, again: Recording | None = None, tolerance: float | None = None
 ) -> Diagnosis | None:
     """The first difference and its cause; None where all bits are equal.
 
@@ -39,7 +39,7 @@ def diagnose_plain(
         reference: the run on one process.
         other: the run to be judged.
         again: the reference recorded a second time, which tells operators that do not repeat themselves.
-        tolerance: relative difference that rounding may explain.
+        tolerance: relative difference that rounding may explain; by default as the reference's precision has it.
 
     Raises:
         ConfigError: the reference was recorded on several processes.
@@ -64,7 +64,7 @@ def diagnose_plain(
 def beyond_rounding(pair: Pair) -> Diagnosis | None:
     """The first thing that differs by more than rounding."""
     steps = range(min(pair.reference.length, pair.other.length))
-    found = start.values(pair) or settings.optimizers(pair) or start.stages(pair)
+    found = start.values(pair) or settings.precision(pair) or settings.optimizers(pair) or start.stages(pair)
     for step in steps if found is None else ():
         found = next((each for check in _CHECKS if (each := check(pair, step)) is not None), None)
         if found is not None:
@@ -92,7 +92,7 @@ def _explained(pair: Pair, found: Diagnosis, context: dict[str, str]) -> Diagnos
     for key in sorted(context):
         for rank in pair.other.ranks:
             value = rank.context.get(key, "")
-            if value != context[key] and key != "optimizers":
+            if value != context[key] and key not in ("optimizers", "precision"):
                 cause = Cause.THREADS if key == "threads" else Cause.SOFTWARE
                 detail = f"{key}: {value} on rank {rank.rank}, {context[key]} in the reference"
                 return replace(found, cause=cause, detail=detail)

@@ -21,8 +21,8 @@ from lockstep.verify.plain.pair import Pair, Vector, vector
 from lockstep.verify.plain.record import BatchRecord, Measure, StepRecord
 from lockstep.verify.plain.weights import name_weights
 
-_FIT = 10
-"""How many tolerances a weighted sum may miss what it explains."""
+_WEIGHTS = 0.05
+"""Relative difference of weights that are equal, at most."""
 
 
 def gradients(pair: Pair, step: int) -> Diagnosis | None:
@@ -57,7 +57,7 @@ def _is_own(pair: Pair, record: StepRecord, name: str) -> bool:
     own, used = np.sum(parts, axis=0), vector(record.used[name])
     length = float(own @ own)
     rest = used - own * (float(own @ used) / length if length else 0.0)
-    return float(np.linalg.norm(rest)) <= _FIT * pair.tolerance * float(np.linalg.norm(used))
+    return float(np.linalg.norm(rest)) <= pair.fit * float(np.linalg.norm(used))
 
 
 def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
@@ -65,13 +65,17 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
     absent = [name for name in mine if name not in theirs and mine[name].norm]
     if absent:
         return Diagnosis(Cause.LEFT_OUT, step, repr(absent[0]), "it has no gradient")
-    scale = 1e-3 * math.hypot(*(each.norm for each in mine.values()))
+    scale = pair.noise / pair.tolerance * math.hypot(*(each.norm for each in mine.values()))
     odd = [n for n in mine if n in theirs and not pair.is_same(mine[n], theirs[n], scale)]
     if not odd:
         return None
     first = repr(odd[0])
+    if all(pair.is_same(mine[n], theirs[n], scale, pair.fit) for n in odd) and _is_mean(
+        pair, step, list(mine)
+    ):
+        return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
-    if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > _FIT * pair.tolerance:
+    if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
         what = (
             "the reduction gave"
             if sums is not None and sums.rest_of_wanted < sums.rest_of_used
@@ -85,9 +89,21 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         detail = f"reduced with the weights {weights}; {len(odd)} of {len(mine)} parameters"
         return Diagnosis(Cause.LEFT_OUT, step, first, detail)
     cause, detail = name_weights(
-        sums.batches, sums.used, sums.wanted, len(pair.other.ranks), _FIT * pair.tolerance
+        sums.batches, sums.used, sums.wanted, len(pair.other.ranks), min(pair.fit, _WEIGHTS)
     )
     return Diagnosis(cause, step, first, detail)
+
+
+def _is_mean(pair: Pair, step: int, names: list[str]) -> bool:
+    """Whether every backward pass has the weight of its number of samples."""
+    sums = _sums(pair, step, names)
+    if sums is None or sums.rest_of_used > pair.fit:
+        return False
+    counts = [len(batch.samples) for _, batch in sums.batches]
+    unit = sum(sums.used) / max(sum(counts), 1)
+    return all(
+        abs(weight - unit * count) <= _WEIGHTS * unit * count for weight, count in zip(sums.used, counts)
+    )
 
 
 def _merged(records: list[StepRecord]) -> dict[str, Measure]:

@@ -80,7 +80,7 @@ class RankRecord:
     seed: int
     """What torch's generator was seeded with last."""
     context: dict[str, str] = field(default_factory=dict)
-    """Threads, device, torch, optimizers."""
+    """Threads, device, torch, optimizers, precision."""
     start: dict[str, Measure] = field(default_factory=dict)
     """Parameters before the first step."""
     steps: list[StepRecord] = field(default_factory=list)

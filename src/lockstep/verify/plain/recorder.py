@@ -70,7 +70,7 @@ class Recorder:
         self._stop_watching: Callable[[], None] | None = None
         if first_step:
             _keep(self._path, first_step)
-        else:
+        elif not hasattr(self._model, "_orig_mod"):  # a compiled model calls no modules
             self._stop_watching = watch_calls(self._model, self._call)
         self._model.register_forward_pre_hook(self._before_forward)
         self._model.register_forward_hook(self._after_forward)
@@ -156,6 +156,7 @@ class Recorder:
             "threads": str(torch.get_num_threads()),
             "device": device_model(device),
             "torch": torch.__version__,
+            "precision": _precision(next(self._model.parameters())),
             "optimizers": ", ".join(implementation(each) for each in self._optimizers),
         }
         self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
@@ -227,6 +228,13 @@ def _samples(samples: Sequence[int] | Tensor | None, inputs: Iterable[str]) -> l
     if samples is None:
         return list(inputs)
     return [int(index) for index in samples]
+
+
+def _precision(parameter: Tensor) -> str:
+    """The type that the forward pass computes in."""
+    device = parameter.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    return str(kind).removeprefix("torch.")
 
 
 def _batch_norms(model: nn.Module) -> list[str]:

@@ -34,6 +34,16 @@ def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
     return None
 
 
+def precision(pair: Pair) -> Diagnosis | None:
+    """A forward pass in another type of numbers."""
+    mine = pair.first.context["precision"]
+    for rank in pair.other.ranks:
+        if rank.context["precision"] != mine:
+            detail = f"{rank.context['precision']} on rank {rank.rank}, {mine} in the reference"
+            return Diagnosis(Cause.PRECISION, -1, "precision", detail)
+    return None
+
+
 def optimizers(pair: Pair) -> Diagnosis | None:
     """An optimizer of another class."""
     mine = pair.first.context["optimizers"]
