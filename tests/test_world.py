@@ -118,6 +118,20 @@ def test_open_mpi_is_read_and_its_node_rank_is_not_the_host_s_number():
     assert World.from_environment(one_host).node == 0
 
 
+def test_open_mpi_on_one_host_meets_in_the_folder_of_mpirun_unless_an_address_is_exported():
+    folder = {"PMIX_SERVER_TMPDIR": "/tmp/ompi.7"}
+    one_host = OPEN_MPI | folder | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    assert World.from_environment(one_host).rendezvous == "file:///tmp/ompi.7/lockstep-rendezvous"
+    assert World.from_environment(one_host | {"MASTER_ADDR": "10.0.0.1"}).rendezvous == "env://"
+    assert World.from_environment(OPEN_MPI | folder).rendezvous == "env://"
+
+
+@pytest.mark.parametrize("name", ["TORCHRUN", "SLURM", "OPEN_MPI"])
+def test_the_place_that_the_user_names_comes_first(name):
+    place = {"LOCKSTEP_RENDEZVOUS": "tcp://10.0.0.1:29500"}
+    assert World.from_environment(globals()[name] | place).rendezvous == "tcp://10.0.0.1:29500"
+
+
 def test_torchrun_inside_of_a_slurm_step_counts_as_torchrun():
     assert World.from_environment(SLURM | TORCHRUN).launcher == "torchrun"
 

@@ -79,17 +79,17 @@ class Hosts:
         place = ["--nnodes", len(self.hosts), "--node-rank", node, "--devices", devices]
         return [*place, "--master", f"{master or self.master}:{self.port}", "--token-file", self.token, *more]
 
-    def loop(self, fault="", *, steps=10**9, devices=("cpu:1", "cpu:1"), more=()):
+    def loop(self, fault="", *, steps=10**9, devices=(), more=()):
         """Starts the faulty loop on every host."""
         for node, host in enumerate(self.hosts):
-            options = self.options(node, *more, devices=devices[node])
+            options = self.options(node, *more, devices=devices[node] if devices else "cpu:1")
             host.begin_command(["run", *options, LOOP, self.folder / "marks", steps, fault])
         return self
 
-    def start(self, command, *words, devices=("cpu:1", "cpu:1"), more=()):
+    def start(self, command, *words, devices=(), more=()):
         """Starts ``lockstep COMMAND WORDS`` on every host."""
         for node, host in enumerate(self.hosts):
-            options = self.options(node, *more, devices=devices[node])
+            options = self.options(node, *more, devices=devices[node] if devices else "cpu:1")
             host.begin_command(
                 [command, *words, *options] if command == "train" else [command, *options, *words]
             )

@@ -1,12 +1,14 @@
 """What can be asked about hosts, and what cannot."""
 
 import argparse
+import os
 
 import pytest
 
-from lockstep.cli.host_options import add_host_arguments, host_options, refuse_hosts
+from lockstep.cli.host_options import add_host_arguments, host_options, refuse_hosts, take_rendezvous
 from lockstep.errors import ConfigError
 from lockstep.launch.hosts import HostOptions
+from lockstep.world import World
 
 
 def parsed(*words):
@@ -71,3 +73,27 @@ def test_under_another_launcher_they_are_refused():
 def test_the_token_is_not_shown():
     options = HostOptions(nodes=2, node=0, master="a:1", token=b"secret")
     assert "secret" not in repr(options)
+
+
+@pytest.mark.parametrize(
+    "place", ["env://", "tcp://10.0.0.1:29500", "tcp://[fd00::1]:1", "file:///tmp/meeting"]
+)
+def test_ranks_of_another_launcher_meet_where_they_are_told_to(place):
+    world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
+    assert take_rendezvous(argparse.Namespace(rendezvous=place), world).rendezvous == place
+    assert os.environ["LOCKSTEP_RENDEZVOUS"] == place  # for the script, which reads its world itself
+    assert take_rendezvous(argparse.Namespace(rendezvous=""), world) is world
+
+
+@pytest.mark.parametrize("place", ["10.0.0.1:29500", "tcp://10.0.0.1", "file://meeting", "udp://a:1", "env"])
+def test_a_place_that_is_none_is_refused(place):
+    world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
+    with pytest.raises(
+        ConfigError, match=r"is not known\. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH"
+    ):
+        take_rendezvous(argparse.Namespace(rendezvous=place), world)
+
+
+def test_a_place_for_ranks_that_nobody_started_is_refused():
+    with pytest.raises(ConfigError, match="no launcher has made this process a rank"):
+        take_rendezvous(argparse.Namespace(rendezvous="env://"), World())

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from tests.hosts.host import fingerprint, job, on_one_process, said
+from tests.hosts.host import Hosts, fingerprint, job, on_one_process, said
 from tests.launch.command import wait_until
 
 from lockstep.launch.heartbeat import read_beat
@@ -141,3 +141,20 @@ def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(tw
         assert "Restart 1 of 3: the same 1 rank goes on from the last checkpoint." in host.stderr
     assert fingerprint(two_hosts[0]) == on_one_process(tmp_path, epochs=8)
     two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("M6")
+def test_of_three_hosts_the_two_that_are_left_go_on_to_the_same_fingerprint(tmp_path):
+    hosts = Hosts(tmp_path, prefixes=((), (), ()))
+    try:
+        hosts.start("train", *job(tmp_path, "checkpoint.every_steps=5", epochs=8))
+        wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+        hosts[1].process.kill()
+        assert [code for code, _ in hosts.end(120)] == [0, -signal.SIGKILL, 0], hosts[2].stderr
+        for node in (0, 2):
+            assert "Restart 1 of 3" in hosts[node].stderr
+        assert fingerprint(hosts[0]) == on_one_process(tmp_path, epochs=8)
+        hosts.wait_until_nothing_runs()
+    finally:
+        hosts.clean_up()
