@@ -5,7 +5,7 @@ from torch import nn
 
 import lockstep
 
-LIMIT = 1.0
+LIMIT = 0.5
 """Seconds that a rank waits for another, where none is debugged."""
 
 
