@@ -51,4 +51,5 @@ def test_runs_whose_whole_namespace_was_killed_end_in_the_same_fingerprint_and_l
     soak, undisturbed
 ):
     """As when a container is killed: no process of it can clean up, and its process ids mean nothing afterwards."""
-    killed_and_resumed(soak, range(300, 306), undisturbed, killed=Soak.kill_namespace)
+    cut = killed_and_resumed(soak, range(300, 306), undisturbed, killed=Soak.kill_namespace)
+    assert cut > 0, "no kill ever came during a save: the moments test nothing"
