@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import socket
 
 import pytest
@@ -81,6 +82,43 @@ def test_whoever_does_not_speak_as_lockstep_is_cut_off(pair, line):
     pair[1].sendall(line)
     assert hub.receive() == []
     assert hub.fault is Fault.STRANGER
+
+
+def test_ten_thousand_changed_greetings_and_lines_never_pass_and_never_raise():
+    draw = random.Random(20)
+    good = (
+        b'{"hello": "lockstep 1", "nonce": "'
+        + b"0" * 64
+        + b'"}\n{"proof": "'
+        + b"1" * 64
+        + b'"}\n{"stop": true}\n'
+    )
+    for _ in range(10_000):
+        words = bytearray(good)
+        for _ in range(draw.randrange(4)):
+            place = draw.randrange(len(words))
+            words[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
+        channel = Channel(Said(bytes(words)), TOKEN, "hub")
+        assert channel.receive() == []
+        assert not channel.is_proven
+
+
+class Said:
+    """A connection over which everything has been said."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def recv(self, size):
+        part, self.words = self.words[:size], self.words[size:]
+        return part
+
+    def send(self, words):
+        return len(words)
+
+    def setblocking(self, flag): ...
+    def setsockopt(self, *_): ...
+    def close(self): ...
 
 
 class Between:

@@ -7,7 +7,10 @@ import pytest
 
 from lockstep.cli.host_options import add_host_arguments, host_options, refuse_hosts, take_rendezvous
 from lockstep.errors import ConfigError
+from lockstep.launch import LaunchOptions, parse_devices
 from lockstep.launch.hosts import HostOptions
+from lockstep.launch.options import rank_environment, world_environment
+from lockstep.launch.place import Place
 from lockstep.world import World
 
 
@@ -68,6 +71,27 @@ def test_under_another_launcher_they_are_refused():
     refuse_hosts(parsed(), "torchrun")
     with pytest.raises(ConfigError, match="a rank that torchrun has started"):
         refuse_hosts(parsed("--nnodes", "2"), "torchrun")
+
+
+def test_ranks_of_one_of_two_hosts_are_told_their_place_and_not_the_token(tmp_path):
+    place = Place(
+        run_id="r",
+        world_size=5,
+        node=1,
+        nodes=2,
+        first_rank=2,
+        rendezvous="tcp://10.0.0.1:2",
+        interface="ib0",
+    )
+    options = LaunchOptions(devices=parse_devices("cpu:3"))
+    found = world_environment(options, place, tmp_path, {"LOCKSTEP_TOKEN": "t" * 40, "HOME": "/home/me"})
+    assert "LOCKSTEP_TOKEN" not in found
+    assert found["HOME"] == "/home/me"
+    world = World.from_environment({**found, **rank_environment(2, place)})
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (4, 5, 2, 3)
+    assert (world.node, world.nodes, world.rendezvous, world.run_id) == (1, 2, "tcp://10.0.0.1:2", "r")
+    assert not world.is_one_host
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
 
 
 def test_the_token_is_not_shown():

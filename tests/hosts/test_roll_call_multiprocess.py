@@ -67,6 +67,7 @@ def test_hosts_that_run_something_else_are_refused_on_both_sides(two_hosts, scri
         assert "threads is 1 on host 0, 2 on host 1" in lines[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.fault("X2")
 def test_another_token_is_refused(two_hosts, script):
     begin(two_hosts, 0, script, *LIMIT)

@@ -25,7 +25,7 @@ from lockstep.launch.hosts.messages import end_from_json, end_to_json, sight_fro
 from lockstep.launch.hosts.peer import Peer
 from lockstep.launch.report import last_lines
 from lockstep.launch.signal_inbox import SignalInbox
-from lockstep.launch.stalls import Stall, describe
+from lockstep.launch.stalls import Stall, as_json, describe
 from lockstep.launch.stalls.verdict import judge_stall
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
@@ -188,7 +188,11 @@ class Company:
                 return []
             sights += [sight_from_json(fields, peer.offset) for fields in said["sights"]]
         verdict = judge_stall(sights) if sights else None
-        return describe(verdict, sights) if verdict is not None and verdict.is_deadlock else []
+        if verdict is None or not verdict.is_deadlock:
+            return []
+        bundle = self._logs / "stall.json"
+        bundle.write_text(as_json(verdict, sights))
+        return describe(verdict, sights, bundle)
 
     def _conclusion(self) -> Final | None:
         """The end of the run, or None while ranks still run; node 0 decides, the others hear of it."""
