@@ -104,7 +104,9 @@ def main():
     for name in ("lockstep.cli.run", "lockstep.run", "lockstep.strategies.fsdp"):
         importlib.import_module(name)
     from lockstep.launch.light_torch import postpone_compiler
+    from lockstep.launch.parent_death import die_with_parent
 
+    die_with_parent()
     postpone_compiler()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.freeze()
