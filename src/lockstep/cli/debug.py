@@ -73,7 +73,7 @@ def _attach(arguments: argparse.Namespace) -> int:
     require_debugpy()
     run = choose_run(arguments.attach)
     check_rank_and_port(arguments.rank, run.ranks, arguments.port)
-    address = ask_to_listen(run.directory, arguments.rank, arguments.port, _ANSWER_WITHIN)
+    address = ask_to_listen(run, arguments.rank, arguments.port, _ANSWER_WITHIN)
     print(f"rank {arguments.rank} of run {run.run_id} serves a debugger at {address}")
     return EXIT_DONE
 

@@ -9,7 +9,6 @@ No process is stopped or written into from outside, so it works where ptrace is 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import FrameType
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.debugger import listen
-from lockstep.launch.heartbeat import read_beat
+from lockstep.launch.runs import RunOnHost, signal_process
 from lockstep.world import World
 
 ASK: int = getattr(signal, "SIGRTMIN", 0) + 7 if hasattr(signal, "SIGRTMIN") else 0
@@ -45,11 +44,11 @@ def answer_asks(world: World) -> None:
     signal.signal(ASK, answer)
 
 
-def ask_to_listen(directory: Path, rank: int, port: int, within: float) -> str:
+def ask_to_listen(run: RunOnHost, rank: int, port: int, within: float) -> str:
     """The address at which a rank of a run of this user serves debuggers from now on.
 
     Args:
-        directory: of the run.
+        run: of this user, on this host.
         rank: which one.
         port: where it shall listen, on loopback; of no account where it listens already.
         within: seconds to wait for its answer.
@@ -57,17 +56,16 @@ def ask_to_listen(directory: Path, rank: int, port: int, within: float) -> str:
     Raises:
         ConfigError: the rank does not run, does not answer, or cannot listen.
     """
-    answer = _answer_file(directory, rank)
+    answer = _answer_file(run.directory, rank)
     if not answer.exists():
-        beat = read_beat(directory, rank)
+        beat = run.beats.get(rank)
         if beat is None or not ASK:
             raise ConfigError(f"Rank {rank} cannot be asked: it has not begun, or there is no such rank.")
-        (directory / _DEBUGGED).touch(mode=0o600)
-        _write(_ask_file(directory, rank), str(port))
-        try:
-            os.kill(beat.pid, ASK)
-        except ProcessLookupError as error:
-            raise ConfigError(f"Rank {rank} has ended; there is nothing to attach to.") from error
+        _write(_ask_file(run.directory, rank), str(port))
+        (run.directory / _DEBUGGED).touch(mode=0o600)  # before the rank can stand still
+        if not signal_process(run, beat.pid, ASK):
+            (run.directory / _DEBUGGED).unlink()
+            raise ConfigError(f"Rank {rank} has ended; there is nothing to attach to.")
         _wait_for(answer, rank, within)
     said = json.loads(answer.read_text())
     if "refused" in said:

@@ -113,6 +113,23 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
     return len(ended)
 
 
+def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
+    """Sends a signal to one process of a run; False, and nothing is sent, where it is none of it or has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if _process_of(run.run_id, pid) is None:
+            return False
+        signal.pidfd_send_signal(handle, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
 def remove_left_over(run: RunOnHost) -> None:
     """Removes the run directory of a run whose command and processes have ended."""
     if not is_in_use(run.directory):
