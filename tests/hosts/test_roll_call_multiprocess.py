@@ -1,10 +1,12 @@
 """Hosts that cannot come together: real commands, which end before a rank is started."""
 
+import signal
 import socket
 import time
 
 import pytest
 from tests.hosts.host import LOOPBACK, Host
+from tests.launch.command import wait_until
 
 LIMIT = ("--start-limit", "3")
 
@@ -136,3 +138,16 @@ def _connect(port):
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_host_0_during_the_roll_call_ends_those_that_have_come(two_hosts, script):
+    for node in range(2):
+        options = two_hosts.options(node)
+        options[1] = 3
+        two_hosts[node].begin_command(["run", *options, script])
+    wait_until(lambda: "2 of 3 hosts are here" in two_hosts[0].stderr, 20, "host 1")
+    two_hosts[0].signal(signal.SIGINT)
+    assert two_hosts[0].end()[0] == 130
+    code, lines = two_hosts[1].end()
+    assert (code, lines[-1]) == (4, "lockstep: host 0 has ended before the start: it was interrupted.")

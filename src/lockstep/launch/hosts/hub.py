@@ -133,6 +133,7 @@ class Hub:
         if hello.node not in self.peers:
             self.hellos[hello.node] = hello
             self.peers[hello.node] = Peer(hello.text, self._say, self._options.silence_limit)
+            self._say(f"{hello.text} has come, {len(self.hellos)} of {self._options.nodes} hosts are here")
         self.peers[hello.node].connect(channel)
         self.peers[hello.node].take(message)
         self._told_at = 0.0

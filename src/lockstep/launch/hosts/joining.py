@@ -187,8 +187,10 @@ def _as_member(
 
 def _refuse(hub: Hub, error: BaseException) -> None:
     """Tells the hosts that have come why nothing will be started."""
-    code = error.exit_code if isinstance(error, LockstepError) else 1
-    _say_last(hub, {"refused": _words_of(error), "code": code})
+    if isinstance(error, LockstepError):
+        _say_last(hub, {"refused": str(error), "code": error.exit_code})
+    else:
+        _say_last(hub, {"refused": f"host 0 has ended before the start: {_words_of(error)}.", "code": 1})
 
 
 def _leave(link: Hub | Member, why: str) -> None:
