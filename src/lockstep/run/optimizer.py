@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,20 @@ class PreparedOptimizer(Optimizer):
         optimizer: the user's optimizer.
         step: carries out one step of it; returns whether it was taken (a loss scaler may skip it).
         forget: is told that the gradients were thrown away.
+
+    Raises:
+        ConfigError: the optimizer cannot step from gradients alone.
     """
 
     def __init__(
         self, optimizer: Optimizer, step: Callable[[Optimizer], bool], forget: Callable[[Optimizer], None]
     ) -> None:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
+                "optimizer that steps from gradients, such as SGD or AdamW."
+            )
         self.wrapped = optimizer
         self._step, self._forget = step, forget
         self.step_was_skipped = False
