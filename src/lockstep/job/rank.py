@@ -19,6 +19,7 @@ from lockstep.world import World
 _OF_PLACE = (
     *("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world"),
     *("--nnodes", "--node-rank", "--master", "--interface", "--token-file", "--start-limit", "--rendezvous"),
+    *("--debug-rank", "--debug-port"),
 )
 """Options of ``train`` that say where a job runs; they have no part in its result."""
 
