@@ -1,6 +1,7 @@
 """The contract over all strategies: the same start and data, 12 steps with clipping and a ragged tail, one result.
 
 Level A: every loss, norm, parameter, buffer and optimizer tensor has the bits of ``single``. Level B: within a bound.
+Level C has tests of its own: ``parameter_server/asynchronous/test_digits_accuracy.py``.
 """
 
 from dataclasses import dataclass, field

@@ -12,11 +12,16 @@ from lockstep.errors import ConfigError
 from lockstep.launch.light_torch import postpone_compiler
 
 
-def held_and_sent(world, servers):
+def wide():
+    """More than half of its values are in one matrix, so two servers share its rows."""
+    return nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def held_and_sent(world, servers, make=network):
     """What each rank's optimizer holds, and what it has sent after three steps."""
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
-    model = network()
+    model = make()
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
     run, model, optimizer = begin(
         model, torch.optim.AdamW, strategy="parameter_server", parameter_server={"servers": servers}
@@ -26,22 +31,27 @@ def held_and_sent(world, servers):
         optimizer.step()
         optimizer.zero_grad()
     state = sum(t.nbytes for each in optimizer.state.values() for t in each.values() if t.dim())
-    names = list(run.strategy.trainable())
+    held = {name: parameter.nbytes for name, parameter in run.strategy.trainable().items()}
     value = run.evaluate(dataset(seed=2), correct)
-    found = names, state, run.strategy.bytes_sent, sizes, value, run.fingerprint()
+    found = held, state, run.strategy.bytes_sent, sizes, value, run.fingerprint()
     run.close()
     return found
 
 
-@pytest.mark.parametrize(("world", "servers"), [(2, 1), (4, 2)])
-def test_servers_hold_the_keys_and_the_optimizer_state_and_workers_none(world, servers):
-    ranks = run_ranks(held_and_sent, world, servers)
+@pytest.mark.parametrize(("world", "servers", "make"), [(2, 1, network), (4, 2, wide)])
+def test_servers_hold_the_keys_and_the_optimizer_state_and_workers_none(world, servers, make):
+    ranks = run_ranks(held_and_sent, world, servers, make)
     workers, kept = ranks[: world - servers], ranks[world - servers :]
     sizes = ranks[0][3]
-    assert all((names, state) == ([], 0) for names, state, *_ in workers)
-    assert sorted(name for names, *_ in kept for name in names) == sorted(sizes)
-    for names, state, *_ in kept:
-        assert state == 2 * sum(sizes[name] for name in names), "AdamW keeps two values for each"
+    assert all((held, state) == ({}, 0) for held, state, *_ in workers)
+    together = [name for held, *_ in kept for name in held]
+    assert sorted(set(together)) == sorted(sizes)
+    shared = {name for name in together if together.count(name) > 1}
+    assert shared == ({"0.weight"} if make is wide else set()), "only what is larger than a fair share is cut"
+    for name, size in sizes.items():
+        assert sum(held.get(name, 0) for held, *_ in kept) == size
+    for held, state, *_ in kept:
+        assert state == 2 * sum(held.values()), "AdamW keeps two values for each"
     assert len({(value, fingerprint) for *_, value, fingerprint in ranks}) == 1
 
 
@@ -57,8 +67,8 @@ def test_servers_give_their_values_to_each_other_too():
     """Two workers and two servers: all values go from their server to three ranks."""
     ranks = run_ranks(held_and_sent, 4, 2)
     sizes, steps = ranks[0][3], 3
-    for names, _, sent, *_ in ranks[2:]:
-        assert sent == steps * 3 * sum(sizes[name] for name in names)
+    for held, _, sent, *_ in ranks[2:]:
+        assert sent == steps * 3 * sum(held.values())
     assert sum(each[2] for each in ranks[2:]) == steps * 3 * sum(sizes.values())
 
 

@@ -185,7 +185,7 @@ def test_all_stop_at_a_step_that_none_has_begun():
     service.collect()
     service.request_stop(130)
     service.request_stop(75)
-    assert (service.stop_at, service.stop_reason) == (4, 130)
+    assert (service.stop.at, service.stop.reason) == (4, 130)
     script.arriving = [(1, PULL), (2, push(1)), (2, push(1))]
     service.collect()
     assert script.sent[0][1].content == {"version": 0, "stop_at": 4, "stop_reason": 130}

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.strategies.parameter_server.asynchronous.inbox import connect
-from lockstep.strategies.parameter_server.asynchronous.service import Meeting
+from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting
+from lockstep.strategies.parameter_server.asynchronous.stop import Stop
 from lockstep.strategies.parameter_server.asynchronous.tensors import ModelBuffers, as_bytes, from_bytes
 from lockstep.strategies.parameter_server.asynchronous.wire import LOST, Message, Refused, receive, send
 from lockstep.strategies.parameter_server.holding import Holding
@@ -42,8 +43,7 @@ class Client:
         self._meetings = 0
         self.version = 0
         """Updates in the values that were pulled last."""
-        self.stop_at, self.stop_reason = 0, 0
-        """The step at which all stop, and why; 0 for none."""
+        self.stop = Stop()
         self.bytes_sent = 0
 
     def push(self, gradients: Mapping[str, Tensor], statistics: Tensor, report: Mapping[str, Any]) -> None:
@@ -54,12 +54,7 @@ class Client:
             statistics: sum of what forward passes left in running buffers, for the first server.
             report: the rest; see ``Pool``.
         """
-        content = {
-            **report,
-            "version": self.version,
-            "stop_at": self.stop_at,
-            "stop_reason": self.stop_reason,
-        }
+        content = {**report, "version": self.version, **self.stop.as_content()}
         for server in range(len(self._ranks)):
             body = b""
             if gradients:
@@ -102,7 +97,7 @@ class Client:
             answer = receive(self._connections[server], self._largest(server))
         except (OSError, Refused) as error:
             raise self._gone(server) from error
-        self.stop_at, self.stop_reason = int(answer.content["stop_at"]), int(answer.content["stop_reason"])
+        self.stop.adopt(answer.content)
         return answer
 
     def _send(self, server: int, message: Message) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.data.batch import Batch
 from lockstep.strategies.contract import Compute, StepResult
-from lockstep.strategies.parameter_server.asynchronous.service import Meeting
+from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting
 
 
 class Role(ABC):

@@ -12,8 +12,9 @@ from lockstep.buffers import RunningBuffers
 from lockstep.data.batch import Batch
 from lockstep.strategies.contract import Compute, StepResult
 from lockstep.strategies.parameter_server.asynchronous.client import set_values
+from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting
 from lockstep.strategies.parameter_server.asynchronous.role import Role
-from lockstep.strategies.parameter_server.asynchronous.service import Meeting, Service
+from lockstep.strategies.parameter_server.asynchronous.service import Service
 from lockstep.strategies.parameter_server.asynchronous.tensors import ModelBuffers
 from lockstep.strategies.parameter_server.asynchronous.worker import require_one_backward
 from lockstep.strategies.parameter_server.holding import Holding
@@ -62,9 +63,8 @@ class Server(Role):
             if pool.statistics.numel():
                 self._buffers.begin_step()
                 self._buffers.finish_step(pool.statistics, pool.leaves, pool.counters)
-        is_last = service.stop_at and self._step + 1 >= service.stop_at
         loss = torch.tensor(self._loss, dtype=torch.float64, device=self._holding.device)
-        stops = torch.tensor(service.stop_reason if is_last else 0)
+        stops = torch.tensor(service.stop.reason_after(self._step + 1))
         return StepResult(loss, loss.reshape(1), stops, loss.isfinite() & finite)
 
     def after_step(self) -> None:

@@ -14,30 +14,19 @@ import logging
 import math
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.errors import ConfigError, RankError
+from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous.clock import Clock
 from lockstep.strategies.parameter_server.asynchronous.inbox import Inbox
+from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting, require_same
 from lockstep.strategies.parameter_server.asynchronous.pool import Pool
 from lockstep.strategies.parameter_server.asynchronous.staleness import Staleness
+from lockstep.strategies.parameter_server.asynchronous.stop import Stop
 from lockstep.strategies.parameter_server.asynchronous.wire import LOST, Message, Refused
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What came of a meeting of all living processes."""
-
-    values: list[Any]
-    """What each rank gave, by rank; None of those that are gone."""
-    living: list[int]
-    """Ranks of the workers that are there."""
-    bodies: dict[int, bytes | bytearray | memoryview] = field(default_factory=dict)
-    """What ranks sent beside it; on the first server alone."""
 
 
 class Service:
@@ -72,8 +61,7 @@ class Service:
         self._is_collecting = self._is_ending = False
         self.version = 0
         """Updates so far."""
-        self.stop_at, self.stop_reason = 0, 0
-        """The step at which all stop, and why; 0 for none."""
+        self.stop = Stop()
         self.lost: dict[int, int] = {}
         """Workers that have gone, and the update at which they did."""
         self.staleness = Staleness()
@@ -98,8 +86,8 @@ class Service:
 
     def request_stop(self, reason: int) -> None:
         """Lets all stop together, at a step that none has begun; the first request counts."""
-        if reason and not self.stop_at:
-            self.stop_at, self.stop_reason = self.clock.farthest + 2, reason
+        if reason:
+            self.stop.adopt({"stop_at": self.clock.farthest + 2, "stop_reason": reason})
 
     def meet(self, label: str, value: Any, body: bytes | memoryview = b"") -> Meeting:
         """Waits for all living processes, and gives every one what each of them brought. All must call this.
@@ -119,11 +107,11 @@ class Service:
             self._serve()
         arrived, self._arrived, self._held = self._arrived, {}, self._held + 1
         for rank, message in arrived.items():
-            _require_same(rank, message.content, told)
+            require_same(rank, message.content, told)
         last = max(self._servers[-1], *self.clock.living, *arrived)
         values = [arrived[rank].content["value"] if rank in arrived else None for rank in range(last + 1)]
         values[self._rank] = value
-        content = {"values": values, "living": self.clock.living, **self._stop}
+        content = {"values": values, "living": self.clock.living, **self.stop.as_content()}
         for rank in arrived:
             self._inbox.send(rank, Message("met", content))
         return Meeting(values, self.clock.living, {rank: each.body for rank, each in arrived.items()})
@@ -156,10 +144,6 @@ class Service:
                 "Look at why they ended; the run can be resumed from its last checkpoint."
             )
         return self._pool.pushes >= len(self.clock.living) or self.clock.all_rest(self._held)
-
-    @property
-    def _stop(self) -> dict[str, int]:
-        return {"stop_at": self.stop_at, "stop_reason": self.stop_reason}
 
     def _expected(self) -> set[int]:
         """Who comes to a meeting."""
@@ -195,9 +179,7 @@ class Service:
             raise Refused("it is no worker")
         self._pool.add(message)
         self.staleness.add_lead(self.clock.advance(rank))
-        if not self.stop_at:
-            self.stop_at = int(message.content["stop_at"])
-            self.stop_reason = int(message.content["stop_reason"])
+        self.stop.adopt(message.content)
 
     def _take_pull(self, rank: int, message: Message) -> None:
         self._asking.append(rank)
@@ -213,9 +195,7 @@ class Service:
     def _take_answer(self, rank: int, message: Message) -> None:
         if rank in self._servers:
             self._answers[rank] = message
-            if not self.stop_at:
-                self.stop_at = int(message.content["stop_at"])
-                self.stop_reason = int(message.content["stop_reason"])
+            self.stop.adopt(message.content)
 
     def _take_tally(self, rank: int, message: Message) -> None:
         row = [float(number) for number in message.content["row"]]
@@ -245,7 +225,9 @@ class Service:
         self._asking = [rank for rank in self._asking if rank not in ready]
         body = self._values()
         for rank in ready:
-            if self._inbox.send(rank, Message("values", {"version": self.version, **self._stop}, body)):
+            if self._inbox.send(
+                rank, Message("values", {"version": self.version, **self.stop.as_content()}, body)
+            ):
                 self.bytes_sent += len(body)
 
     def _lose(self, rank: int) -> None:
@@ -267,14 +249,6 @@ class Service:
                 self.version,
                 len(self.clock.living),
             )
-
-
-def _require_same(rank: int, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    if (theirs.get("label"), theirs.get("number")) != (mine["label"], mine["number"]):
-        raise ConfigError(
-            f"Rank {rank} came to its meeting {theirs.get('number')} ({theirs.get('label')}) while this rank holds its "
-            f"meeting {mine['number']} ({mine['label']}). Every rank must make the same calls in the same order."
-        )
 
 
 def _losses(lost: dict[int, int]) -> str:

@@ -14,8 +14,8 @@ from lockstep.errors import ConfigError
 from lockstep.strategies.contract import Compute, StepResult
 from lockstep.strategies.gradients import GradientTree
 from lockstep.strategies.parameter_server.asynchronous.client import Client
+from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting
 from lockstep.strategies.parameter_server.asynchronous.role import Role
-from lockstep.strategies.parameter_server.asynchronous.service import Meeting
 from lockstep.strategies.parameter_server.holding import Holding
 from lockstep.sums import sum_of_squares
 
@@ -67,7 +67,12 @@ class Worker(Role):
             self._buffers.refuse_changed_others()
             self._checked = True
         mean = torch.tensor(self._loss, dtype=torch.float64, device=losses.device)
-        return StepResult(mean, losses, self._stop(), losses.sum().isfinite() & finite)
+        return StepResult(
+            mean,
+            losses,
+            torch.tensor(self._client.stop.reason_after(self._step + 1)),
+            losses.sum().isfinite() & finite,
+        )
 
     def after_step(self) -> None:
         """Pushes and pulls; waits if it is too far ahead."""
@@ -136,11 +141,6 @@ class Worker(Role):
 
     def _no_statistics(self) -> Tensor:
         return torch.zeros(self._buffers.numel, dtype=self._buffers.dtype, device=self._buffers.device)
-
-    def _stop(self) -> Tensor:
-        client = self._client
-        is_last = client.stop_at and self._step + 1 >= client.stop_at
-        return torch.tensor(client.stop_reason if is_last else 0)
 
 
 def require_one_backward() -> ConfigError:
