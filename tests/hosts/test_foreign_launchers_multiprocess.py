@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tests.hosts.host import LOCKSTEP, LOOPBACK, Host, free_port, job
-from tests.launch.command import LOOP
+from tests.hosts.host import LOCKSTEP, LOOPBACK, Host, free_port, job, on_one_process
+from tests.launch.command import LOOP, wait_until
 
 MPIRUN = [
     "mpirun",
@@ -53,14 +55,14 @@ def call(words, folder, **environment):
     return done
 
 
-def fingerprint(done):
-    return next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("fingerprint"))
+def fingerprint(output):
+    return next(line.split()[1] for line in output.splitlines() if line.startswith("fingerprint"))
 
 
 @needs_mpi
 def test_open_mpi_on_one_host_needs_no_address_and_opens_no_port(tmp_path, alone):
     done = call([*mpirun(2), *LOCKSTEP, "train", *job(tmp_path)], tmp_path)
-    assert fingerprint(done) == alone
+    assert fingerprint(done.stdout) == alone
 
 
 @needs_mpi
@@ -71,7 +73,7 @@ def test_open_mpi_meets_where_it_is_told_to(tmp_path, alone, kind):
     place = {"env": "env://", "tcp": f"tcp://{LOOPBACK}:{port}", "file": f"file://{tmp_path}/meeting"}[kind]
     export = ["-x", f"MASTER_ADDR={LOOPBACK}", "-x", f"MASTER_PORT={port}"] if kind == "env" else []
     done = call([*mpirun(3, *export), *LOCKSTEP, "train", *job(tmp_path), "--rendezvous", place], tmp_path)
-    assert fingerprint(done) == alone
+    assert fingerprint(done.stdout) == alone
 
 
 @needs_mpi
@@ -108,7 +110,7 @@ def test_ranks_end_when_mpirun_is_killed(tmp_path):
 def test_torchrun_s_open_store_is_named_once(tmp_path, alone):
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--no-python"]
     done = call([*agent, *LOCKSTEP, "train", *job(tmp_path)], tmp_path)
-    assert fingerprint(done) == alone
+    assert fingerprint(done.stdout) == alone
     assert done.stderr.count("listens on every interface and its agent may unpickle") == 1
 
 
@@ -116,14 +118,38 @@ def test_torchrun_s_open_store_is_named_once(tmp_path, alone):
 def test_torchrun_with_a_static_rendezvous_is_joined_on_two_nodes(tmp_path, alone):
     place = [f"--master-addr={LOOPBACK}", f"--master-port={free_port()}"]
     done = on_two_nodes(lambda node: [*place, "--nnodes=2", f"--node-rank={node}"], tmp_path)
-    assert fingerprint(done) == alone
+    assert fingerprint(done.stdout) == alone
 
 
 @pytest.mark.slow
 def test_torchrun_with_an_elastic_rendezvous_is_joined_on_two_nodes(tmp_path, alone):
     place = ["--rdzv-backend=c10d", f"--rdzv-endpoint={LOOPBACK}:{free_port()}", "--rdzv-id=job"]
     done = on_two_nodes(lambda node: [*place, "--nnodes=1:2", f"--rdzv-conf=is_host={1 - node}"], tmp_path)
-    assert fingerprint(done) == alone
+    assert fingerprint(done.stdout) == alone
+
+
+@pytest.mark.slow
+def test_torchrun_s_restart_goes_on_from_the_checkpoint_to_the_same_fingerprint(tmp_path):
+    host = Host(
+        tmp_path, 0, (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=2", "--no-python")
+    )
+    words = job(tmp_path, "checkpoint.every_steps=5", "run.name=one", epochs=8)
+    host.begin_command(["train", *words, "--resume", "auto"], {"OMP_NUM_THREADS": "1"})
+    try:
+        wait_until(lambda: list(tmp_path.glob("runs/one/step-*/manifest.json")), 60, "a checkpoint")
+        rank = next(pid for pid in host.processes() if b"LOCAL_RANK=1" in environment_of(pid))
+        os.kill(rank, signal.SIGKILL)
+        code, lines = host.end(150)
+        assert code == 0, lines
+        assert host.stdout.count("fingerprint ") == 1
+        assert fingerprint(host.stdout) == on_one_process(tmp_path, epochs=8)
+        host.wait_until_nothing_runs()
+    finally:
+        host.clean_up()
+
+
+def environment_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 @pytest.mark.slow

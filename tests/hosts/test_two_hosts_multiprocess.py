@@ -158,3 +158,23 @@ def test_of_three_hosts_the_two_that_are_left_go_on_to_the_same_fingerprint(tmp_
         hosts.wait_until_nothing_runs()
     finally:
         hosts.clean_up()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("N5")
+def test_a_rank_that_never_joins_the_group_is_not_waited_for_on_the_other_host(two_hosts, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(
+        "from lockstep.process_group import open_process_group\n"
+        "from lockstep.world import World\n"
+        "world = World.from_environment()\n"
+        "if world.rank == 1:\n    raise ValueError('no')\n"
+        "with open_process_group(world):\n    pass\n"
+    )
+    two_hosts.start("run", script)
+    ends = two_hosts.end(40)  # the roll-call of ranks alone would wait for 60 s
+    for code, lines in ends:
+        assert code == 4
+        assert said(lines)[0].startswith("rank 1 failed first, start (host ")
+        assert "  rank 0: stopped after it" in lines
+    two_hosts.wait_until_nothing_runs()
