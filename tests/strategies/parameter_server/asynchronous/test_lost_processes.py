@@ -38,12 +38,13 @@ def test_a_killed_worker_does_not_stop_the_run_and_the_other_takes_its_samples(c
 
 
 def test_a_killed_server_is_recovered_from_its_last_snapshot(command):
-    """Snapshots at the steps 5, 10, ...; the server dies in its step 14."""
+    """Snapshots at the steps 5, 10, ... are written in the background; the server dies in its step 14."""
     code, lines, found = ended(command, "0:14", "--restarts", "1")
     assert (code, found["step"]) == (0, STEPS)
     assert lines.startswith("rank 0 killed by SIGKILL, step 14")
     assert "Restart 1 of 1: the same 3 ranks go on from the last checkpoint." in lines
-    assert (found["restart"], found["began"]) == (1, 10)
+    assert found["restart"] == 1
+    assert found["began"] in (5, 10), "the newest that was whole"
     assert found["accuracy"] > GOOD
 
 

@@ -27,6 +27,10 @@ from lockstep.strategies.parameter_server.asynchronous.wire import LOST, Message
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0
+_LOST_WORKER = (
+    "The worker on rank %d has gone after update %d. Its samples are left out until the next epoch, which the %d "
+    "others share."
+)
 
 
 class Service:
@@ -242,13 +246,7 @@ class Service:
         self._asking = [other for other in self._asking if other != rank]
         if self.clock.lose(rank):
             self.lost[rank] = self.version
-            logger.warning(
-                "The worker on rank %d has gone after update %d. Its samples are left out until the next epoch, which "
-                "the %d others share.",
-                rank,
-                self.version,
-                len(self.clock.living),
-            )
+            logger.warning(_LOST_WORKER, rank, self.version, len(self.clock.living))
 
 
 def _losses(lost: dict[int, int]) -> str:
