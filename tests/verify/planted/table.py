@@ -25,7 +25,9 @@ The last column says whether the cause is right as well where the reference is t
 process, as under `lockstep verify --script`. {alone} are. What is missing there is alike on all ranks and in the
 reference (threads, implementation), or a scale that the reference's own mistake hides (accumulation).
 
-`make test-all` runs the faults on other numbers of ranks, with AdamW, and with DistributedDataParallel too.
+`make test-all` runs the faults on other numbers of ranks, with AdamW, with DistributedDataParallel and in bf16 too. It
+also runs 12 mistakes that were planted after the diagnosis was written (`unforeseen.py`): all are found, each with the
+step and the place; where the diagnosis has no word for a mistake it says which quantity went wrong first.
 """
 
 

@@ -14,6 +14,7 @@ from tests.verify.planted.faults import (
 )
 from tests.verify.planted.running import run_all
 from tests.verify.planted.table import PAGE, page
+from tests.verify.planted.unforeseen import UNFORESEEN
 
 from lockstep.verify import Cause
 
@@ -78,6 +79,14 @@ def test_in_bf16_all_are_found_though_clipping_looks_like_a_scale(tmp_path):
     found = run_all(tmp_path, faults, bf16=True)
     assert all(each.is_found for each in found)
     assert {each.fault.loop for each in found if not each.is_right} <= {ClippedFirst}
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_that_the_diagnosis_was_not_made_for(tmp_path):
+    found = {each.fault.loop.__name__: each for each in run_all(tmp_path, UNFORESEEN)}
+    assert {name: each.found.cause for name, each in found.items()} == {
+        name: each.fault.cause for name, each in found.items()
+    }
 
 
 def cannot_happen_with_ddp(loop):

@@ -13,7 +13,6 @@ Parameters, buffers, gradients, settings and random generators are read by hooks
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import time
@@ -25,15 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import device_model, digest_tensor
-from lockstep.run.optimizer import hyperparameters, implementation
-from lockstep.sync_batch_norm import SyncBatchNorm
+from lockstep.fingerprint import digest_tensor
+from lockstep.run.optimizer import hyperparameters
 from lockstep.verify.plain.calls import watch_calls
+from lockstep.verify.plain.conditions import batch_norms, context, generators
 from lockstep.verify.plain.record import BatchRecord, RankRecord, Sample, StepRecord
 from lockstep.verify.plain.session import Enough, wanted
 from lockstep.verify.plain.sketch import Sketcher
@@ -143,7 +141,7 @@ class Recorder:
         }
         step.settings = hyperparameters(self._optimizers)
         step.trained = [name for name, parameter in named if parameter.requires_grad]
-        step.batch_norms = _batch_norms(self._model)
+        step.batch_norms = batch_norms(self._model)
         for name, parameter in named:
             if parameter.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
@@ -151,14 +149,7 @@ class Recorder:
         return step
 
     def _write_header(self) -> None:
-        device = next(self._model.parameters()).device
-        self._record.context = {
-            "threads": str(torch.get_num_threads()),
-            "device": device_model(device),
-            "torch": torch.__version__,
-            "precision": _precision(next(self._model.parameters())),
-            "optimizers": ", ".join(implementation(each) for each in self._optimizers),
-        }
+        self._record.context = context(self._model, self._optimizers)
         self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(self._record.header() + "\n")
@@ -166,13 +157,13 @@ class Recorder:
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
             began = time.perf_counter()
-            self._begun().batches.append(BatchRecord(generators=(_generators(), "")))
+            self._begun().batches.append(BatchRecord(generators=(generators(), "")))
             self._mark += time.perf_counter() - began
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self._step is not None and self._step.batches:
             latest = self._step.batches[-1]
-            latest.generators = (latest.generators[0], _generators())
+            latest.generators = (latest.generators[0], generators())
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         if self._step is not None and self._step.batches and not gradient.is_sparse:
@@ -228,27 +219,3 @@ def _samples(samples: Sequence[int] | Tensor | None, inputs: Iterable[str]) -> l
     if samples is None:
         return list(inputs)
     return [int(index) for index in samples]
-
-
-def _precision(parameter: Tensor) -> str:
-    """The type that the forward pass computes in."""
-    device = parameter.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-    return str(kind).removeprefix("torch.")
-
-
-def _batch_norms(model: nn.Module) -> list[str]:
-    own = (nn.SyncBatchNorm, SyncBatchNorm)
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, own)
-    ]
-
-
-def _generators() -> str:
-    """Digest of the state of the generators that a model's forward pass draws from."""
-    digest = hashlib.sha256(torch.get_rng_state().numpy().data)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own lack
-        digest.update(torch.cuda.get_rng_state().numpy().data)
-    return digest.hexdigest()[:16]
