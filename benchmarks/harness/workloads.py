@@ -128,6 +128,7 @@ class Arguments:
     reduce: str
     strategy: str = "ddp"
     mesh: str = ""
+    accumulate: str = "no_sync"
 
 
 def read_arguments() -> Arguments:
@@ -136,11 +137,13 @@ def read_arguments() -> Arguments:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
     parser.add_argument("--control", type=Path, required=True, help="the harness' socket")
     parser.add_argument("--fetch", choices=["rows", "items"], default="rows")
-    parser.add_argument("--micro-batches", type=int, default=0, help="K; plain DDP and FSDP2 have K = W")
+    parser.add_argument("--micro-batches", type=int, default=0, help="K; 0: one for each rank")
     reducers = ["ordered", "ordered-collectives", "ring"]
     parser.add_argument("--reduce", choices=reducers, default="ordered", help="only Lockstep reads it")
     parser.add_argument("--strategy", default="ddp", help="only Lockstep reads it")
     parser.add_argument("--mesh", default="", help="only Lockstep reads it")
+    how = "DDP with several micro-batches a rank: reduces after the last, or after every one"
+    parser.add_argument("--accumulate", choices=["no_sync", "every"], default="no_sync", help=how)
     given = parser.parse_args()
     torch.set_num_threads(1)
     return Arguments(
@@ -151,4 +154,5 @@ def read_arguments() -> Arguments:
         reduce=given.reduce,
         strategy=given.strategy,
         mesh=given.mesh,
+        accumulate=given.accumulate,
     )

@@ -9,11 +9,13 @@ from typing import Any
 
 WIDTH, ROW, LEFT, TOP = 900, 26, 110, 34
 FORWARD, BACKWARD, THEORY = "#4c8bd6", "#e08a3c", "#777777"
+_BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
+"""Pages may be dark, and the words are black."""
 COLOURS = {"gpipe": "#4c8bd6", "1f1b": "#3f9d5c", "interleaved": "#c2527a"}
 
 
 def timelines(found: Sequence[Any]) -> str:
-    """The passes of each schedule's median step: a row for each rank, forward blue, backward orange."""
+    """The passes of each schedule's median step: a row for each rank, forward blue, backward orange, waiting grey."""
     parts, y = [], TOP
     longest = max(stop for each in found for _, _, stop in relative(each.spans))
     scale = (WIDTH - LEFT - 20) / longest
@@ -21,15 +23,18 @@ def timelines(found: Sequence[Any]) -> str:
         waits = 100 * statistics.median(each.waiting)
         parts.append(text(LEFT, y - 8, f"{each.schedule}, {each.count} micro-batches: {waits:.0f} % waiting"))
         first = min(start for rank in each.spans for _, start, _ in rank)
+        length = max(stop for _, _, stop in relative(each.spans))
         for number, rank in enumerate(each.spans):
             parts.append(text(LEFT - 10, y + ROW - 9, f"rank {number}", anchor="end"))
-            parts.append(box(LEFT, y, longest * scale, ROW - 4, "#eeeeee"))
+            parts.append(box(LEFT, y, length * scale, ROW - 4, "#e4e4e4"))
             for name, start, stop in rank:
                 colour = FORWARD if name.endswith("F") else BACKWARD
                 parts.append(box(LEFT + (start - first) * scale, y, (stop - start) * scale, ROW - 4, colour))
             y += ROW
         y += TOP
-    parts.append(text(LEFT, y - 8, f"forward blue, backward orange; {1000 * longest:.0f} ms across"))
+    parts.append(
+        text(LEFT, y - 8, f"forward blue, backward orange, waiting grey; {1000 * longest:.0f} ms across")
+    )
     return picture(parts, y)
 
 
@@ -38,12 +43,19 @@ def bubbles(found: Sequence[Any], ranks: int) -> str:
     height, bottom = 380, 330
     counts = sorted({each.count for each in found})
     top = max(max(each.waiting) for each in found) * 1.1
-    xs = {count: LEFT + (WIDTH - LEFT - 120) * n / (len(counts) - 1) for n, count in enumerate(counts)}
+    xs = {count: LEFT + 24 + (WIDTH - LEFT - 150) * n / (len(counts) - 1) for n, count in enumerate(counts)}
 
     def at(part: float) -> float:
         return bottom - (bottom - TOP) * part / top
 
-    parts = [text(LEFT, 20, f"waiting on {ranks} ranks: lines theory, points measured (median, range)")]
+    parts = [
+        text(
+            LEFT,
+            20,
+            f"part of the time that {ranks} ranks wait, with M micro-batches: lines theory (gpipe as 1f1b), "
+            "points measured (median, range)",
+        )
+    ]
     for tick in range(0, int(100 * top) + 1, 10):
         parts.append(line(LEFT, at(tick / 100), WIDTH - 100, at(tick / 100), "#dddddd"))
         parts.append(text(LEFT - 10, at(tick / 100) + 4, f"{tick} %", anchor="end"))
@@ -85,4 +97,4 @@ def text(x: float, y: float, words: str, *, anchor: str = "start") -> str:
 
 def picture(parts: Iterable[str], height: float) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
-    return head + 'font-family="sans-serif" font-size="13">\n' + "\n".join(parts) + "\n</svg>\n"
+    return "\n".join([head + 'font-family="sans-serif" font-size="13">', _BACKGROUND, *parts, "</svg>", ""])

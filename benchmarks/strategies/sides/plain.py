@@ -20,6 +20,12 @@ def world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def parts(given: Arguments, inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """A rank's micro-batches of one step."""
+    count = max(1, given.micro_batches // world()[1])
+    return list(zip(inputs.chunk(count), targets.chunk(count)))
+
+
 def loop(given: Arguments, build: Callable[[Arguments], Step], *, shared_batch: bool = False) -> None:
     """Builds the training under the memory count and steps when the harness says so.
 

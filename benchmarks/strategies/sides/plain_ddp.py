@@ -1,9 +1,11 @@
-"""DistributedDataParallel as torch's tutorial has it."""
+"""DistributedDataParallel as torch's tutorial has it; several micro-batches under ``no_sync``, or each reduced."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from harness.workloads import Arguments, read_arguments
-from plain import Step, loop
+from plain import Step, loop, parts
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,7 +15,11 @@ def build(given: Arguments) -> Step:
     optimizer = given.workload.build_optimizer(model)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        given.workload.loss(model(inputs), targets).backward()
+        micro_batches = parts(given, inputs, targets)
+        for number, (own, wanted) in enumerate(micro_batches, 1):
+            waits = number < len(micro_batches) and given.accumulate == "no_sync"
+            with model.no_sync() if waits else nullcontext():
+                (given.workload.loss(model(own), wanted) / len(micro_batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,9 +1,9 @@
-"""FSDP2 as torch's tutorial has it: ``fully_shard`` on every block, then on the whole model."""
+"""FSDP2 as torch's tutorial has it: ``fully_shard`` on every block, then on the model; reduces every micro-batch."""
 
 from __future__ import annotations
 
 from harness.workloads import Arguments, read_arguments
-from plain import Step, loop, world
+from plain import Step, loop, parts, world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +21,9 @@ def build(given: Arguments) -> Step:
     optimizer = given.workload.build_optimizer(model)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
-        given.workload.loss(model(inputs), targets).backward()
+        micro_batches = parts(given, inputs, targets)
+        for own, wanted in micro_batches:
+            (given.workload.loss(model(own), wanted) / len(micro_batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
