@@ -1,11 +1,14 @@
 """Messages over real sockets: what is malformed, too large or from a stranger is refused, and holds up nobody."""
 
+import contextlib
 import logging
 import socket
 import struct
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous.inbox import Inbox, connect
@@ -74,6 +77,18 @@ def test_what_is_no_message_is_refused(pair, sent, why):
         receive(pair[1], LARGEST)
     pair[1].close()
     writer.join()
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"LSPS", HEADER.pack(b"LSPS", 20, 30)]))
+@settings(max_examples=100, deadline=None)
+def test_arbitrary_bytes_are_a_message_or_are_refused(sent, begin):
+    left, right = socket.socketpair()
+    with left, right:
+        right.settimeout(5)
+        left.sendall(begin + sent)
+        left.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(Refused, ConnectionError):
+            assert isinstance(receive(right, LARGEST), Message)
 
 
 def test_an_end_in_the_middle_of_a_message_is_a_lost_connection(pair):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lockstep.buffers import RunningBuffers
 from lockstep.data.batch import Batch
+from lockstep.errors import NonFiniteError
 from lockstep.strategies.contract import Compute, StepResult
 from lockstep.strategies.parameter_server.asynchronous.client import set_values
 from lockstep.strategies.parameter_server.asynchronous.meeting import Meeting
@@ -56,16 +58,24 @@ class Server(Role):
         service.request_stop(stop)
         pool = service.collect()
         self._has_collected, self._is_update = True, pool.leaves > 0
-        finite = torch.ones((), dtype=torch.bool, device=self._holding.device)
         if self._is_update:
-            finite = pool.set_gradients()
+            self._require_finite(pool.set_gradients(), pool.loss)
             self._loss = pool.loss / pool.weight if pool.weight else self._loss
             if pool.statistics.numel():
                 self._buffers.begin_step()
                 self._buffers.finish_step(pool.statistics, pool.leaves, pool.counters)
         loss = torch.tensor(self._loss, dtype=torch.float64, device=self._holding.device)
         stops = torch.tensor(service.stop.reason_after(self._step + 1))
-        return StepResult(loss, loss.reshape(1), stops, loss.isfinite() & finite)
+        return StepResult(loss, loss.reshape(1), stops, torch.ones((), dtype=torch.bool, device=loss.device))
+
+    def _require_finite(self, gradient: Tensor, loss: float) -> None:
+        """Workers look for themselves, on GPUs every few steps: so long nothing that is not finite may be used."""
+        if not bool(gradient) or not math.isfinite(loss):
+            raise NonFiniteError(
+                f"Update {self._service.version + 1} is NaN or infinite and was not made, since a worker pushed such a "
+                "loss or gradient. Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which "
+                "names the samples."
+            )
 
     def after_step(self) -> None:
         """Gives the new values to those that wait for them."""

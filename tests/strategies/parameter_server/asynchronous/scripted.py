@@ -1,0 +1,72 @@
+"""A server whose messages a test writes down, one after the other; nothing is sent and no process is started."""
+
+import torch
+from torch import nn
+
+from lockstep.strategies.parameter_server.asynchronous.clock import Clock
+from lockstep.strategies.parameter_server.asynchronous.pool import Pool
+from lockstep.strategies.parameter_server.asynchronous.service import Service
+from lockstep.strategies.parameter_server.asynchronous.wire import Message
+from lockstep.strategies.parameter_server.holding import Holding
+
+
+class Script:
+    """Stands for the inbox: gives what the test says has arrived, and keeps what was sent."""
+
+    def __init__(self):
+        self.arriving, self.sent, self.cut_off = [], [], []
+
+    def get(self, timeout=None):
+        assert self.arriving, "the server waits, and nothing more comes"
+        return self.arriving.pop(0)
+
+    def send(self, rank, message):
+        self.sent.append((rank, message))
+        return True
+
+    def cut(self, rank):
+        self.cut_off.append(rank)
+
+    def close(self):
+        pass
+
+
+def push(value, version=0, *, leaves=1, weight=4.0, size=3, **changes):
+    content = {
+        "leaves": leaves,
+        "weight": weight if leaves else 0.0,
+        "loss": 1.0,
+        "unused": [],
+        "counters": [],
+    }
+    content |= {"version": version, "stop_at": 0, "stop_reason": 0, **changes}
+    body = bytearray(torch.full((size,), float(value)).numpy().tobytes()) if leaves else b""
+    return Message("push", content, body)
+
+
+PULL = Message("pull")
+
+
+def meeting(number, label="settle", value=None):
+    return Message("meet", {"label": label, "number": number, "value": value})
+
+
+def a_service(workers=(1, 2), staleness=1, servers=(0,)):
+    model = nn.Linear(3, 1, bias=False)
+    holding = Holding(model, 1, 0)
+    script = Script()
+    service = Service(
+        script,
+        list(servers),
+        0,
+        Clock(workers, staleness),
+        lambda: Pool(holding, 0, 0, torch.float32),
+        lambda: b"values",
+    )
+    return service, script, holding
+
+
+def answered(script):
+    found = [rank for rank, message in script.sent if message.kind == "values"]
+    script.sent.clear()
+    return found
