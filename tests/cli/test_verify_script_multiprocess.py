@@ -114,6 +114,7 @@ def test_mistakes_are_refused_in_a_sentence(command, tmp_path):
     for arguments, said in (
         (("--script",), "--script needs a script"),
         (("--script", "nowhere.py"), "is not a file"),
+        (("digits", "--script", __file__), "Both the job 'digits' and a script"),
         (("--strategies", "ddp", "--script", "nowhere.py"), "--strategies is for jobs"),
         (("--threads", "two", "--script", __file__), "'two' is not a number"),
     ):

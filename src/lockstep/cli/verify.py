@@ -29,7 +29,7 @@ EXIT_DIFFERENT = 1
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     parser.add_argument(
-        "job", metavar="JOB", nargs="?", default="digits", help="a TOML file, or a built-in job"
+        "job", metavar="JOB", nargs="?", default="", help="a TOML file, or a built-in job (default: digits)"
     )
     parser.add_argument(
         "--devices", default="", metavar="N,N", help="numbers of CPU devices (default: 1,2,4)"
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps} was asked for; it must be at least 1.")
     if arguments.script is not None:
         return _verify_script(arguments)
-    config = load_job(arguments.job, train.overrides(given))
+    config = load_job(arguments.job or "digits", train.overrides(given))
     chosen = layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         comparisons = _compare_all(config, chosen, arguments.steps, Path(folder))
@@ -74,6 +74,10 @@ def _verify_script(arguments: argparse.Namespace) -> int:
     """The same for a script: 1 where a run differs from one process by more than it may."""
     from lockstep.cli.verify_script import ScriptRuns
 
+    if arguments.job:
+        raise ConfigError(
+            f"Both the job {arguments.job!r} and a script were given. Verify one of them at a time."
+        )
     for name in ("strategies", "set", "data", "precision"):
         if getattr(arguments, name):
             raise ConfigError(f"--{name} is for jobs. A script is told by its own arguments, after its name.")
