@@ -178,3 +178,73 @@ def test_a_rank_that_never_joins_the_group_is_not_waited_for_on_the_other_host(t
         assert said(lines)[0].startswith("rank 1 failed first, start (host ")
         assert "  rank 0: stopped after it" in lines
     two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P15")
+def test_a_rank_that_leaves_the_loop_early_on_another_host_is_named(two_hosts):
+    two_hosts.loop("2:30:leave_loop", devices=("cpu:2", "cpu:1"))
+    for code, lines in two_hosts.end():
+        assert code == 4
+        assert said(lines)[0].startswith("rank 2 left at step 30 while others went on (host ")
+    two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P10")
+def test_a_plain_script_that_stalls_over_hosts_is_explained(two_hosts, tmp_path):
+    """Without heartbeats, the same line and the same collective for so long are what is seen."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 1:\n    time.sleep(600)\n"
+        "dist.all_reduce(torch.ones(7))\n"
+    )
+    two_hosts.start("run", script, more=("--stall-limit", "4"))
+    for code, lines in two_hosts.end(90):
+        assert code == 5
+        assert "the others wait for rank 1, which is in start at" in said(lines)[0]
+        assert "time.sleep(600)" in said(lines)[0]
+    two_hosts.wait_until_nothing_runs(5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P4")
+def test_ctrl_c_waits_for_a_checkpoint_that_is_written_on_the_other_host(two_hosts, tmp_path):
+    script = tmp_path / "saver.py"
+    script.write_text(SAVER)
+    two_hosts.start("run", script, two_hosts[0].marks)
+    two_hosts[0].wait_for_mark("running", 2)
+    two_hosts[1].signal(signal.SIGINT)
+    assert [code for code, _ in two_hosts.end()] == [130, 130]
+    assert 5 <= two_hosts[1].seconds < 10
+    assert sorted(two_hosts[0].wait_for_mark("saved", 2)) == [0, 1]
+
+
+SAVER = """\
+import sys, time, torch, torch.distributed as dist
+from pathlib import Path
+from lockstep.launch import Heartbeat, Stopped, StopReason
+from lockstep.process_group import open_process_group
+from lockstep.world import World
+
+world = World.from_environment()
+heartbeat = Heartbeat.open(world)
+heartbeat.will_poll()
+with open_process_group(world):
+    for step in range(10**9):
+        heartbeat.mark("reduce", epoch=0, step=step)
+        reason = torch.tensor([int(heartbeat.stop_reason)])
+        dist.all_reduce(reason, dist.ReduceOp.MAX)
+        if step == 3:
+            Path(sys.argv[1], f"running-{world.rank}").touch()
+        if reason:
+            heartbeat.mark("save" if world.is_main else "wait", epoch=0, step=step)
+            if world.is_main:
+                time.sleep(5)
+            dist.barrier()
+            Path(sys.argv[1], f"saved-{world.rank}").touch()
+            raise Stopped(StopReason(int(reason)))
+"""

@@ -133,3 +133,19 @@ def test_stopping_unasked_is_a_failure():
 def test_a_consequence_is_never_one_of_our_own_errors():
     assert victim(0, 1.0).is_consequence
     assert not replace(victim(0, 1.0), record=record(0, 1.0, "Broken pipe", on_purpose=True)).is_consequence
+
+
+def test_a_rank_that_waited_to_leave_is_the_cause_although_it_lost_the_others_first():
+    """On several hosts those that it left are ended by another supervisor, and it sees their connections close."""
+    lost = record(2, 3.0, "Connection closed by peer [10.0.0.1]:1")
+    leaver = end(2, code=4, time=3.0, record=lost, beat=beat(Membership.LEAVING))
+    verdict = judge([end(0, code=-9, ended_by_us=True), end(1, code=-9, ended_by_us=True), leaver], NONE)
+    assert (verdict.code, verdict.cause, verdict.left_early) == (4, leaver, True)
+
+
+def test_ranks_that_all_waited_to_leave_when_the_network_broke_did_not_leave_early():
+    ends = [
+        end(rank, code=4, record=record(rank, 3.0, "Connection reset by peer"), beat=beat(Membership.LEAVING))
+        for rank in range(2)
+    ]
+    assert not judge(ends, NONE).left_early

@@ -51,7 +51,7 @@ class RankEnd:
         membership = Membership.OUTSIDE if self.beat is None else self.beat.membership
         if self.code == EXIT_DONE:
             return membership not in (Membership.FINISHED, Membership.SPARE)
-        return self.ended_by_us and membership is Membership.LEAVING
+        return (self.ended_by_us or self.is_consequence) and membership is Membership.LEAVING
 
     @property
     def was_spare(self) -> bool:
@@ -93,7 +93,7 @@ def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
         cause = _first(own)
         return Verdict(code=int(reason) or _code_of(cause), cause=cause)
     left = [end for end in ends if end.left_company]
-    if left and (failed or any(end.ended_by_us for end in ends)):
+    if 0 < len(left) < len(ends) and (failed or any(end.ended_by_us for end in ends)):
         return Verdict(code=EXIT_RANK, cause=_first(left), left_early=True)
     if failed:
         return Verdict(code=EXIT_RANK, cause=_first(failed))

@@ -82,7 +82,7 @@ class Watch:
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
         self._memory, self._slow_ranks = MemoryWatch(), SlowRanks(directory)
-        self._stall_watch = StallWatch(directory, options.stall_limit)
+        self._stall_watch = StallWatch(directory, options.stall_limit, is_part=company is not None)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
         self.broken = ""
@@ -111,7 +111,7 @@ class Watch:
                 selector.select(self._patience())
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
-                if self._company is not None and self._company.follow(self.ends):
+                if self._company is not None and self._company.follow(self.ends, self._beats()):
                     self._end_within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
@@ -188,8 +188,9 @@ class Watch:
         ):
             self._end_within(0.0, _FORCE)
             return
-        beats = [beat for rank in self._running if (beat := read_beat(self._directory, rank)) is not None]
-        if not any(beat.membership is Membership.LEAVING for beat in beats):
+        beats = self._beats()
+        elsewhere = self._company is not None and self._company.others_leave
+        if not elsewhere and not any(beat.membership is Membership.LEAVING for beat in beats):
             self._leaving_since, self._look_again = now, now + _STUCK
         elif now > self._look_again and any(_is_stuck(beat, now) for beat in beats):
             self._look_again = now + _STUCK
@@ -209,7 +210,7 @@ class Watch:
         if found is None:
             return
         if self._company is not None:  # whom this host's ranks wait for may be elsewhere
-            self._company.weigh(found)
+            self._company.stall.weigh(found, lasts=self._options.stall_limit / 2)
         elif found.verdict.is_deadlock:
             self.stall = found
             self._end_within(0.0, _FORCE)
@@ -242,11 +243,15 @@ class Watch:
         due = min(self._schedule.values(), default=float("inf"))
         if due > now or now > self._asked_at + _INTERRUPT_SAVE_LIMIT:
             return
-        beats = [read_beat(self._directory, rank) for rank in self._running]
-        if any(beat and beat.phase == "save" for beat in beats):
+        elsewhere = self._company is not None and self._company.others_save
+        if elsewhere or any(beat.phase == "save" for beat in self._beats()):
             for number, more in ((signal.SIGTERM, _TICK), (signal.SIGKILL, _TICK + 1.0)):
                 if number in self._schedule:
                     self._schedule[number] = max(self._schedule[number], now + more)
+
+    def _beats(self) -> list[Beat]:
+        """The last heartbeats of the ranks that run."""
+        return [beat for rank in self._running if (beat := read_beat(self._directory, rank)) is not None]
 
     def _close_the_books(self) -> None:
         """Notes an end for every rank that the lost server can no longer report."""

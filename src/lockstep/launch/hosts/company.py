@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from lockstep.launch.heartbeat import Control, StopReason, read_beat
+from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason
 from lockstep.launch.hosts.final import Final, conclude
 from lockstep.launch.hosts.hub import Hub
 from lockstep.launch.hosts.joining import Joined
 from lockstep.launch.hosts.member import Member
-from lockstep.launch.hosts.messages import end_from_json, end_to_json, sight_from_json, sight_to_json
+from lockstep.launch.hosts.messages import end_from_json, end_to_json
 from lockstep.launch.hosts.peer import Peer
+from lockstep.launch.hosts.shared_stall import SharedStall
 from lockstep.launch.report import last_lines
 from lockstep.launch.signal_inbox import SignalInbox
-from lockstep.launch.stalls import Stall, as_json, describe
-from lockstep.launch.stalls.verdict import judge_stall
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
 from lockstep.world import host_name
@@ -49,11 +48,12 @@ class Company:
     def __init__(self, joined: Joined, control: Control, directory: Path, logs: Path) -> None:
         self._joined, self._link, self._control = joined, joined.link, control
         self._attempt = joined.attempt
-        self._directory, self._logs = directory, logs
+        self._logs = logs
         self._ends: dict[int, dict[str, Any]] = {}
         self._own_ends: Sequence[RankEnd] = ()
-        self._stall: Stall | None = None
-        self._stall_lines: list[str] = []
+        self._own_beats: Sequence[Beat] = ()
+        self.stall = SharedStall(directory, logs)
+        """Takes what is seen of this host's ranks when one is overdue."""
         self._fault: dict[str, Any] | None = None
         self._is_done = False
         self._final: Final | None = None
@@ -62,27 +62,35 @@ class Company:
         """Readable when another host has said something."""
         return self._link.fileno()
 
-    def follow(self, ends: Sequence[RankEnd]) -> bool:
+    def follow(self, ends: Sequence[RankEnd], beats: Sequence[Beat] = ()) -> bool:
         """Tells the others how this host does, passes on what they ask, and says whether its ranks must end.
 
         Never blocks. Call it about twice a second, and whenever something has happened.
 
         Args:
             ends: of the ranks of this host that have ended.
+            beats: of those that have not.
         """
-        self._own_ends = ends
-        self._withdraw_stall()
+        self._own_ends, self._own_beats = ends, beats
+        self.stall.withdraw()
         self._link.turn(self._state())
         reason = max((int(said.get("reason", 0)) for said in self._said()), default=0)
         if reason:
             self._control.request_stop(StopReason(reason))
-        if isinstance(self._link, Hub) and not self._stall_lines:
-            self._stall_lines = self._judge_stall()
+        if isinstance(self._link, Hub):
+            others = [(self._words(peer), peer.offset) for peer in self._peers.values()]
+            self.stall.judge(others, is_done=self._is_done)
         return self._others_fail()
 
-    def weigh(self, stall: Stall) -> None:
-        """Tells what is seen of this host's ranks, of which one is overdue; node 0 judges when it has seen all."""
-        self._stall = stall
+    @property
+    def others_save(self) -> bool:
+        """Whether a rank of another host writes a checkpoint."""
+        return any(said.get("saving") for said in self._said())
+
+    @property
+    def others_leave(self) -> bool:
+        """Whether a rank of another host waits for all to leave the process group."""
+        return any(said.get("leaving") for said in self._said())
 
     def settle(
         self, ends: Sequence[RankEnd], fault: tuple[int, Sequence[str]] | None, inbox: SignalInbox
@@ -94,7 +102,8 @@ class Company:
             fault: exit code and lines, where this host's ranks could not run at all.
             inbox: signals to this process; a second Ctrl-C ends the wait.
         """
-        self._is_done, self._stall = True, None
+        self._is_done = True
+        self.stall.forget()
         self._fault = None if fault is None else {"code": fault[0], "lines": list(fault[1])}
         interrupts = 0
         while self._final is None:
@@ -139,12 +148,15 @@ class Company:
             "reason": int(self._control.reason),
             "failing": self._is_failing() or (isinstance(self._link, Hub) and self._others_fail()),
         }
+        state["saving"] = any(beat.phase == "save" for beat in self._own_beats)
+        state["leaving"] = any(beat.membership is Membership.LEAVING for beat in self._own_beats)
         if isinstance(self._link, Hub):
+            state["saving"] |= self.others_save
+            state["leaving"] |= self.others_leave
             state["reason"] = max([state["reason"], *(int(said.get("reason", 0)) for said in self._said())])
             state["final"] = None if self._final is None else self._final.to_json()
         else:
-            seen = () if self._stall is None else self._stall.sights
-            state["sights"] = [sight_to_json(sight) for sight in seen]
+            state["sights"] = self.stall.to_json()
             state["ends"] = list(self._ends.values())
             state["done"], state["fault"] = self._is_done, self._fault
             state["heard"] = self._final is not None
@@ -153,9 +165,9 @@ class Company:
     def _is_failing(self) -> bool:
         """Whether a rank of this host has ended in a way after which no other can go on."""
         asked = {EXIT_PREEMPTED, EXIT_INTERRUPTED} if self._control.reason is not StopReason.NONE else set()
-        if self._stall_lines or self._fault is not None:
+        if self.stall.lines or self._fault is not None:
             return True
-        if any(end.code not in {EXIT_DONE, *asked} for end in self._own_ends):
+        if any(end.code not in {EXIT_DONE, *asked} and not end.was_spare for end in self._own_ends):
             return True
         now = time.monotonic()
         return any(
@@ -163,36 +175,9 @@ class Company:
         )
 
     def _others_fail(self) -> bool:
-        return bool(self._stall_lines) or any(
+        return bool(self.stall.lines) or any(
             peer.lost or self._words(peer).get("failing") for peer in self._peers.values()
         )
-
-    def _withdraw_stall(self) -> None:
-        """Forgets what was seen of the ranks as soon as one of them has gone on."""
-        if self._stall is None:
-            return
-        for sight in self._stall.sights:
-            beat = read_beat(self._directory, sight.rank)
-            if beat is None or beat.time != sight.beat.time:
-                self._stall = None
-                return
-
-    def _judge_stall(self) -> list[str]:
-        """The report of a run that stands still, once every host with running ranks has told what it sees."""
-        sights = [] if self._stall is None else list(self._stall.sights)
-        if not sights and not self._is_done:
-            return []
-        for peer in self._peers.values():
-            said = self._words(peer)
-            if not said.get("sights") and not said.get("done"):
-                return []
-            sights += [sight_from_json(fields, peer.offset) for fields in said["sights"]]
-        verdict = judge_stall(sights) if sights else None
-        if verdict is None or not verdict.is_deadlock:
-            return []
-        bundle = self._logs / "stall.json"
-        bundle.write_text(as_json(verdict, sights))
-        return describe(verdict, sights, bundle)
 
     def _conclusion(self) -> Final | None:
         """The end of the run, or None while ranks still run; node 0 decides, the others hear of it."""
@@ -216,7 +201,7 @@ class Company:
                 faults.append((int(fault["code"]), [*lines, *fault["lines"][1:]]))
         lost = {node: f"{peer.text} {peer.lost}" for node, peer in self._peers.items() if peer.lost}
         return conclude(
-            ends, self._control.reason, lost=lost, faults=faults, stall=self._stall_lines, logs=self._logs
+            ends, self._control.reason, lost=lost, faults=faults, stall=self.stall.lines, logs=self._logs
         )
 
     def _bid_farewell(self) -> None:

@@ -34,10 +34,11 @@ class StallWatch:
     Args:
         directory: the run directory, with the heartbeats.
         limit: seconds of silence below which nothing is a stall; 0: never ask.
+        is_part: whether ranks of other hosts take part in the run, so that only who sees all of them can judge.
     """
 
-    def __init__(self, directory: Path, limit: float) -> None:
-        self._directory, self._limit = directory, limit
+    def __init__(self, directory: Path, limit: float, *, is_part: bool = False) -> None:
+        self._directory, self._limit, self._is_part = directory, limit, is_part
         self._paces: dict[int, Pace] = {}
         self._places: dict[int, tuple[object, float]] = {}
         self._next_look = 0.0
@@ -64,6 +65,8 @@ class StallWatch:
         if not any(sight.is_overdue for sight in sights):
             return None
         verdict = judge_stall(sights)
+        if self._is_part:
+            return Stall(verdict or StallVerdict(Kind.BUSY), tuple(sights))
         return (
             Stall(verdict, tuple(sights)) if verdict is not None and self._is_news(verdict, sights) else None
         )
