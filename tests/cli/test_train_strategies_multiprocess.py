@@ -8,7 +8,7 @@ FINGERPRINT = re.compile(r"^fingerprint\s+([0-9a-f]{64})$", re.MULTILINE)
 SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
 LAYOUTS = [
     ("dp", "cpu:3"),
-    ("layers", "cpu:2"),
+    ("layers", "cpu:2", "--set", "layers.balance=time"),
     ("fsdp", "cpu:2"),
     ("pipeline", "cpu:2"),
     ("hybrid", "cpu:4", "--mesh", "data=2,layers=2"),

@@ -10,8 +10,9 @@ import pytest
 from lockstep.cli.command_line import _parser
 from lockstep.cli.train import overrides, resolve_devices
 from lockstep.job.config_file import BUILT_IN_JOBS, load_job
+from lockstep.mesh import HYBRIDS
 from lockstep.run import RunOptions
-from lockstep.strategy_options import HYBRIDS, OWN_EXCHANGE, STRATEGIES, SYNC_BATCH_NORM, WHOLE_MODELS
+from lockstep.strategy_options import OWN_EXCHANGE, STRATEGIES, SYNC_BATCH_NORM, WHOLE_MODELS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "strategies"
 PAGES = sorted(FOLDER.glob("*.md"))
