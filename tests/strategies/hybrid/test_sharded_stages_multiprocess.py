@@ -29,7 +29,12 @@ def trained(world, jobs, **settings):
     ("world", "mesh", "jobs"),
     [
         (4, "fsdp=2,pipeline=2", ("recomputed", "few_rows")),
-        pytest.param(4, "pipeline=2,fsdp=2", ("in_place", "frozen_start", "images", "recurrent"), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            "pipeline=2,fsdp=2",
+            ("in_place", "frozen_start", "images", "recurrent"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(6, "fsdp=3,pipeline=2", ("recomputed", "few_rows", "images"), marks=pytest.mark.slow),
         pytest.param(8, "fsdp=2,pipeline=4", ("recomputed",), marks=pytest.mark.slow),
         pytest.param(8, "fsdp=4,pipeline=2", ("recomputed", "recurrent"), marks=pytest.mark.slow),

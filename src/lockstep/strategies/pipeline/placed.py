@@ -30,7 +30,8 @@ class PlacedPipeline(nn.Module):
     Args:
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
-        whole: a context in which the stages have whole parameters.
+        whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
+            them must call the model together too.
     """
 
     def __init__(
