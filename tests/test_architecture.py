@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
-    {"debug", "lint", "doctor", "verify", "replay"},
+    {"debug", "lint", "doctor", "verify", "replay", "explain"},
     {"job", "trainer"},
     {"run"},
     {"strategies", "checkpoint", "loggers"},

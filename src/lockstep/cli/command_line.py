@@ -24,6 +24,7 @@ _COMMANDS = {
         "lockstep.cli.debug",
         "write VS Code's configurations for one rank, rank R of N, or a running one",
     ),
+    "explain": ("lockstep.cli.explain", "draw who reads, adds, sends and computes what, for given numbers"),
     "ps": ("lockstep.cli.ps", "list your runs on this host and their processes"),
     "stacks": ("lockstep.cli.stacks", "show in which line every rank of a run stands"),
     "stop": ("lockstep.cli.stop", "stop a run, with a checkpoint if it saves any, and nothing else"),
