@@ -1,0 +1,101 @@
+"""Samples whose input is an encoded picture or an ordinary value, read one by one from any store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from lockstep.data.finish import IMAGENET_MEAN, IMAGENET_STD, Normalize
+from lockstep.data.image_arrays import Finish
+from lockstep.data.image_transforms import ImageTransform
+from lockstep.data.images import decode_into
+from lockstep.data.keyed import SampleKeys
+from lockstep.data.reader import BrokenSample
+from lockstep.errors import DataError
+from lockstep.permutation import Indices
+
+Transform = ImageTransform | Callable[[Any], Any]
+
+
+class EncodedPairs(Dataset[Any], ABC):
+    """Base of the sets whose samples are pairs of an input and a target, kept apart in their store.
+
+    A subclass gives ``__len__``, ``_input(index)``, ``_target(index)`` and, where it can, ``labels``. With one of our
+    image transforms the input is the bytes of a picture and becomes uint8 of shape (3, size, size), which ``finish``
+    normalises on the device; any other transform gets what ``_input`` gives; without one that itself is the input.
+
+    Args:
+        transform: see above.
+    """
+
+    def __init__(self, transform: Transform | None) -> None:
+        self.transform = transform
+        own = isinstance(transform, ImageTransform)
+        self.finish: Finish | None = Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many pairs there are."""
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """The input, transformed, and the target. Random numbers come from torch's generator."""
+        target = self._target(index)
+        if isinstance(self.transform, ImageTransform):
+            uniforms = torch.rand(1, self.transform.draws, dtype=torch.float64).numpy()
+            return self._pictures(np.array([index], dtype=np.int64), self.transform, uniforms)[0], target
+        value = self._input(index)
+        return (value if self.transform is None else self.transform(value)), target
+
+    @property
+    def get_batch(self) -> Callable[[Indices, SampleKeys], tuple[Tensor, Tensor]] | None:
+        """Decodes a whole micro-batch of pictures; ``None`` where samples are read one by one."""
+        return self._read_batch if isinstance(self.transform, ImageTransform) else None
+
+    @abstractmethod
+    def _input(self, index: int) -> Any:
+        """The input as it is stored."""
+
+    @abstractmethod
+    def _target(self, index: int) -> Any:
+        """The target: a number, or anything that torch collates."""
+
+    def _read_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.transform, ImageTransform)
+        uniforms = keys.uniforms(self.transform.draws)
+        pictures = self._pictures(indices, self.transform, uniforms)
+        targets = []
+        for position, index in enumerate(indices.tolist()):
+            try:
+                targets.append(self._target(index))
+            except Exception as error:
+                raise BrokenSample(position) from error
+        return pictures, default_collate(targets)
+
+    def _pictures(self, indices: Indices, transform: ImageTransform, uniforms: Any) -> Tensor:
+        pictures = torch.empty(len(indices), 3, transform.size, transform.size, dtype=torch.uint8)
+        for position, index in enumerate(indices.tolist()):
+            try:
+                decode_into(
+                    picture_bytes(self._input(index)), transform, uniforms[position], pictures[position]
+                )
+            except Exception as error:
+                raise BrokenSample(position) from error
+        return pictures
+
+
+def picture_bytes(value: Any) -> bytes | Path:
+    """What is decoded: bytes, or Hugging Face's pair of bytes and path; ``DataError`` for anything else."""
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        return bytes(value["bytes"])
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return Path(value["path"])
+    raise DataError(f"the input is a {type(value).__name__} and no encoded picture; give another transform")
