@@ -290,6 +290,27 @@ def test_a_forward_of_ones_own_is_refused_where_there_are_several_models():
         one_step(2, loss, forward)
 
 
+def blocks():
+    """Two blocks, each compiled for itself, around a dropout."""
+    inner = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(inner[0], nn.Dropout(0.2), inner[1], nn.Linear(6, 3))
+
+
+def compiled(world):
+    """What differs between one compiled model and compiled replicas, for a model of blocks and one without."""
+    found = []
+    for make in (blocks, quiet):
+        expected = train(0, make, compile=True, epochs=1)
+        found.append(differing(expected, train(3, make, compile=True, epochs=1)))
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_replicas_compute_on_their_own_parameters():
+    """The copy of a compiled block called the block that it was copied from."""
+    assert run_ranks(compiled, 1, timeout=100) == [[[], []]]
+
+
 @pytest.mark.gpus(2)
 def test_gpus_give_the_bits_of_one_gpu():
     data = photos(40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -24,28 +25,33 @@ def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
         if name and not inside and not _is_container(module) and any(True for _ in module.children()):
             units[name] = module
     for block in units.values() or [model]:
-        block.forward = _compiled(block.forward)
+        block.forward = _Compiled(block.forward)
     return {"": model, **units}
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+class _Compiled:
     """One graph per shape, always the same; torch's dynamic graphs depend on which shapes a rank has seen before.
 
-    For the same reason a shape beyond torch's limit is an error, where torch would go on without compiling it.
+    For the same reason a shape beyond torch's limit is an error, where torch would go on without compiling it. A copy
+    of the module, as a replica of strategy dp is one, gets a compiled forward of its own.
     """
-    static = torch.compile(forward, dynamic=False)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._static = torch.compile(forward, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                return static(*args, **kwargs)
+                return self._static(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise ConfigError(
                 "compile=True keeps one compiled graph for each shape of input, and more came than torch keeps "
                 f"({torch._dynamo.config.recompile_limit}). Pad the samples to a few fixed lengths, or do not compile."
             ) from error
 
-    return call
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        return _Compiled(copy.deepcopy(self._forward, memo))
 
 
 def _is_container(module: nn.Module) -> bool:

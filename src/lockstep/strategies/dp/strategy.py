@@ -9,7 +9,8 @@ of their own; on GPUs each has a copy that follows it before every step.
 
 Replicas take turns where the model may draw random numbers, since torch has one generator to be keyed; and under
 autocast, since torch has one cache of cast weights for all threads: a thread that leaves autocast empties it, and a
-weight that another one uses twice is then cast twice, whose gradients add up to other bits.
+weight that another one uses twice is then cast twice, whose gradients add up to other bits. Compiled models take turns
+too: the compiler has one set of settings for all threads.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class DataParallel(Replicated):
 
     def place(self, model: nn.Module) -> nn.Module:
         """Makes the replicas; the user's model is the first."""
-        self._draws = draws_in_forward(model)
+        self._alone = draws_in_forward(model) or any("forward" in vars(module) for module in model.modules())
         model = model.to(self.device)
         copies = [copy_model(model, device, self._declared) for device in self.devices[1:]]
         placed = super().place(model)
@@ -95,7 +96,7 @@ class DataParallel(Replicated):
         leaves, count = batch.plan.leaves, len(self._replicas)
         shares = [share(leaves, count, number) for number in range(count)]
         self._begin(shares[0], leaves)
-        self._takes_turns = self._draws or _casts(compute, self.device)
+        self._takes_turns = self._alone or _casts(compute, self.device)
         for replica, part in zip(self._replicas[1:], shares[1:]):
             replica.follow(self._replicas[0])
             replica.tree.begin(part.start, part.stop, leaves)
