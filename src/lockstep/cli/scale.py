@@ -1,0 +1,123 @@
+"""``lockstep scale``: how training gets faster with more devices, where each step goes, and what limits it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from lockstep.cli import train
+from lockstep.cli.parser import Parser
+from lockstep.errors import EXIT_DONE, ConfigError, nearest
+from lockstep.job.config import JobConfig
+from lockstep.job.config_file import load_job
+from lockstep.scale.limits import Machine, sentence
+from lockstep.scale.measured import Row
+from lockstep.scale.report import Report, as_json, text
+from lockstep.scale.rounds import Rounds
+from lockstep.strategy_options import STRATEGIES
+from lockstep.verify.layouts import DEVICES, Layout, layouts
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        default="digits",
+        help="a TOML file, or a built-in job (default: digits)",
+    )
+    parser.add_argument(
+        "--devices", default="", metavar="N,N", help="numbers of CPU devices (default: 1,2,4)"
+    )
+    parser.add_argument(
+        "--strategies",
+        default="",
+        metavar="A,B",
+        help=f"of {', '.join(STRATEGIES)} (default: those that fit)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, metavar="N", help="measured steps of each start (default: 20)"
+    )
+    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before them (default: 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="starts of each layout, in turn (default: 3)"
+    )
+    parser.add_argument("--json", default="", metavar="FILE", help="writes all that was found")
+    parser.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting of the job"
+    )
+    for name in ("data", "precision", "threads"):
+        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as of 'lockstep train --{name}'")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measures the layouts, prints the tables and writes what was asked for."""
+    for name, least in (("steps", 1), ("warm_up", 0), ("rounds", 1)):
+        if getattr(arguments, name) < least:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} {getattr(arguments, name)} was asked for; it must be at least {least}."
+            )
+    given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
+    given.devices = "1"
+    config = load_job(arguments.job, train.overrides(given))
+    with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
+        report = _measure(config, arguments, Path(folder))
+    print(text(report))
+    if arguments.json:
+        Path(arguments.json).write_text(as_json(report))
+    return EXIT_DONE
+
+
+def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> Report:
+    chosen = _layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
+    rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
+    rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
+    machine = Machine(
+        cores=len(os.sched_getaffinity(0)),
+        threads=config.run.threads,
+        workers=config.data.workers,
+        micro_batches=config.training.micro_batches,
+    )
+    return Report(config.job, arguments.steps, arguments.rounds, tuple(rows), _limit(rows, machine))
+
+
+def _limit(rows: list[Row], machine: Machine) -> str:
+    """About the best layout of the most devices."""
+    many = [row for row in rows[1:] if not row.refused]
+    if not many:
+        return "Only one device was measured, so nothing can be said of scaling: ask for --devices 1,2."
+    most = max(row.devices for row in many)
+    best = max((row for row in many if row.devices == most), key=lambda row: row.speed_up.median)
+    return sentence(rows[0], best, machine)
+
+
+def _layouts(config: JobConfig, numbers: list[int], strategies: list[str]) -> list[Layout]:
+    """One device is measured in any case, and is no layout of its own here."""
+    k = config.training.micro_batches
+    if too_many := [number for number in numbers if number > k]:
+        raise ConfigError(
+            f"--devices {too_many[0]} was asked for, and the recipe has micro_batches={k}, which at most {k} devices "
+            "can share. Ask for fewer, or set training.micro_batches, which is another recipe."
+        )
+    numbers = numbers or [number for number in DEVICES if number <= k]
+    return [layout for layout in layouts(config, numbers, strategies) if layout.devices > 1]
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if any(not word.isdecimal() or int(word) < 1 for word in words):
+        raise ConfigError(f"--devices {text!r} is not a list of numbers. Write for example --devices 1,2,4.")
+    return sorted({int(word) for word in words})
+
+
+def _names(text: str) -> list[str]:
+    names = [word.strip() for word in text.split(",") if word.strip()]
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
+    return names
