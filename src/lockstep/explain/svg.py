@@ -12,7 +12,7 @@ from lockstep.explain.words import paragraph
 
 MARGIN = 20.0
 CAPTION_CHARACTERS = 118
-_LETTER = 0.62  # of the size of the font; wider than the widest common monospace letter
+LETTER = 0.62  # of the size of the font; wider than the widest common monospace letter
 _RANKS = (
     ("#d6e6fb", "#2f6db5", "#183a5e", "#79b0ee"),
     ("#fde3cd", "#b8621b", "#553010", "#f0a868"),
@@ -56,7 +56,7 @@ class Drawing:
             size: of the font.
             at: see ``x``.
         """
-        width = len(words) * size * _LETTER
+        width = len(words) * size * LETTER
         self._reach(x + {"start": width, "middle": width / 2, "end": 0}[at], y + size)
         anchor = "" if at == "start" else f' text-anchor="{at}"'
         place = f'x="{_number(x)}" y="{_number(y + size * 0.35)}" font-size="{size}"'
@@ -131,9 +131,9 @@ def rank_style(rank: int) -> str:
 
 
 def short(words: str, width: float, size: int = 12) -> str:
-    """The words if they fit into a width, else their beginning and two points."""
-    most = max(1, int(width / (size * _LETTER)))
-    return words if len(words) <= most else f"{words[: max(1, most - 2)]}.."
+    """The words if they fit into a width, else their beginning and two points; empty if not even those fit."""
+    most = int(width / (size * LETTER))
+    return words if len(words) <= most else f"{words[: most - 2]}.." if most > 2 else ""
 
 
 def _number(value: float) -> str:

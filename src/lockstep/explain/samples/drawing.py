@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lockstep.explain.samples.facts import Part, Samples, Scheme
 from lockstep.explain.samples.terminal import classic_verdict, headline, not_drawn, our_verdict
-from lockstep.explain.svg import Drawing, rank_style, short
+from lockstep.explain.svg import LETTER, Drawing, rank_style
 from lockstep.explain.words import left_out
 
-_BOX, _HEIGHT, _MOST_BOXES = 34.0, 28.0, 4
+_LEAST_BOX, _HEIGHT, _MOST_BOXES = 34.0, 28.0, 4
 _LEAD, _GAP = 84.0, 26.0
 
 
@@ -30,6 +30,7 @@ def _scheme(drawing: Drawing, name: str, facts: Samples, scheme: Scheme) -> None
     top = drawing.bottom + 26
     drawing.text(0, top, name, "strong")
     numbered = any(part.micro_batch is not None for row in scheme.cells for cell in row for part in cell)
+    box = max(_LEAST_BOX, 12 * LETTER * len(str(facts.samples - 1)) + 6)
     row_height = _HEIGHT + (26 if numbered else 12)
     x = _LEAD
     for column, step in enumerate(scheme.steps.shown):
@@ -39,7 +40,7 @@ def _scheme(drawing: Drawing, name: str, facts: Samples, scheme: Scheme) -> None
         cells = [row[column] for row in scheme.cells]
         drawing.text(x, top + 22, f"step {step}", "soft", size=12)
         widths = [
-            _cell(drawing, x, top + 36 + number * row_height, rank, cell)
+            _cell(drawing, x, top + 36 + number * row_height, rank, cell, box)
             for number, (rank, cell) in enumerate(zip(facts.ranks.shown, cells))
         ]
         x += max([*widths, 60.0]) + _GAP
@@ -50,7 +51,7 @@ def _scheme(drawing: Drawing, name: str, facts: Samples, scheme: Scheme) -> None
             drawing.text(0, y - 7, "...", "soft")
 
 
-def _cell(drawing: Drawing, left: float, y: float, rank: int, parts: tuple[Part, ...]) -> float:
+def _cell(drawing: Drawing, left: float, y: float, rank: int, parts: tuple[Part, ...], box: float) -> float:
     """Draws what a rank reads in a step; returns the width."""
     x = left
     for part in parts[:2]:
@@ -61,8 +62,8 @@ def _cell(drawing: Drawing, left: float, y: float, rank: int, parts: tuple[Part,
                 x += 24
                 continue
             style = "alarm" if again else rank_style(rank)
-            drawing.box(x, y, _BOX, _HEIGHT, style, short(str(sample), _BOX + 4))
-            x += _BOX + 2
+            drawing.box(x, y, box, _HEIGHT, style, str(sample))
+            x += box + 2
         if part.micro_batch is not None:
             drawing.text(
                 (start + x - 2) / 2, y + _HEIGHT + 8, f"k{part.micro_batch}", "soft", size=11, at="middle"
