@@ -13,12 +13,21 @@ from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError, nearest
 from lockstep.job.config import JobConfig
 from lockstep.job.config_file import load_job
+from lockstep.scale.chart import chart, png, svg
 from lockstep.scale.limits import Machine, sentence
 from lockstep.scale.measured import Row
+from lockstep.scale.page import page
 from lockstep.scale.report import Report, as_json, text
 from lockstep.scale.rounds import Rounds
 from lockstep.strategy_options import STRATEGIES
 from lockstep.verify.layouts import DEVICES, Layout, layouts
+
+_FILES = {
+    "json": "writes all that was found",
+    "html": "writes one page with all of it, which needs no network",
+    "svg": "writes the bar chart of seconds per epoch over devices",
+    "png": "writes the same chart as PNG",
+}
 
 
 def add_arguments(parser: Parser) -> None:
@@ -46,7 +55,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="starts of each layout, in turn (default: 3)"
     )
-    parser.add_argument("--json", default="", metavar="FILE", help="writes all that was found")
+    for name, what in _FILES.items():
+        parser.add_argument(f"--{name}", default="", metavar="FILE", help=what)
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting of the job"
     )
@@ -62,15 +72,40 @@ def main(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{option} {getattr(arguments, name)} was asked for; it must be at least {least}."
             )
+    _require_folders(arguments)
     given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
     given.devices = "1"
     config = load_job(arguments.job, train.overrides(given))
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         report = _measure(config, arguments, Path(folder))
     print(text(report))
+    _write(report, arguments)
+    return EXIT_DONE
+
+
+def _require_folders(arguments: argparse.Namespace) -> None:
+    """Refuses a file whose folder is not there before anything is measured."""
+    for name in _FILES:
+        folder = Path(getattr(arguments, name)).parent
+        if not folder.is_dir():
+            raise ConfigError(
+                f"--{name} {getattr(arguments, name)} was asked for, and there is no folder {str(folder)!r}. "
+                "Make it first."
+            )
+
+
+def _write(report: Report, arguments: argparse.Namespace) -> None:
+    """Writes the files that were asked for."""
     if arguments.json:
         Path(arguments.json).write_text(as_json(report))
-    return EXIT_DONE
+    if arguments.html:
+        Path(arguments.html).write_text(page(report))
+    if arguments.svg or arguments.png:
+        picture = chart(report.ran, f"{report.job}: seconds per epoch over devices")
+        if arguments.svg:
+            Path(arguments.svg).write_text(svg(picture))
+        if arguments.png:
+            Path(arguments.png).write_bytes(png(picture))
 
 
 def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> Report:
