@@ -26,6 +26,12 @@ def test_each_subject_is_text_of_100_columns_and_svg_and_json(command, tmp_path,
     assert json.loads(output)
 
 
+def test_svg_and_json_go_together(command, tmp_path):
+    status, output, _ = command("explain", "tree", "--ranks", "3", "--svg", "tree.svg", "--json")
+    assert (status, json.loads(output)["ranks"]) == (0, 3)
+    assert "rank 2" in (tmp_path / "tree.svg").read_text()
+
+
 def test_the_numbers_reach_the_picture(command):
     text = command("explain", "samples", "--samples", "7", "--ranks", "3", "--batch", "1")[1]
     assert text.startswith("7 samples on 3 ranks, 1 for each rank in a step (global batch 3)")

@@ -89,7 +89,7 @@ def test_the_text_shows_each_message():
     assert "  reduce-scatter 2/2  piece 2  piece 0  piece 1" in lines
     assert "      0 -> 1 2: the receiver's piece of 2 nodes" in lines
     assert "      w2 -> s0 s1: the server's keys of 1 node" in lines
-    assert "ordered           A      rank 0: 174 MB    rank 2: 174 MB" in lines
+    assert "ordered           A      174 MB (rank 0)    174 MB (rank 2)" in lines
 
 
 def test_large_worlds_fit_the_terminal_and_say_what_is_left_out():

@@ -43,6 +43,7 @@ def test_one_thing_has_no_s():
         "2 ranks",
         "4,096 ranks",
     ]
+    assert [plural(count, "micro-batch") for count in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
 
 
 def test_columns_that_do_not_fit_go_on_below():

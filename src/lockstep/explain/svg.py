@@ -150,7 +150,7 @@ def _style() -> str:
         ".alarm": "fill:#ffd0d0;stroke:#c01818;stroke-width:2.5",
         ".edge,.dashed,.strong-edge": "fill:none;stroke:#6b7580;stroke-width:1.4",
         ".strong-edge": "stroke:#1f2328;stroke-width:2.4",
-        ".dashed": "stroke-dasharray:4 4",
+        ".dashed": "stroke:#c3cad2;stroke-dasharray:4 4",
         ".head": "fill:#6b7580",
     }
     dark = {
@@ -161,6 +161,7 @@ def _style() -> str:
         ".alarm": "fill:#6b1620;stroke:#ff7b72",
         ".edge,.dashed,.strong-edge": "stroke:#9da7b1",
         ".strong-edge": "stroke:#e6edf3",
+        ".dashed": "stroke:#3d454e",
         ".head": "fill:#9da7b1",
     }
     light |= {f".rank{i}": f"fill:{fill};stroke:{edge}" for i, (fill, edge, _, _) in enumerate(_RANKS)}

@@ -50,8 +50,9 @@ def at_least_one(**numbers: int) -> None:
 
 
 def plural(count: int, name: str) -> str:
-    """Such as ``1 node`` or ``3 nodes``."""
-    return f"{count:,} {name}{'' if count == 1 else 's'}"
+    """Such as ``1 node``, ``3 nodes`` or ``3 micro-batches``."""
+    many = f"{name}es" if name.endswith("ch") else f"{name}s"
+    return f"{count:,} {name if count == 1 else many}"
 
 
 def amount(count: float) -> str:

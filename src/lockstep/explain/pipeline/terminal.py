@@ -29,7 +29,7 @@ LEGEND = (
 
 def headline(facts: Pipeline) -> str:
     """The numbers that were asked for."""
-    return f"{facts.micro_batches} micro-batches through a pipeline of {plural(facts.ranks.total, 'rank')}"
+    return f"{plural(facts.micro_batches, 'micro-batch')} through a pipeline of {plural(facts.ranks.total, 'rank')}"
 
 
 def title(times: Timeline) -> str:

@@ -46,7 +46,7 @@ def _way(drawing: Drawing, way: Way) -> None:
     sent, received = loads(way)
     which = " The box says which piece a rank sends." if any(pieces) else ""
     drawing.caption(
-        f"{way.how}{which} In a step {way.formula}. Sent most: {sent}. Received most: {received}."
+        f"{way.how}{which} In a step {way.formula}. Most sent: {sent}. Most received: {received}."
     )
     for line in left_out(*not_drawn(way)):
         drawing.caption(line)

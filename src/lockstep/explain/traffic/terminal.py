@@ -54,8 +54,8 @@ def not_drawn(way: Way) -> list[str]:
 def _busiest(way: Way, loads: tuple[int, ...]) -> str:
     most = max(loads)
     if min(loads) == most:
-        return f"each: {amount(most)}"
-    return f"{way.ends[loads.index(most)]}: {amount(most)}"
+        return f"{amount(most)} (each)"
+    return f"{amount(most)} ({way.ends[loads.index(most)]})"
 
 
 def _messages(way: Way) -> list[str]:

@@ -39,10 +39,15 @@ def _branch(drawing: Drawing, branch: Branch, top: float) -> tuple[float, float]
         first, after = _branch(drawing, branch.children[0], top)
         second, after = _branch(drawing, branch.children[1], after)
         middle = (first + second) / 2
-        for child, height in zip(branch.children, (first, second)):
+        for child, height in sorted(zip(branch.children, (first, second)), key=_handed_over):
             right, turn = _LEAD + child.level * _STEP + _WIDTH, x - (_STEP - _WIDTH) / 2
             style = "strong-edge" if child.handed_over else "edge"
             drawing.line([(right, height), (turn, height), (turn, middle), (x, middle)], style)
     style = "blank" if branch.rank is None else rank_style(branch.rank)
     drawing.box(x, middle - _HEIGHT / 2, _WIDTH, _HEIGHT, style, short(node_words(branch.node), _WIDTH))
     return middle, after
+
+
+def _handed_over(child: tuple[Branch, float]) -> bool:
+    """Puts thick lines over thin ones."""
+    return child[0].handed_over

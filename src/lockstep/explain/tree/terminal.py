@@ -22,7 +22,7 @@ def tree_text(facts: Tree) -> str:
 def headline(facts: Tree) -> str:
     """The numbers that were asked for."""
     ragged = f", {facts.leaves:,} of them not empty," if facts.leaves < facts.micro_batches else ""
-    micro_batches = plural(facts.micro_batches, "micro-batch").replace("batchs", "batches")
+    micro_batches = plural(facts.micro_batches, "micro-batch")
     return f"The gradients of {micro_batches}{ragged} on {plural(facts.ranks.total, 'rank')}"
 
 
