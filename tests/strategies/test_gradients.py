@@ -42,12 +42,18 @@ def batch_of(data, size, k):
     return Batch(step, tuple(MicroBatch(n, part, data[part]) for n, part in enumerate(step.indices)))
 
 
-def compute_with(model):
-    def compute(micro_batch):
-        losses = model(micro_batch.data).square().sum(1)
+class SquaredOutputs:
+    """The loss of a micro-batch under a model, and its weight."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, micro_batch):
+        losses = self.model(micro_batch.data).square().sum(1)
         return losses.sum(), torch.tensor(float(len(losses)))
 
-    return compute
+    def exchange(self):
+        pass
 
 
 def by_hand(model, batch):
@@ -55,7 +61,7 @@ def by_hand(model, batch):
     leaves = []
     for micro_batch in batch.micro_batches:
         single = copy.deepcopy(model)
-        compute_with(single)(micro_batch)[0].backward()
+        SquaredOutputs(single)(micro_batch)[0].backward()
         leaves.append({name: parameter.grad for name, parameter in single.named_parameters()})
     weight = torch.tensor(float(batch.plan.samples))
     return {
@@ -74,7 +80,7 @@ def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     expected = by_hand(model, batch)
     strategy = Single(CPU, k)
     strategy.place(model)
-    result = strategy.backward(batch, compute_with(model), scale=1.0, stop=0)
+    result = strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     for name, parameter in model.named_parameters():
         if expected[name] is None:
             assert parameter.grad is None, name
@@ -90,9 +96,9 @@ def test_a_gradient_that_was_there_is_added_to():
     model = nn.Linear(3, 2)
     batch, strategy = batch_of(torch.randn(4, 3), 1, 4), Single(CPU, 4)
     strategy.place(model)
-    strategy.backward(batch, compute_with(model), scale=1.0, stop=0)
+    strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     first = model.weight.grad.clone()
-    strategy.backward(batch, compute_with(model), scale=1.0, stop=3)
+    strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=3)
     assert torch.equal(model.weight.grad, first + first)
 
 
@@ -102,7 +108,7 @@ def test_a_gradient_or_loss_that_is_not_finite_is_reported(bad):
     data[2, 1] = bad
     strategy = Single(CPU, 4)
     strategy.place(model)
-    assert not bool(strategy.backward(batch_of(data, 1, 4), compute_with(model), scale=1.0, stop=0).finite)
+    assert not bool(strategy.backward(batch_of(data, 1, 4), SquaredOutputs(model), scale=1.0, stop=0).finite)
 
 
 def test_sparse_gradients_are_refused_by_name():
@@ -110,7 +116,7 @@ def test_sparse_gradients_are_refused_by_name():
     strategy = Single(CPU, 2)
     strategy.place(model)
     with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient.*sparse=False"):
-        strategy.backward(batch_of(torch.tensor([0, 1]), 1, 2), compute_with(model), scale=1.0, stop=0)
+        strategy.backward(batch_of(torch.tensor([0, 1]), 1, 2), SquaredOutputs(model), scale=1.0, stop=0)
 
 
 def test_re_entrant_checkpointing_of_a_shared_parameter_is_refused_by_name():
