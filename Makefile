@@ -11,7 +11,7 @@ PINS := pyproject.toml constraints.txt
 JOB ?= digits
 ARGS ?=
 
-.PHONY: train test test-all check format bench clean
+.PHONY: train test test-all check format bench figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -34,6 +34,9 @@ format: $(VENV)/.check
 bench:
 	benchmarks/setup.sh
 	for b in step launch order; do .venv-bench/bin/python benchmarks/$$b/run.py || exit 1; done
+
+figures: $(VENV)/.train
+	$(BIN)/python -m lockstep.explain.figures docs/figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
