@@ -3,6 +3,7 @@
 from lockstep.data.adopt import Source, adopt, check_batch_size
 from lockstep.data.arrow_files import ArrowFiles
 from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.bucketed import Bucketed, PadSequences
 from lockstep.data.cifar10 import CIFAR10
 from lockstep.data.csv_table import CSVTable
 from lockstep.data.digits import Digits
@@ -18,8 +19,10 @@ from lockstep.data.loader import EvaluationLoader, StepLoader
 from lockstep.data.naming import sample_name
 from lockstep.data.numpy_files import NumpyArrays
 from lockstep.data.reader import BatchDataset, BrokenSample
+from lockstep.data.skipping import SkipBroken
 from lockstep.data.tar_shards import TarShards
 from lockstep.data.tokens import TokenFiles
+from lockstep.data.weighted import Weighted, class_weights
 
 __all__ = [
     "CIFAR10",
@@ -30,6 +33,7 @@ __all__ = [
     "Batch",
     "BatchDataset",
     "BrokenSample",
+    "Bucketed",
     "CSVTable",
     "CenterCrop",
     "Cut",
@@ -43,16 +47,20 @@ __all__ = [
     "Normalize",
     "NumpyArrays",
     "PadCropFlip",
+    "PadSequences",
     "RandomResizedCrop",
     "SampleKeys",
+    "SkipBroken",
     "Source",
     "Squeeze",
     "StepLoader",
     "TarShards",
     "TokenFiles",
+    "Weighted",
     "adopt",
     "check_batch_size",
     "check_labels",
+    "class_weights",
     "known_labels",
     "read_idx",
     "sample_name",

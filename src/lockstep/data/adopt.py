@@ -68,7 +68,8 @@ def adopt(source: Any) -> Source:
             "Write run.batches(dataset): the run itself decides which rank reads which samples."
         )
     _check_map_style(source)
-    return Source(dataset=source, finish=_finish(source))
+    ordered = bool(getattr(source, "keeps_order", False))
+    return Source(dataset=source, finish=_finish(source), shuffle=False if ordered else None)
 
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
@@ -114,8 +115,8 @@ def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ..
 
 _ONCE = "Write run.batches(dataset): every sample once per epoch, in an order keyed by the run's seed."
 _WEIGHTS = (
-    "Write run.batches(dataset) and give the weights to the loss, for example "
-    'CrossEntropyLoss(weight=..., reduction="none").'
+    "Write run.batches(lockstep.data.Weighted(dataset, weights)), or give class weights to the loss, for example "
+    "CrossEntropyLoss(weight=...)."
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.data import check_labels
+from lockstep.data import SkipBroken, check_labels
 from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
@@ -95,6 +95,8 @@ def run_options(config: JobConfig) -> RunOptions:
 def _data_sets(config: JobConfig) -> tuple[Any, Any]:
     data = config.data
     training_set = instantiate(data.train, name="data.train")
+    if data.on_bad_sample == "skip":
+        training_set = SkipBroken(training_set)
     validation_set = instantiate(data.validation, name="data.validation") if data.validation else None
     return training_set, validation_set
 

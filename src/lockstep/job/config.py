@@ -64,6 +64,8 @@ class DataConfig(Checked):
     """Steps that each rank reads ahead."""
     timeout: float = field(default=120.0, metadata={"check": more_than(0)})
     """Seconds after which a loader that gives nothing is an error."""
+    on_bad_sample: str = field(default="error", metadata={"check": one_of("error", "skip")})
+    """A training sample that cannot be read: error ends the run; skip lists it and trains on another, up to 1 %."""
 
 
 @dataclass(frozen=True, kw_only=True)

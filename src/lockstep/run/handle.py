@@ -34,6 +34,7 @@ from lockstep.run.placing import place
 from lockstep.run.position import Position
 from lockstep.run.scaling import ScaledStep
 from lockstep.run.session import Session
+from lockstep.run.skipping import SkippedSamples
 from lockstep.run.unread import Unread
 from lockstep.strategies import Strategy, open_strategy
 from lockstep.strategy_options import devices_per_process
@@ -74,6 +75,7 @@ class Run:
         self._writer = checkpoint.BackgroundWriter()
         self._unread = Unread(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(self._session.group, self.device, self.position)
+        self._skipped = SkippedSamples(self._session.group, self.device, options.seed, self.is_main)
         self._session.before_close = self._let_go
         self._session.heartbeat.will_poll()
 
@@ -151,7 +153,8 @@ class Run:
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
         note(self._session.heartbeat, "data", self.position.epoch, self.position.step)
-        return self._course.steps(loader.batches, self._between_steps)
+        read = self._skipped.counted(loader.batches, self._feeder.source(data).dataset)
+        return self._course.steps(read, self._between_steps)
 
     def backward(
         self, batch: Batch, loss: Callable[..., Any], *, forward: Callable[[Any], Any] | None = None
@@ -291,7 +294,9 @@ class Run:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         self._writer.finish()
         self.strategy.release()
-        let_go_of_groups(self._agreed_data, *([self._saved] if self._saved is not None else []))
+        let_go_of_groups(
+            self._agreed_data, self._skipped, *([self._saved] if self._saved is not None else [])
+        )
 
     @property
     def skipped_steps(self) -> int:
@@ -337,7 +342,7 @@ class Run:
     def _part_ways(self) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
         self.strategy.part_ways(self.position.step)
-        let_go_of_groups(self._agreed_data, self.require_prepared())
+        let_go_of_groups(self._agreed_data, self._skipped, self.require_prepared())
         self._session.part(is_spare=self.strategy.is_spare)
 
     def require_prepared(self) -> saving.Saved:

@@ -1,0 +1,62 @@
+"""Data sets around another one: what they hand through, and how they read rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.data.keyed import SampleKeys
+from lockstep.data.naming import look_through
+from lockstep.errors import ConfigError
+from lockstep.permutation import Indices
+
+BatchRead = Callable[[Indices, SampleKeys], Any]
+
+
+class Wrapping(Dataset[Any]):
+    """A data set that reads another one in its own way.
+
+    Args:
+        dataset: a map-style data set; ``Subset`` is looked through.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ConfigError(
+                f"{type(self).__name__} was given a {type(dataset).__name__}, which has no length and no access by "
+                "number. Give a data set with __len__ and __getitem__(index)."
+            )
+        if len(dataset) == 0:
+            raise ConfigError(f"{type(self).__name__} was given an empty data set. Look at how it was split.")
+        self.dataset = dataset
+        self._inner, self._numbers = look_through(dataset)
+
+    @property
+    def finish(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """That of the inner set."""
+        return getattr(self._inner, "finish", None)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the inner set is."""
+        return type(self._inner) is TensorDataset or bool(getattr(self._inner, "in_memory", False))
+
+    def rows_of(self, indices: Indices) -> Indices:
+        """The numbers of the inner set that those of the given one stand for."""
+        return indices if self._numbers is None else self._numbers[indices]
+
+    def inner_batch(self) -> BatchRead | None:
+        """Reads whole micro-batches of the given set by its own numbers; ``None`` where it is read one by one."""
+        if type(self._inner) is TensorDataset:
+            return self._index_tensors
+        read: BatchRead | None = getattr(self._inner, "get_batch", None)
+        if read is None:
+            return None
+        return lambda indices, keys: read(self.rows_of(indices), keys)
+
+    def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
+        rows = torch.from_numpy(self.rows_of(indices))
+        return tuple(tensor.index_select(0, rows) for tensor in self._inner.tensors)
