@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from lockstep.scale.chart import chart, png, svg
 from lockstep.scale.limits import Machine, sentence
 from lockstep.scale.measured import Row
 from lockstep.scale.page import page
+from lockstep.scale.prediction.forecast import forecast
+from lockstep.scale.prediction.links import PRESETS, presets
+from lockstep.scale.prediction.model import OneDevice, require_formula
 from lockstep.scale.report import Report, as_json, text
 from lockstep.scale.rounds import Rounds
 from lockstep.strategy_options import STRATEGIES
@@ -54,6 +58,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before them (default: 3)")
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="starts of each layout, in turn (default: 3)"
+    )
+    parser.add_argument("--predict", action="store_true", help="predicts worlds of 2 to 4096 devices")
+    parser.add_argument(
+        "--interconnect", default="", metavar="A,B", help=f"of {', '.join(PRESETS)} (default: all)"
     )
     for name, what in _FILES.items():
         parser.add_argument(f"--{name}", default="", metavar="FILE", help=what)
@@ -109,6 +117,9 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> Report:
+    links = presets(arguments.interconnect)
+    if arguments.predict:
+        require_formula(config.training.reduce)
     chosen = _layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
     rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
     rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
@@ -118,7 +129,11 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
         workers=config.data.workers,
         micro_batches=config.training.micro_batches,
     )
-    return Report(config.job, arguments.steps, arguments.rounds, tuple(rows), _limit(rows, machine))
+    report = Report(config.job, arguments.steps, arguments.rounds, tuple(rows), _limit(rows, machine))
+    if not arguments.predict:
+        return report
+    one = OneDevice.of(rows[0], rounds.alone[0], config.training.reduce)
+    return dataclasses.replace(report, forecast=forecast(config, one, rows, links, machine.cores, folder))
 
 
 def _limit(rows: list[Row], machine: Machine) -> str:

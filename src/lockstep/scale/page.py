@@ -8,6 +8,15 @@ from html import escape
 from lockstep.scale.chart import COLOURS, chart, svg
 from lockstep.scale.measured import Row
 from lockstep.scale.phases import PHASES
+from lockstep.scale.prediction.forecast import Forecast
+from lockstep.scale.prediction.words import (
+    HEAD_OF_HERE,
+    here_cells,
+    message_cells,
+    message_head,
+    world_cells,
+    world_head,
+)
 from lockstep.scale.report import HEAD, Report, cells, phase_cells, phase_head
 
 _STYLE = """
@@ -44,6 +53,8 @@ def page(report: Report) -> str:
         "<h2>The same in milliseconds</h2>",
         table([phase_head(ran), *(line for row in ran for line in phase_cells(row, ran))]),
     ]
+    if report.forecast is not None:
+        parts += _forecast(report.forecast)
     return document(what, parts)
 
 
@@ -64,6 +75,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         for cell, row in zip(["th"] + ["td"] * len(rows), rows)
     ]
     return '<div class="scroll"><table>' + "".join(f"<tr>{line}</tr>" for line in lines) + "</table></div>"
+
+
+def _forecast(found: Forecast) -> list[str]:
+    parts = ["<h2>Prediction: seconds per epoch (efficiency)</h2>"]
+    parts += [table([world_head(found), *world_cells(found)]), f"<p>{escape(found.note)}</p>"]
+    if found.here:
+        parts += ["<h2>The prediction beside what was measured</h2>"]
+        parts += [table([HEAD_OF_HERE, *(here_cells(each) for each in found.here)])]
+    parts += ["<h2>The exchange alone, in milliseconds</h2>"]
+    return [*parts, table([message_head(found), *message_cells(found)])]
 
 
 def _steps(rows: Sequence[Row]) -> str:

@@ -8,6 +8,15 @@ from dataclasses import asdict, dataclass
 
 from lockstep.scale.measured import Row, Spread
 from lockstep.scale.phases import PHASES
+from lockstep.scale.prediction.forecast import Forecast
+from lockstep.scale.prediction.words import (
+    HEAD_OF_HERE,
+    here_cells,
+    message_cells,
+    message_head,
+    world_cells,
+    world_head,
+)
 
 HEAD = ("layout", "s/epoch", "samples/s", "speed-up", "efficiency (spread)")
 
@@ -24,6 +33,9 @@ class Report:
     """One device first."""
     limit: str
     """What limits scaling, and what to change."""
+
+    forecast: Forecast | None = None
+    """Of larger worlds, if it was asked for."""
 
     @property
     def ran(self) -> list[Row]:
@@ -69,7 +81,19 @@ def text(report: Report) -> str:
     lines.append("")
     lines += [f"{row.label} did not run: {row.refused}" for row in report.rows if row.refused]
     lines.append(report.limit)
+    if report.forecast is not None:
+        lines += _forecast(report.forecast)
     return "\n".join(lines)
+
+
+def _forecast(found: Forecast) -> list[str]:
+    lines = ["", "the exchange alone (ms):"]
+    lines += _aligned([message_head(found), *message_cells(found)])
+    if found.here:
+        lines += ["", "predicted from one device and the exchange alone, beside what was measured:"]
+        lines += _aligned([HEAD_OF_HERE, *(here_cells(each) for each in found.here)])
+    lines += ["", "predicted seconds per epoch (efficiency):"]
+    return [*lines, *_aligned([world_head(found), *world_cells(found)]), found.note]
 
 
 def _occurring(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,1 @@
+"""Predicts larger worlds from one device, the collectives alone, and a stated interconnect. See docs/scale.md."""
