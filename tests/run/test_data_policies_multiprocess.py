@@ -79,6 +79,7 @@ def trained(dataset, workers=0, epochs=1, **options):
         return step, str(error)
     finally:
         logger.removeHandler(handler)
+        run.close()
 
 
 def policies(world):
