@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lockstep.data import BrokenSample, Bucketed, SkipBroken, Weighted, known_labels
+from lockstep.data import BrokenSample, Bucketed, Mixed, SkipBroken, Weighted, known_labels
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
 from lockstep.data.skipping import stand_in
@@ -31,6 +31,11 @@ class Each(Dataset):
 
     def sample_path(self, index):
         return f"{index}.jpg"
+
+
+class Pictures(Each):
+    def __getitem__(self, index):
+        return torch.full((1, 4, 4), super().__getitem__(index)[0]), index % 3
 
 
 class Whole(Each):
@@ -107,6 +112,15 @@ def test_samples_behind_weights_and_buckets_are_skipped_and_named():
     place = order.index(4)
     assert read(buckets, [place])[0] == order[stand_in(place, 0, 100)]
     assert buckets.named(0, 0, place) == "sample 4 (4.jpg)"
+
+
+def test_a_stand_in_is_mixed_with_the_others():
+    images = Subset(Pictures({4}), range(10))
+    dataset = SkipBroken(Mixed(Weighted(images, [3.0 if index == 4 else 1.0 for index in range(10)]), 3))
+    places = np.flatnonzero(dataset.dataset.dataset.sample_at(0, 0, np.arange(10)) == 4)
+    assert len(places) and read(dataset, range(10))[0].shape == (10, 1, 4, 4)
+    assert dataset.skipped(np.arange(10)).tolist() == places.tolist()
+    assert dataset.named(0, 0, int(places[0])) == "sample 4 (4.jpg)"
 
 
 def test_labels_and_names_are_those_of_the_set():

@@ -16,6 +16,7 @@ from lockstep.data.image_transforms import CenterCrop, Cut, ImageTransform, Rand
 from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
 from lockstep.data.labels import check_labels, known_labels
 from lockstep.data.loader import EvaluationLoader, StepLoader
+from lockstep.data.mixing import Mixed, RandomErasing
 from lockstep.data.naming import sample_name
 from lockstep.data.numpy_files import NumpyArrays
 from lockstep.data.reader import BatchDataset, BrokenSample
@@ -44,10 +45,12 @@ __all__ = [
     "ImageFolder",
     "ImageTransform",
     "MicroBatch",
+    "Mixed",
     "Normalize",
     "NumpyArrays",
     "PadCropFlip",
     "PadSequences",
+    "RandomErasing",
     "RandomResizedCrop",
     "SampleKeys",
     "SkipBroken",

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.data.naming import sample_error
-from lockstep.data.reader import BrokenSample, Collate
+from lockstep.data.keyed import SampleKeys, generators_kept
+from lockstep.data.reader import Collate
 from lockstep.data.skipping import SkipBroken
 from lockstep.data.wrapping import Wrapping
 from lockstep.errors import ConfigError
@@ -103,17 +102,9 @@ class Bucketed(Wrapping):
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """The samples at places ``indices`` of the keys' epoch, collated."""
-        samples = []
+        numbers = self.sample_at(keys.seed, keys.epoch, indices)
         with generators_kept():
-            numbers = self.sample_at(keys.seed, keys.epoch, indices)
-            own = SampleKeys(keys.seed, keys.epoch, numbers)
-            for position, (number, seed) in enumerate(zip(numbers.tolist(), own.seeds(), strict=True)):
-                seed_generators(seed)
-                try:
-                    samples.append(self.dataset[number])
-                except Exception as error:
-                    raise BrokenSample(position) from sample_error(self.dataset, number, error)
-            return self.collate(samples)
+            return self.collate(self.read_each(numbers, SampleKeys(keys.seed, keys.epoch, numbers)))
 
     def _pool(self, seed: int, epoch: int, pool: int) -> Indices:
         key = seed, epoch, pool

@@ -98,10 +98,12 @@ class SkipBroken(Wrapping):
 
     def named(self, seed: int, epoch: int, index: int) -> str:
         """The sample behind number ``index`` of an epoch, for people, through ``Weighted`` and ``Bucketed``."""
-        sample_at = getattr(self.dataset, "sample_at", None)
-        if sample_at is None:
-            return sample_name(self.dataset, index)
-        return sample_name(self.dataset.dataset, int(sample_at(seed, epoch, np.array([index]))[0]))
+        dataset, numbers = self.dataset, np.array([index])
+        while isinstance(dataset, Wrapping):
+            sample_at = getattr(dataset, "sample_at", None)
+            numbers = numbers if sample_at is None else sample_at(seed, epoch, numbers)
+            dataset = dataset.dataset
+        return sample_name(dataset, int(numbers[0]))
 
     def skipped(self, indices: Indices) -> Indices:
         """Those of the numbers that this process or one of its workers has skipped, in rising order."""

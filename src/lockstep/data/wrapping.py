@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import look_through
+from lockstep.data.keyed import SampleKeys, seed_generators
+from lockstep.data.naming import look_through, sample_error
+from lockstep.data.reader import BrokenSample
 from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
 
@@ -56,6 +57,20 @@ class Wrapping(Dataset[Any]):
         if read is None:
             return None
         return lambda indices, keys: read(self.rows_of(indices), keys)
+
+    def read_each(self, numbers: Indices, keys: SampleKeys) -> list[Any]:
+        """Samples of the given set, one by one, row ``i`` with the random numbers of row ``i`` of the keys.
+
+        The caller keeps the generators. A sample that cannot be read is a ``BrokenSample`` from its named error.
+        """
+        samples = []
+        for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
+            seed_generators(seed)
+            try:
+                samples.append(self.dataset[number])
+            except Exception as error:
+                raise BrokenSample(position) from sample_error(self.dataset, number, error)
+        return samples
 
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))
