@@ -62,6 +62,11 @@ def test_a_sample_that_is_drawn_twice_is_augmented_in_two_ways():
     assert len({picture.numpy().tobytes() for picture in images}) > 10
 
 
+def test_a_collate_function_gets_the_samples_that_were_drawn():
+    dataset = Weighted(TENSORS, np.arange(100.0), collate=lambda rows: [int(row[0]) for row in rows])
+    assert read(dataset, [8, 2]) == dataset.sample_at(0, 0, np.array([8, 2])).tolist()
+
+
 def test_a_broken_sample_is_named_by_its_own_number():
     dataset = Weighted(Each(), [1.0 if index == 13 else 0.0 for index in range(100)])
     with pytest.raises(DataError, match=r"Sample 7 cannot be read: Sample 13 cannot be read: OSError: torn"):
@@ -90,6 +95,8 @@ def test_what_cannot_be_drawn_from_is_refused():
         Weighted(TENSORS, samples=0)
     with pytest.raises(ConfigError, match=r"SkipBroken\(Weighted"):
         Weighted(SkipBroken(TENSORS))
+    with pytest.raises(ConfigError, match=r"Give it to run\.batches as it is"):
+        Weighted(TENSORS)[0]
     with pytest.raises(ConfigError, match="empty data set"):
         Weighted(Subset(TENSORS, []))
 

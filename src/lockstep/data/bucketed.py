@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from lockstep.data.keyed import SampleKeys, generators_kept
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.reader import Collate
 from lockstep.data.skipping import SkipBroken
 from lockstep.data.wrapping import Wrapping
@@ -103,8 +103,7 @@ class Bucketed(Wrapping):
     def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
         """The samples at places ``indices`` of the keys' epoch, collated."""
         numbers = self.sample_at(keys.seed, keys.epoch, indices)
-        with generators_kept():
-            return self.collate(self.read_each(numbers, SampleKeys(keys.seed, keys.epoch, numbers)))
+        return self.collated(self.collate, numbers, SampleKeys(keys.seed, keys.epoch, numbers))
 
     def _pool(self, seed: int, epoch: int, pool: int) -> Indices:
         key = seed, epoch, pool

@@ -18,10 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from lockstep.data.image_transforms import Uniforms
-from lockstep.data.keyed import SampleKeys, generators_kept
+from lockstep.data.keyed import SampleKeys
 from lockstep.data.skipping import SkipBroken
 from lockstep.data.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
@@ -124,11 +123,7 @@ class Mixed(Wrapping):
     def get_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, Tensor]:
         """The mixed images and their targets."""
         read = self.inner_batch()
-        if read is not None:
-            images, labels = read(indices, keys)
-        else:
-            with generators_kept():
-                images, labels = default_collate(self.read_each(indices, keys))
+        images, labels = self.collated(None, indices, keys) if read is None else read(indices, keys)
         self._check(images, labels)
         if self.erasing is not None:
             own = SampleKeys(derive_seed(keys.seed, "erasing"), keys.epoch, keys.indices)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.labels import known_labels
 from lockstep.data.naming import sample_error, sample_name
-from lockstep.data.reader import BrokenSample
+from lockstep.data.reader import BrokenSample, Collate
 from lockstep.data.skipping import SkipBroken
 from lockstep.data.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
@@ -38,6 +38,7 @@ class Weighted(Wrapping):
         weights: one number for each sample, none negative; or ``balanced``, which draws each class as often as any
             other and needs the set's labels.
         samples: draws in an epoch; ``None`` for as many as there are samples.
+        collate: makes a micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
 
     Raises:
         ConfigError: the weights do not fit the set.
@@ -45,7 +46,12 @@ class Weighted(Wrapping):
     """
 
     def __init__(
-        self, dataset: Any, weights: Weights | Literal["balanced"] = "balanced", samples: int | None = None
+        self,
+        dataset: Any,
+        weights: Weights | Literal["balanced"] = "balanced",
+        samples: int | None = None,
+        *,
+        collate: Collate | None = None,
     ) -> None:
         super().__init__(dataset)
         if isinstance(dataset, SkipBroken):
@@ -53,6 +59,7 @@ class Weighted(Wrapping):
                 "SkipBroken belongs around Weighted, not into it: SkipBroken(Weighted(dataset, ...))."
             )
         self.samples = len(dataset) if samples is None else samples
+        self.collate = collate
         if self.samples < 1:
             raise ConfigError(f"Weighted has samples={samples}; an epoch needs at least 1.")
         if isinstance(weights, str):
@@ -65,42 +72,26 @@ class Weighted(Wrapping):
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        """One draw, with a number of torch's generator, which a run has seeded for the epoch and the index."""
-        number = int(self._drawn(torch.rand(1, dtype=torch.float64).numpy())[0])
-        try:
-            return self.dataset[number]
-        except Exception as error:
-            raise sample_error(self.dataset, number, error) from error
+        """Refused: a place means a sample only within an epoch."""
+        raise ConfigError(
+            "Weighted is read in micro-batches of an epoch. Give it to run.batches as it is, and your collate function "
+            "to it: Weighted(dataset, weights, collate=...)."
+        )
 
     def __repr__(self) -> str:
         return f"Weighted: {self.samples} draws from {self.dataset!r}"
 
-    @property
-    def get_batch(self) -> Callable[[Indices, SampleKeys], Any] | None:
-        """Reads many draws at once, where the inner set can."""
-        return None if self.inner_batch() is None else self._read_batch
-
     def sample_at(self, seed: int, epoch: int, places: Indices) -> Indices:
         """The samples at ``places`` of an epoch: a pure function."""
-        if self.get_batch is not None:
-            keys = SampleKeys(derive_seed(seed, "weighted"), epoch, places)
-            return self._drawn(keys.uniforms(1)[:, 0])
-        generator = torch.Generator()
-        seeds = SampleKeys(
-            seed, epoch, places
-        ).seeds()  # one by one, the reader seeds torch's generator with them
-        uniforms = [
-            torch.rand(1, dtype=torch.float64, generator=generator.manual_seed(each)) for each in seeds
-        ]
-        return self._drawn(torch.cat(uniforms).numpy())
+        keys = SampleKeys(derive_seed(seed, "weighted"), epoch, places)
+        return np.searchsorted(self._bounds, keys.uniforms(1)[:, 0], side="right").astype(np.int64)
 
-    def _drawn(self, uniforms: npt.NDArray[np.float64]) -> Indices:
-        return np.searchsorted(self._bounds, uniforms, side="right").astype(np.int64)
-
-    def _read_batch(self, indices: Indices, keys: SampleKeys) -> Any:
-        read = self.inner_batch()
-        assert read is not None
+    def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
+        """The samples at places ``indices`` of the keys' epoch, collated."""
         drawn = self.sample_at(keys.seed, keys.epoch, indices)
+        read = None if self.collate is not None else self.inner_batch()
+        if read is None:
+            return self.collated(self.collate, drawn, keys)
         try:
             return read(drawn, keys)
         except BrokenSample as broken:

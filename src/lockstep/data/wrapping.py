@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from lockstep.data.keyed import SampleKeys, seed_generators
+from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import look_through, sample_error
-from lockstep.data.reader import BrokenSample
+from lockstep.data.reader import BrokenSample, Collate
 from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
 
@@ -58,19 +58,23 @@ class Wrapping(Dataset[Any]):
             return None
         return lambda indices, keys: read(self.rows_of(indices), keys)
 
-    def read_each(self, numbers: Indices, keys: SampleKeys) -> list[Any]:
-        """Samples of the given set, one by one, row ``i`` with the random numbers of row ``i`` of the keys.
+    def collated(self, collate: Collate | None, numbers: Indices, keys: SampleKeys) -> Any:
+        """Samples of the given set, read one by one, row ``i`` with the random numbers of row ``i`` of the keys.
 
-        The caller keeps the generators. A sample that cannot be read is a ``BrokenSample`` from its named error.
+        A sample that cannot be read is a ``BrokenSample`` from its named error.
         """
         samples = []
-        for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
-            seed_generators(seed)
-            try:
-                samples.append(self.dataset[number])
-            except Exception as error:
-                raise BrokenSample(position) from sample_error(self.dataset, number, error)
-        return samples
+        with generators_kept():
+            for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
+                seed_generators(seed)
+                try:
+                    samples.append(self.dataset[number])
+                except Exception as error:
+                    raise BrokenSample(position) from sample_error(self.dataset, number, error)
+            if collate is not None:
+                return collate(samples)
+            data = default_collate(samples)
+            return tuple(data) if isinstance(samples[0], tuple) else data
 
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))
