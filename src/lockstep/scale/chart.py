@@ -16,7 +16,7 @@ from lockstep.scale.measured import Row
 
 COLOURS = ("#2f6db5", "#b8621b", "#39803d", "#7e45a0", "#b53a4a", "#22797e", "#8a7212", "#5f5f5f")
 _INK, _PALE = "#222222", "#d4d4d4"
-_LEFT, _TOP, _PLOT, _BAR, _GAP = 66.0, 60.0, 250.0, 40.0, 26.0
+_LEFT, _TOP, _PLOT, _BAR, _GAP = 66.0, 54.0, 250.0, 40.0, 26.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def chart(rows: Sequence[Row], title: str) -> Chart:
     for number in range(int(ticks) + 1):
         y = floor - number * tick * scale
         grid += [Box(_LEFT, y, x - _LEFT, 1, _PALE), Words(_LEFT - 8, y, f"{number * tick:g}", "end")]
-    grid += [Words(14, 17, title, "start", 15), Words(14, _TOP - 20, "seconds per epoch", "start")]
+    grid.append(Words(14, 17, title, "start", 15))
     legend, below = _legend(colours, width, floor + 62)
     return Chart(width, below, (*grid, *shapes, *legend))
 

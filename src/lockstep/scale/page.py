@@ -20,11 +20,12 @@ from lockstep.scale.prediction.words import (
 from lockstep.scale.report import HEAD, Report, cells, phase_cells, phase_head
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62em;
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72em;
   margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 .limit { border-left: 4px solid #b8621b; background: #fdf3ea; padding: .7em 1em }
-table { border-collapse: collapse } td, th { padding: .25em .8em; border-bottom: 1px solid #ddd; text-align: right }
+table { border-collapse: collapse } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right;
+  white-space: nowrap }
 td:first-child, th:first-child { text-align: left } .scroll { overflow-x: auto } figure { margin: 0 }
 .steps { display: grid; grid-template-columns: max-content 1fr; gap: .25em .8em; align-items: center }
 .bar { display: flex; height: 1.1em } .key { margin-right: 1.2em; white-space: nowrap }
