@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
-    {"debug", "lint", "doctor", "verify", "replay", "explain"},
+    {"debug", "lint", "doctor", "verify", "replay", "explain", "scale"},
     {"job", "trainer"},
     {"run"},
     {"strategies", "checkpoint", "loggers"},
