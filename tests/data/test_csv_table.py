@@ -11,10 +11,10 @@ from lockstep.errors import ConfigError, DataError
 TEXT = "a,b,kind\n1,2.5,rose\n\n3,-4e-2,tulip\n5,6,0\n"
 
 
-def table(tmp_path, text=TEXT, target="kind", **options):
+def table(tmp_path, text=TEXT, label="kind", **options):
     path = tmp_path / "t.csv"
     path.write_text(text, encoding="utf-8")
-    return CSVTable(path, target, **options)
+    return CSVTable(path, label, **options)
 
 
 def test_columns_and_named_classes_are_read(tmp_path):

@@ -29,7 +29,7 @@ class ArrowFiles(EncodedPairs):
     Args:
         path: a file, a folder of files of one kind (in the order of their names), or a list of files.
         input: name of the input column: numbers, lists of numbers, text, or bytes of pictures.
-        target: name of the target column.
+        label: name of the column of targets.
         transform: an ``ImageTransform`` for pictures, or any callable of the input's value.
         classes: how many there are, or their names; with it every target must be a whole number below.
 
@@ -42,20 +42,20 @@ class ArrowFiles(EncodedPairs):
         self,
         path: str | Path | Sequence[str | Path],
         input: str,
-        target: str,
+        label: str,
         *,
         transform: Transform | None = None,
         classes: int | Sequence[str] | None = None,
     ) -> None:
         super().__init__(transform)
         self._arrow = optional_module("pyarrow", "ArrowFiles")
-        self.files, self.columns = _files(path), (input, target)
+        self.files, self.columns = _files(path), (input, label)
         self._open()
         if classes is not None:
             self.classes = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
             column = np.concatenate(
                 [
-                    whole_numbers(self._column(place, target), f"{self._name(place)}, column {target!r}")
+                    whole_numbers(self._column(place, label), f"{self._name(place)}, column {label!r}")
                     for place in range(len(self._ends))
                 ]
             )

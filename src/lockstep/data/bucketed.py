@@ -132,11 +132,11 @@ class PadSequences:
 
     Args:
         value: stands behind the end of an input.
-        target: stands behind the end of a target; -100 is what ``CrossEntropyLoss`` leaves out.
+        ignore_index: stands behind the end of a target; -100 is what ``CrossEntropyLoss`` leaves out.
     """
 
-    def __init__(self, value: float = 0, target: float = -100) -> None:
-        self.value, self.target = value, target
+    def __init__(self, value: float = 0, ignore_index: float = -100) -> None:
+        self.value, self.ignore_index = value, ignore_index
 
     def __call__(self, samples: list[Any]) -> tuple[Tensor, Any]:
         """Input of shape (n, longest, ...), and the targets."""
@@ -144,4 +144,4 @@ class PadSequences:
         padded = pad_sequence([torch.as_tensor(each) for each in inputs], True, self.value)
         if all(isinstance(each, (int, float)) or torch.as_tensor(each).dim() == 0 for each in targets):
             return padded, default_collate(list(targets))
-        return padded, pad_sequence([torch.as_tensor(each) for each in targets], True, self.target)
+        return padded, pad_sequence([torch.as_tensor(each) for each in targets], True, self.ignore_index)

@@ -30,7 +30,7 @@ class CSVTable(Dataset[Any]):
 
     Args:
         path: the file, in UTF-8.
-        target: name of the target column.
+        label: name of the column of targets.
         columns: names of the input columns, in order; ``None`` for all others.
         classes: how many classes there are, or their names in the order of their labels; ``None`` for regression.
         delimiter: the character between two columns.
@@ -45,7 +45,7 @@ class CSVTable(Dataset[Any]):
     def __init__(
         self,
         path: str | Path,
-        target: str,
+        label: str,
         *,
         columns: Sequence[str] | None = None,
         classes: int | Sequence[str] | None = None,
@@ -53,7 +53,7 @@ class CSVTable(Dataset[Any]):
     ) -> None:
         if len(delimiter) != 1:
             raise ConfigError(f"CSVTable has delimiter={delimiter!r}; it is one character.")
-        self.path, self.target = Path(path), target
+        self.path, self.label = Path(path), label
         self.classes: tuple[str, ...] = ()
         if classes is not None:
             self.classes = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -68,7 +68,7 @@ class CSVTable(Dataset[Any]):
             if len(fractions):
                 row = int(fractions[0])
                 raise DataError(
-                    f"{self.path}, line {self._lines[row]}: {target} is {targets[row]}, which is no class."
+                    f"{self.path}, line {self._lines[row]}: {label} is {targets[row]}, which is no class."
                 )
             self.targets = targets.to(torch.int64)
             check_labels(self, len(self.classes))
@@ -83,7 +83,9 @@ class CSVTable(Dataset[Any]):
         return self.inputs[index], self.targets[index]
 
     def __repr__(self) -> str:
-        return f"CSVTable {self.path.name}: {len(self):,} rows, {len(self.columns)} columns, target {self.target}"
+        return (
+            f"CSVTable {self.path.name}: {len(self):,} rows, {len(self.columns)} columns, target {self.label}"
+        )
 
     def sample_path(self, index: int) -> str:
         """The file and the line of a row."""
@@ -119,13 +121,13 @@ class CSVTable(Dataset[Any]):
         """The names of the input columns, and where they and, last, the target stand."""
         if not header or len(set(header)) < len(header):
             raise DataError(f"{self.path} needs a first line that names each column once; it has {header}.")
-        wanted = tuple(name for name in header if name != self.target) if columns is None else tuple(columns)
-        for name in (*wanted, self.target):
+        wanted = tuple(name for name in header if name != self.label) if columns is None else tuple(columns)
+        for name in (*wanted, self.label):
             if name not in header:
                 raise DataError(f"{self.path} has no column {name!r}.{nearest(name, header)}")
         if not wanted:
-            raise DataError(f"{self.path} has no column beside the target {self.target!r}.")
-        return wanted, [header.index(name) for name in (*wanted, self.target)]
+            raise DataError(f"{self.path} has no column beside the target {self.label!r}.")
+        return wanted, [header.index(name) for name in (*wanted, self.label)]
 
     def _rows(self, reader: Any, header: list[str]) -> Iterator[tuple[int, list[str]]]:
         for row in reader:
@@ -139,7 +141,7 @@ class CSVTable(Dataset[Any]):
 
     def _label(self, text: str, line: int) -> float:
         label = self._numbers.get(text.strip())
-        return self._number(text, line, self.target) if label is None else label
+        return self._number(text, line, self.label) if label is None else label
 
     def _number(self, text: str, line: int, column: str) -> float:
         try:

@@ -24,7 +24,7 @@ class HuggingFace(EncodedPairs):
     Args:
         source: a ``datasets.Dataset``, or the folder that ``save_to_disk`` wrote.
         input: name of the input column. Pictures reach an ``ImageTransform`` undecoded.
-        target: name of the target column.
+        label: name of the column of targets.
         split: which set of a ``DatasetDict``.
         transform: an ``ImageTransform``, or any callable of the input's value.
         classes: how many there are, or their names; ``None`` for those of a ``ClassLabel`` column, if it is one.
@@ -38,7 +38,7 @@ class HuggingFace(EncodedPairs):
         self,
         source: Any,
         input: str,
-        target: str,
+        label: str,
         *,
         split: str | None = None,
         transform: Transform | None = None,
@@ -48,7 +48,7 @@ class HuggingFace(EncodedPairs):
         library = optional_module("datasets", "HuggingFace")
         found = _loaded(source, library) if isinstance(source, (str, Path)) else source
         rows = _split_of(found, split, library)
-        for column in (input, target):
+        for column in (input, label):
             if column not in rows.column_names:
                 raise DataError(
                     f"The data set {source!s:.80} has no column {column!r}.{nearest(column, rows.column_names)}"
@@ -58,15 +58,15 @@ class HuggingFace(EncodedPairs):
         if isinstance(transform, ImageTransform) and isinstance(rows.features[input], library.Image):
             rows = rows.cast_column(input, library.Image(decode=False))
         self._inputs = rows.select_columns([input]).with_format(None)
-        self._targets = rows.select_columns([target]).with_format(None)
-        self.columns = input, target
-        names = getattr(rows.features[target], "names", None)
+        self._targets = rows.select_columns([label]).with_format(None)
+        self.columns = input, label
+        names = getattr(rows.features[label], "names", None)
         if classes is None and names:
             classes = names
         if classes is not None:
             self.classes = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
-            column = self._targets.with_format("arrow")[:][target]
-            self.labels = whole_numbers(column, f"Column {target!r}")
+            column = self._targets.with_format("arrow")[:][label]
+            self.labels = whole_numbers(column, f"Column {label!r}")
             check_labels(self, len(self.classes))
 
     def __len__(self) -> int:

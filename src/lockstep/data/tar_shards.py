@@ -27,21 +27,21 @@ class TarShards(EncodedPairs):
 
         shard-000.tar   train/0001.jpg  train/0001.cls | train/0002.jpg  train/0002.cls | ...
 
-    ``dataset[i]`` is the pair ``(picture, label)``: the member ``input`` and the whole number in the member ``target``.
+    ``dataset[i]`` is the pair ``(picture, label)``: the member ``input`` and the whole number in the member ``label``.
     With ``decode`` it is instead whatever that makes of ``{"jpg": bytes, "cls": bytes, ...}``. The headers of the
     shards are read once; where each member stands is then kept in an index file, see ``lockstep.data.tar_index``.
 
     Args:
         path: a folder of ``.tar`` files (in the order of their names), one file, or a list of files.
         input: the ending, or the endings, of the members that are inputs; each sample has exactly one.
-        target: the ending of the members that hold a label in digits.
+        label: the ending of the members that hold a label in digits.
         transform: an ``ImageTransform``, or any callable of the input's bytes.
-        decode: makes a sample of a dict of bytes; then ``input``, ``target`` and ``transform`` are not used.
+        decode: makes a sample of a dict of bytes; then ``input``, ``label`` and ``transform`` are not used.
         classes: how many there are, or their names; with it every label must be below.
         index: where the index is kept; ``None`` for ``lockstep-index`` beside the first shard.
 
     Raises:
-        DataError: a shard is missing, compressed, cut off or holds links, or a sample has no input or no target.
+        DataError: a shard is missing, compressed, cut off or holds links, or a sample has no input or no label.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TarShards(EncodedPairs):
         path: str | Path | Sequence[str | Path],
         *,
         input: str | Sequence[str] = ("jpg", "jpeg", "png", "webp"),
-        target: str = "cls",
+        label: str = "cls",
         transform: ImageTransform | Callable[[Any], Any] | None = None,
         decode: Callable[[dict[str, bytes]], Any] | None = None,
         classes: int | Sequence[str] | None = None,
@@ -68,7 +68,7 @@ class TarShards(EncodedPairs):
         if decode is None:
             wanted = (input,) if isinstance(input, str) else tuple(input)
             self._inputs = self._column(wanted)
-            labels = (self._label(index, int(member)) for index, member in enumerate(self._column((target,))))
+            labels = (self._label(index, int(member)) for index, member in enumerate(self._column((label,))))
             self.labels = np.fromiter(labels, dtype=np.int64, count=len(self))
         if classes is not None:
             self.classes = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -122,7 +122,7 @@ class TarShards(EncodedPairs):
                 raise DataError(
                     f"The sample {self.sample_path(sample)} has {len(members)} members that end in "
                     f"{' or '.join(endings)}, and exactly one is needed. Endings in these shards: "
-                    f"{', '.join(sorted(index.kinds.tolist()))}. Name them with input= and target=."
+                    f"{', '.join(sorted(index.kinds.tolist()))}. Name them with input= and label=."
                 )
             found += members
         return np.array(found, dtype=np.int64)
