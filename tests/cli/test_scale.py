@@ -20,6 +20,8 @@ SHORT = ("--set", "data.workers=0", "--steps", "3", "--warm-up", "1", "--rounds"
             "interconnect 'nvlnk' is not known. Did you mean 'nvlink'?",
         ),
         (("--predict", "--set", "training.reduce=powersgd"), "for which there is no formula"),
+        (("--interconnect", "nvlink"), "--interconnect was given, which is for --predict"),
+        (("--json", "."), "--json . was asked for, which is a folder"),
         (("--html", "nowhere/scale.html"), "there is no folder 'nowhere'"),
     ],
 )
@@ -46,6 +48,7 @@ def test_one_measurement_gives_tables_files_and_a_prediction(process, tmp_path):
         assert step == pytest.approx(row["step"]["median"], rel=0.05), "phases add up to the step"
     assert set(found["forecast"]["messages"]) == {"2"}
     assert found["forecast"]["here"][0]["measured"] == two["epoch"]["median"]
+    assert found["machine"]["micro_batches"] == 8
     assert len(found["forecast"]["worlds"]) == 12 * 7
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "found.svg").read_text()

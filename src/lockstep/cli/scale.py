@@ -80,7 +80,9 @@ def main(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"{option} {getattr(arguments, name)} was asked for; it must be at least {least}."
             )
-    _require_folders(arguments)
+    _require_files(arguments)
+    if arguments.interconnect and not arguments.predict:
+        raise ConfigError("--interconnect was given, which is for --predict. Give both.")
     given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
     given.devices = "1"
     config = load_job(arguments.job, train.overrides(given))
@@ -91,15 +93,18 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _require_folders(arguments: argparse.Namespace) -> None:
-    """Refuses a file whose folder is not there before anything is measured."""
+def _require_files(arguments: argparse.Namespace) -> None:
+    """Refuses a file that cannot be written before anything is measured."""
     for name in _FILES:
-        folder = Path(getattr(arguments, name)).parent
-        if not folder.is_dir():
+        if not (given := getattr(arguments, name)):
+            continue
+        path = Path(given)
+        if not path.parent.is_dir():
             raise ConfigError(
-                f"--{name} {getattr(arguments, name)} was asked for, and there is no folder {str(folder)!r}. "
-                "Make it first."
+                f"--{name} {given} was asked for, and there is no folder {str(path.parent)!r}. Make it first."
             )
+        if path.is_dir():
+            raise ConfigError(f"--{name} {given} was asked for, which is a folder. Name a file in it.")
 
 
 def _write(report: Report, arguments: argparse.Namespace) -> None:
@@ -129,7 +134,8 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
         workers=config.data.workers,
         micro_batches=config.training.micro_batches,
     )
-    report = Report(config.job, arguments.steps, arguments.rounds, tuple(rows), _limit(rows, machine))
+    limit = _limit(rows, machine)
+    report = Report(config.job, arguments.steps, arguments.rounds, tuple(rows), limit, machine=machine)
     if not arguments.predict:
         return report
     one = OneDevice.of(rows[0], rounds.alone[0], config.training.reduce)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from lockstep.scale.limits import Machine
 from lockstep.scale.measured import Row, Spread
 from lockstep.scale.phases import PHASES
 from lockstep.scale.prediction.forecast import Forecast
@@ -36,6 +37,8 @@ class Report:
 
     forecast: Forecast | None = None
     """Of larger worlds, if it was asked for."""
+    machine: Machine | None = None
+    """What it was measured on."""
 
     @property
     def ran(self) -> list[Row]:
