@@ -74,6 +74,7 @@ def test_decode_gets_every_member_of_a_sample(tmp_path):
 def test_the_index_is_built_once_and_again_only_where_a_shard_has_changed(tmp_path, monkeypatch):
     TarShards(shards(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == [INDEX_NAME, "s-0.tar", "s-1.tar"]
+    assert (tmp_path / INDEX_NAME).stat().st_mode & 0o777 == 0o644
     scanned = []
     members = tar_index_file._members
     monkeypatch.setattr(

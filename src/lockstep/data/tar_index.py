@@ -175,6 +175,7 @@ def _write(index_file: Path, index: TarIndex) -> None:
             file.write(hashlib.blake2b(content, digest_size=_DIGEST).digest() + content)
             file.flush()
             os.fsync(file.fileno())
+            Path(file.name).chmod(0o644)  # others who may read the shards read the index too
             Path(file.name).replace(index_file)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
