@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lockstep.data import Bucketed, PadSequences, SkipBroken, adopt
 from lockstep.data.reader import SampleReader
@@ -85,6 +85,9 @@ def test_sequences_with_one_label_each_are_collated():
 def test_a_run_does_not_shuffle_it_again():
     assert adopt(bucketed()).shuffle is False
     assert adopt(SkipBroken(bucketed())).shuffle is False
+    assert adopt(Subset(bucketed(), range(16))).shuffle is False
+    assert adopt(DataLoader(bucketed(), shuffle=True)).shuffle is False
+    assert adopt(DataLoader(Sequences(), shuffle=True)).shuffle is True
     assert adopt(Sequences()).shuffle is None
 
 

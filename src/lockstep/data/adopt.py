@@ -68,8 +68,7 @@ def adopt(source: Any) -> Source:
             "Write run.batches(dataset): the run itself decides which rank reads which samples."
         )
     _check_map_style(source)
-    ordered = bool(getattr(source, "keeps_order", False))
-    return Source(dataset=source, finish=_finish(source), shuffle=False if ordered else None)
+    return Source(dataset=source, finish=_finish(source), shuffle=False if _keeps_order(source) else None)
 
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
@@ -81,7 +80,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         dataset=dataset,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         workers=loader.num_workers,
-        shuffle=shuffle,
+        shuffle=shuffle and not _keeps_order(dataset),
         drop_last=drop_last,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or None,
@@ -178,6 +177,11 @@ def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int
 
 def _as_numbers(indices: Sequence[int]) -> list[int]:
     return [int(index) for index in indices]
+
+
+def _keeps_order(dataset: Any) -> bool:
+    """Whether a set orders its samples itself, as ``Bucketed`` does."""
+    return bool(getattr(look_through(dataset)[0], "keeps_order", False))
 
 
 def _finish(dataset: Any) -> Finish | None:
