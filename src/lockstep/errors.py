@@ -16,6 +16,7 @@ A message says what was asked, what was found, and what to do, in that order.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_DONE = 0
@@ -78,7 +79,12 @@ class NonFiniteError(LockstepError):
 
 def nearest(asked: str, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'? Known: a, b, c.`` for an unknown name, ready to append to a message."""
-    names = sorted(known)
+    names = sorted(filter(None, known), key=_by_number)
     close = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{hint} Known: {', '.join(names)}."
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sorts ``layer2`` before ``layer10``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -12,7 +12,9 @@ from lockstep.job import JobConfig
 def started(monkeypatch):
     """Keeps what would be started in a list, in place of starting it."""
     orders = []
-    monkeypatch.setattr(train, "supervise", lambda target, options, joined: orders.append((target, options)) or 0)
+    monkeypatch.setattr(
+        train, "supervise", lambda target, options, joined: orders.append((target, options)) or 0
+    )
     return orders
 
 

@@ -87,7 +87,7 @@ def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, proc
     assert "differs since step 0" in result.stdout
 
 
-def test_a_layout_that_cannot_run_the_job_says_why(process, job):
+def test_a_strategy_that_was_named_and_cannot_run_the_job_says_why_and_proves_nothing(process, job):
     result = process(
         "verify",
         str(job),
@@ -99,12 +99,13 @@ def test_a_layout_that_cannot_run_the_job_says_why(process, job):
         "--devices",
         "3",
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1, result.stderr
     assert "pipeline on 3 did not run: strategy 'pipeline' needs 3 stages" in result.stdout
 
 
 def test_mistakes_are_refused_in_a_sentence(process):
-    for arguments in (["--devices", "two"], ["--strategies", "dpp"], ["--steps", "0"]):
+    nothing = ["--devices", "1", "--strategies", "pipeline"]
+    for arguments in (["--devices", "two"], ["--strategies", "dpp"], ["--steps", "0"], nothing):
         result = process("verify", "digits", *arguments)
         assert result.returncode == 2
         assert len(result.stderr.splitlines()) == 1

@@ -60,7 +60,7 @@ def test_the_place_the_samples_and_the_numbers_are_told():
     lines = describe(report(compared(MINE), micro_batch=5)).splitlines()
     assert lines[:6] == [
         "run       runs/digits-001, trained with fsdp on 6",
-        "step      17, micro-batch 5 of rank 5 (epoch 1, its step 5)",
+        "step      17, micro-batch 5 of rank 5 (step 5 of epoch 2)",
         "from      step-00000012, 5 steps before",
         "samples   3, 1, 4",
         "loss      1.5",

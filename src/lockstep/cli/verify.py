@@ -55,7 +55,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the layouts and prints the table; returns 1 if one does not keep what it promises."""
+    """Runs the layouts and prints the table.
+
+    Returns:
+        1 if a layout does not keep what it promises, if one whose strategy was named did not run, or if none did.
+    """
     given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
     given.devices = "1"
     if arguments.steps < 1:
@@ -63,11 +67,19 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.script is not None:
         return _verify_script(arguments)
     config = load_job(arguments.job or "digits", train.overrides(given))
-    chosen = layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
+    names = _names(arguments.strategies)
+    chosen = layouts(config, _numbers(arguments.devices), names, fitting=not arguments.devices)
+    if not chosen:
+        raise ConfigError(
+            "Nothing is left to compare with one device. Give two devices or more, for example --devices 2,4; hybrid "
+            "takes 4, 6, 8 and so on."
+        )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         comparisons = _compare_all(config, chosen, arguments.steps, Path(folder))
     _show(comparisons, arguments)
-    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+    unproven = [each for each in comparisons if each.trace.refused]
+    failed = any(each.is_broken for each in comparisons) or len(unproven) == len(chosen)
+    return EXIT_DIFFERENT if failed or (names and unproven) else EXIT_DONE
 
 
 def _verify_script(arguments: argparse.Namespace) -> int:

@@ -87,6 +87,8 @@ class ScriptRuns:
         )
         outcome = run_world(EntryTarget(entry=ENTRY, payload=payload), options)
         if outcome.code != EXIT_DONE:
+            report = [line for line in outcome.lines if not line.startswith("Logs: ")]
+            print(*report, sep="\n", file=sys.stderr)
             return Ran(label, here, refused=_reason(outcome.lines) or f"exit code {outcome.code}")
         if (here / "trace.json").exists():
             return Ran(label, here, trace=Trace.read(here / "trace.json"))

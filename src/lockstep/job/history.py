@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
 from lockstep.plan import Share
+from lockstep.strategy_options import STRATEGIES
 
 FILE = "job.json"
 
@@ -90,3 +91,19 @@ def with_start(earlier: Sequence[Start], new: Start) -> str:
     """The file's text with one more start; those that it goes back behind are left out."""
     kept = [start for start in earlier if start.step < new.step]
     return json.dumps({"starts": [start.as_table() for start in (*kept, new)]}, indent=1) + "\n"
+
+
+def one_recipe(starts: Sequence[Start]) -> bool:
+    """Whether a run began anew and had the same settings ever since, but for where and how it ran."""
+    return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
+
+
+def _recipe(job: JobConfig) -> str:
+    """The settings that the result depends on."""
+    table = json.loads(job.to_json())
+    table["threads"] = job.run.threads
+    for section in ("run", "checkpoint", "log", *STRATEGIES):
+        table.pop(section, None)
+    for key in ("strategy", "mesh", "fingerprint_every", "gradients_every", "record_micro_batches"):
+        table.get("training", {}).pop(key, None)
+    return json.dumps(table, sort_keys=True)

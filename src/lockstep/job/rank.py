@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.job.assemble import assemble
 from lockstep.job.config import JobConfig
+from lockstep.job.history import one_recipe, read_starts
 from lockstep.job.record import record
 from lockstep.job.run_folder import run_folder
 from lockstep.levels import Level
@@ -37,9 +38,12 @@ def main(payload: Any) -> None:
     )
     trainer = assemble(config, world)
     record(trainer, config, run_folder(config))
+    starts = read_starts(run_folder(config)) if world.is_main else []
     outcome = trainer.fit()
     if world.is_main:
-        bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered"
+        bitwise = (
+            outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
+        )
         proof = prove(payload["command"], config.training.strategy, world.world_size) if bitwise else ""
         print(report(outcome, proof), flush=True)
 
@@ -70,7 +74,7 @@ def report(outcome: Outcome, proof: str) -> str:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
-        rows.append(("sent", f"{_size(outcome.bytes_per_step)} of gradients per step and rank"))
+        rows.append(("sent", f"{_size(outcome.bytes_per_step)} per step and rank"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))

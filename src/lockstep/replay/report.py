@@ -71,7 +71,7 @@ def describe(report: Report) -> str:
         part = f", micro-batch {k} of rank{'s' * (len(ranks) > 1)} {_shorten(ranks, _MOST_SAMPLES)}"
     rows = [
         ("run", f"{report.folder}, trained with {start.strategy} on {start.ranks}"),
-        ("step", f"{step}{part} (epoch {report.epoch}, its step {report.position})"),
+        ("step", f"{step}{part} (step {report.position} of epoch {report.epoch + 1})"),
         ("from", f"{origin.label}, {_count(step - origin.step)}"),
         ("samples", _shorten(report.samples, _MOST_SAMPLES)),
         ("loss", f"{report.loss:.9g}"),

@@ -232,5 +232,7 @@ class Strategy(ABC):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of gradients this process has given to others since the run began."""
+        """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
+        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count.
+        """
         return 0

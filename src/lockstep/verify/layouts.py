@@ -58,17 +58,20 @@ class Layout:
 REFERENCE = Layout("single", 1)
 
 
-def layouts(config: JobConfig, devices: Iterable[int], strategies: Sequence[str]) -> list[Layout]:
+def layouts(
+    config: JobConfig, devices: Iterable[int], strategies: Sequence[str], *, fitting: bool = True
+) -> list[Layout]:
     """The layouts to be compared with ``REFERENCE``.
 
     Args:
         config: the job.
         devices: numbers of devices.
         strategies: names; none for all.
+        fitting: leave out numbers of devices that the recipe's micro-batches do not go around to.
     """
     found = []
     for count in devices:
-        if count > config.training.micro_batches:
+        if fitting and count > config.training.micro_batches:
             continue
         for strategy in strategies or STRATEGIES:
             if strategy in ("single", "hybrid") or (count == 1 and strategy != "ddp"):
@@ -76,6 +79,8 @@ def layouts(config: JobConfig, devices: Iterable[int], strategies: Sequence[str]
             found.append(Layout(strategy, count))
             if strategy == "parameter_server":
                 found.append(Layout(strategy, count, mode="asynchronous"))
-        if count == 4 and (not strategies or "hybrid" in strategies):
-            found += [Layout("hybrid", 4, ",".join(f"{axis}=2" for axis in axes)) for axes in HYBRIDS]
+        if count >= 4 and count % 2 == 0 and (not strategies or "hybrid" in strategies):
+            found += [
+                Layout("hybrid", count, f"{first}=2,{second}={count // 2}") for first, second in HYBRIDS
+            ]
     return found

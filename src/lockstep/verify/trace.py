@@ -58,7 +58,7 @@ class Trace:
     memory: list[int] = field(default_factory=list)
     """Most bytes that each rank's process held."""
     sent: float = 0.0
-    """Bytes of gradients per step and rank."""
+    """Bytes per step that the rank sends which sends most, see ``Strategy.bytes_sent``."""
     refused: str = ""
     """Why the job cannot run in this layout; empty if it did."""
 

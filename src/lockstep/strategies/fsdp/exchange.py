@@ -17,7 +17,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.collectives import all_gather_flat
 from lockstep.tree import merges_after_leaf
+
+
+class CountedAllGather:
+    """What FSDP2 calls to gather parameters, which is its own all-gather and a count of bytes."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+
+    def install(self, module: FSDPModule) -> None:
+        """Makes a module use it."""
+        module.set_custom_all_gather(self)  # type: ignore[arg-type]  # not derived from torch's own class
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP2's buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers the rows of one unit. Collective."""
+        self.bytes_sent += input_tensor.nbytes * (dist.get_world_size(group) - 1)
+        return all_gather_flat(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class OrderedReduceScatter:

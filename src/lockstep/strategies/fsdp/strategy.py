@@ -26,7 +26,7 @@ from lockstep.plan import Share
 from lockstep.strategies.absent import absent_parameters_explained
 from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.elementwise import require_elementwise
-from lockstep.strategies.fsdp.exchange import OrderedReduceScatter
+from lockstep.strategies.fsdp.exchange import CountedAllGather, OrderedReduceScatter
 from lockstep.strategies.fsdp.holding import Holding
 from lockstep.strategies.fsdp.parameters import UseCounter
 from lockstep.strategies.fsdp.units import shard
@@ -77,8 +77,10 @@ class FullyShardedDataParallel(Strategy):
         self._buffers = RunningBuffers(model, self._declared)
         modules = shard(model, self._group, self.device, self._options)
         self._exchanges = [OrderedReduceScatter(self._group) for _ in modules]
+        self._gathering = CountedAllGather()
         for exchange, module in zip(self._exchanges, modules.values()):
             exchange.install(module)
+            self._gathering.install(module)
         parameters = self._holding.find()
         self._trained = [each for each in parameters.values() if each.sharded.requires_grad]
         UseCounter(parameters, modules)
@@ -158,8 +160,8 @@ class FullyShardedDataParallel(Strategy):
 
     @property
     def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``."""
-        return sum(exchange.bytes_sent for exchange in self._exchanges)
+        """See ``Strategy.bytes_sent``: gradients, and parameters that are gathered."""
+        return self._gathering.bytes_sent + sum(exchange.bytes_sent for exchange in self._exchanges)
 
     @property
     def _counters(self) -> slice:

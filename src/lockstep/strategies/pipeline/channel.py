@@ -149,6 +149,7 @@ class Channel:
         self, group: dist.ProcessGroup, peer: int, tag: int, device: torch.device, name: str
     ) -> None:
         self._group, self._peer, self._tag, self._device, self._name = group, peer, tag, device, name
+        self.bytes_sent = 0
         self._known: dict[Hashable, Description] = {}
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[tuple[Hashable, list[tuple[dist.Work, Tensor]]]] = deque()
@@ -221,4 +222,5 @@ class Channel:
     def _start_send(self, tensor: Tensor) -> None:
         work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
         assert work is not None
+        self.bytes_sent += tensor.nbytes
         self._sent.append((work, tensor))

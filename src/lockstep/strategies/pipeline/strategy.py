@@ -186,8 +186,8 @@ class Pipeline(Strategy):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of gradients of parameters; activations and their gradients are not counted."""
-        return sum(reducer.bytes_sent for reducer in self._reducers)
+        """See ``Strategy.bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
+        return self._wiring.bytes_sent + sum(reducer.bytes_sent for reducer in self._reducers)
 
     def _make_holding(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]], mine: range) -> Holding:
         return Holding(model, parts, mine, self._wiring)

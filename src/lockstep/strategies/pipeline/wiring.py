@@ -62,6 +62,11 @@ class Wiring:
         peers = range(last) if self.place == last else [last]
         return {peer: self._channel(_ANSWER, peer, name) for peer in peers}
 
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, over all channels."""
+        return sum(channel.bytes_sent for channel in self._channels)
+
     def release(self) -> None:
         """Lets go of the groups, here and in all channels."""
         let_go_of_groups(self, *self._channels)

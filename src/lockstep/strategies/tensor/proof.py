@@ -1,10 +1,12 @@
-"""Holds a user's plan against the whole model: both run the first micro-batch, with the same random numbers.
+"""Holds a user's plan against the whole model: both run the first step's micro-batches, with the same random numbers.
 
 A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
 would train another model without a word. Plans that were found need no proof: they are tested.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,36 +34,51 @@ class PlanProof:
 
     @torch.no_grad()
     def check(
-        self, split: nn.Module, buffers: RunningBuffers, micro_batch: MicroBatch, compute: Compute
+        self,
+        split: nn.Module,
+        buffers: RunningBuffers,
+        micro_batches: Sequence[MicroBatch],
+        compute: Compute,
     ) -> None:
-        """Runs both on one micro-batch; leaves buffers as they were. Collective.
+        """Runs both on a few micro-batches; leaves buffers as they were. Collective.
+
+        All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance drop
+        what is zero anyway.
 
         Raises:
             ConfigError: their outputs differ by more than rounding, or the split model does not run.
         """
-        inputs, named, _ = compute.inputs(micro_batch)
         self._whole.train(split.training)
-        with compute.autocast():
-            half = torch.is_autocast_enabled(self._device(inputs))
-            compute.begin(micro_batch)
-            expected = _numbers(self._whole(*inputs, **named))
-            compute.begin(micro_batch)
-            buffers.begin_step()
-            try:
-                found = _numbers(split(*inputs, **named))
-            except (RuntimeError, ValueError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise ConfigError(
-                    f"The whole model runs, and split by tensor.plan it does not: {error}. {_ADVICE}"
-                ) from error
-            buffers.begin_micro_batch()
-        self._require_equal(expected, found, _CLOSE_IN_HALF if half else _CLOSE)
+        differences, close = [0.0], _CLOSE
+        for micro_batch in micro_batches:
+            inputs, named, _ = compute.inputs(micro_batch)
+            with compute.autocast():
+                if torch.is_autocast_enabled(self._device(inputs)):
+                    close = _CLOSE_IN_HALF
+                compute.begin(micro_batch)
+                expected = _numbers(self._whole(*inputs, **named))
+                compute.begin(micro_batch)
+                buffers.begin_step()
+                found = self._run_split(split, inputs, named)
+                buffers.begin_micro_batch()
+            differences += map(_difference, expected, found)
+        self._require_close(max(differences), close, expected[0].device)
 
-    def _require_equal(self, expected: list[Tensor], found: list[Tensor], close: float) -> None:
-        errors = [_difference(one, other) for one, other in zip(expected, found)]
-        worst = torch.tensor([max(errors, default=0.0)], dtype=torch.float64, device=found[0].device)
-        largest = float(self._exchange.gather(worst).max())
+    def _run_split(
+        self, split: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+    ) -> list[Tensor]:
+        try:
+            return _numbers(split(*inputs, **named))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"The whole model runs, and split by tensor.plan it does not: {error}. {_ADVICE}"
+            ) from error
+
+    def _require_close(self, worst: float, close: float, device: torch.device) -> None:
+        rows = self._exchange.gather(torch.tensor([worst], dtype=torch.float64, device=device))
+        largest = float(rows.max())
         if largest > close:
             raise ConfigError(
                 f"Split by tensor.plan, the model gives another output than whole (relative difference {largest:.2g}). "

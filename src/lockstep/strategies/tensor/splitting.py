@@ -39,6 +39,7 @@ class Splitter:
         sizes = {name: _extent(name, modules[name], kind) for name, kind in plan.items()}
         self._check_sizes({name: size for name, size in sizes.items() if size})
         for name, kind in plan.items():
+            self._name = name
             _KINDS[kind](self, modules[name])
         entries = self._model.state_dict(keep_vars=True).items()
         return {name: self._cut[id(value)][1] for name, value in entries if id(value) in self._cut}
@@ -104,8 +105,8 @@ class Splitter:
             return
         if whole in self._tied:
             raise ConfigError(
-                f"Strategy 'tensor' cannot split a {type(module).__name__.removeprefix('Column').removeprefix('Row')} "
-                "whose weight is tied to another layer. Leave it whole with tensor.plan, or untie it."
+                f"Strategy 'tensor' cannot split {self._name!r}, whose {key} is tied to another layer. Untie it, or "
+                "name the layers to be split in tensor.plan, such as ['*.fc1=column', '*.fc2=row'], and this one not."
             )
         cut = Cut(dim, self._exchange.ranks, self._exchange.rank, blocks)
         part = cut.part(whole.detach())

@@ -75,7 +75,7 @@ class TensorParallel(Replicated):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
         if self._proof is not None and batch.micro_batches:
-            self._proof.check(self._model, self._buffers, batch.micro_batches[0], compute)
+            self._proof.check(self._model, self._buffers, batch.micro_batches, compute)
             self._proof = None
         return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
 

@@ -1,0 +1,48 @@
+"""The bytes that a run says it sent, against arithmetic on a model whose sizes divide evenly."""
+
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.run import Run, RunOptions
+
+pytestmark = pytest.mark.timeout(120)
+STEPS, K, ROWS, WIDTH = 3, 8, 2, 512
+SETTINGS = {"seed": 3, "threads": 1, "global_batch": K * ROWS, "micro_batches": K, "force_context": True}
+
+
+def sent(world, strategy, options):
+    """Bytes that a rank says it sent in the steps of one epoch."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    model = nn.Sequential(nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4, bias=False))
+    samples = STEPS * K * ROWS
+    data = TensorDataset(torch.ones(samples, 8), torch.arange(samples) % 4)
+    run = Run(RunOptions.of(**SETTINGS, strategy=strategy, **options), world)
+    _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = run.strategy.bytes_sent
+    for batch in run.batches(data):
+        run.backward(batch, nn.CrossEntropyLoss())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run.strategy.bytes_sent - before
+    run.close()
+    return found
+
+
+def test_fsdp_counts_the_parameters_it_gathers_beside_the_gradients():
+    half = (9 + 4) * WIDTH * 4 // 2
+    gathered, gradients = (
+        2 * half,
+        half,
+    )  # of a micro-batch: before the forward pass and before the backward pass
+    assert run_ranks(sent, 2, "fsdp", {}) == [STEPS * (K // 2) * (gathered + gradients)] * 2
+
+
+def test_pipeline_counts_activations_and_their_gradients():
+    activations = STEPS * K * ROWS * WIDTH * 4
+    for found in run_ranks(sent, 2, "pipeline", {"pipeline": {"split": ["1"]}}):
+        assert activations <= found < activations + 1000, "what is sent once, to describe tensors, is small"
