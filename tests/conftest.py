@@ -5,6 +5,7 @@ import random
 import select
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,13 @@ def pytest_runtest_setup(item):
         found = torch.cuda.device_count()
         if found < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder that goes with the test. Its path is short: sockets lie in it, and theirs may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="lt-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
 
 
 @pytest.fixture(autouse=True)

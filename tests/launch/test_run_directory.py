@@ -1,4 +1,5 @@
 import os
+import socket
 import stat
 
 import pytest
@@ -49,3 +50,13 @@ def test_it_lies_in_the_runtime_folder_of_the_user_where_there_is_one(tmp_path, 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
     with run_directory() as directory:
         assert os.access(directory, os.W_OK)
+
+
+def test_a_runtime_folder_that_is_too_deep_for_sockets_is_not_used(tmp_path, monkeypatch):
+    deep = tmp_path / "deep" / ("x" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with run_directory() as directory:
+        assert directory.parent != deep
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(directory / "listener-12345678"))

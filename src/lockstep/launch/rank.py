@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -75,6 +76,7 @@ def run_rank(task: RankTask) -> NoReturn:
     signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
     arm_future_children()
     faulthandler.enable()
+    _keep_sockets_in(world.run_directory)
     answer_from_now_on(world)
     answer_asks(world)
     _reseed()
@@ -134,6 +136,16 @@ def _redirect(log: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the fork server's TextIOWrapper
+
+
+def _keep_sockets_in(run_directory: str) -> None:
+    """Tells multiprocessing, and so loaders with workers, where to make sockets.
+
+    A folder whose path is short, and that goes with the run however the rank ends. In ``TMPDIR`` they outlive a kill,
+    and where that is deep there is no room for their names.
+    """
+    own = multiprocessing.current_process()
+    own._config["tempdir"] = run_directory  # type: ignore[attr-defined]  # not public; children copy it
 
 
 def _reseed() -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 _PREFIX = "lockstep-run-"
 _LOCK = "lock"
+_LONGEST_BASE = 50
+"""Bytes; the path of a socket may have 107, and those of a run lie up to 55 below."""
 
 
 @contextmanager
@@ -65,9 +67,10 @@ def _bases() -> list[Path]:
 
 
 def _base() -> Path:
-    return next(
-        (base for base in _bases() if os.access(base, os.W_OK | os.X_OK)), Path(tempfile.gettempdir())
-    )
+    """The first folder that can be written, if possible one whose path is short enough for sockets."""
+    usable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+    short = (base for base in usable if len(os.fsencode(base)) <= _LONGEST_BASE)
+    return next(short, (usable or [Path(tempfile.gettempdir())])[0])
 
 
 def _held_lock(directory: Path) -> int:

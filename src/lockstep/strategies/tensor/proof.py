@@ -42,8 +42,8 @@ class PlanProof:
     ) -> None:
         """Runs both on a few micro-batches; leaves buffers as they were. Collective.
 
-        All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance drop
-        what is zero anyway.
+        All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance
+        drop what is zero anyway.
 
         Raises:
             ConfigError: their outputs differ by more than rounding, or the split model does not run.
