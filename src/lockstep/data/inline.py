@@ -24,6 +24,10 @@ class Reading(Protocol):
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields the collated samples of each request, in the order of the requests."""
 
+    @property
+    def sound(self) -> bool:
+        """Whether what was started is still there to answer."""
+
     def close(self) -> None:
         """Ends whatever the way has started. Reading again starts it anew."""
 
@@ -40,6 +44,11 @@ class InlineReading:
         for request in requests:
             data = self._reader.read(request.epoch, request.indices)
             yield pinned(data) if self._pin_memory else data
+
+    @property
+    def sound(self) -> bool:
+        """Always: nothing was started."""
+        return True
 
     def close(self) -> None:
         """Does nothing: nothing was started."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import tee
 from typing import Any
 
 import numpy as np
 
+from lockstep.data.ahead import Begun
 from lockstep.data.alignment import aligned
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.data.inline import InlineReading, Reading, Request
+from lockstep.data.inline import Request
 from lockstep.data.keyed import EVALUATION_EPOCH
+from lockstep.data.naming import look_through
+from lockstep.data.opening import open_reading
 from lockstep.data.planned import planned_steps
-from lockstep.data.reader import Collate, SampleReader
-from lockstep.data.workers import WorkerReading
+from lockstep.data.read_clock import ReadClock
+from lockstep.data.reader import Collate
+from lockstep.data.skipping import SkipBroken
 from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
 from lockstep.plan import SamplePlan, Share, StepPlan
@@ -36,6 +40,7 @@ class StepLoader:
         prefetch: steps that may be read ahead.
         pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
         timeout: seconds to wait for one micro-batch of a worker.
+        clock: notes when each micro-batch is read.
     """
 
     def __init__(
@@ -50,8 +55,11 @@ class StepLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
         timeout: float = 120.0,
+        clock: ReadClock | None = None,
     ) -> None:
         _check_size(dataset, plan.samples)
+        self.counts_skipped = isinstance(look_through(dataset)[0], SkipBroken)
+        """Whether broken samples are skipped and counted, epoch by epoch."""
         self._plan, self._share = plan, share
         per_step = len(share.of(plan.shape.micro_batches))
         self._reading = open_reading(
@@ -62,26 +70,46 @@ class StepLoader:
             ahead=prefetch * per_step,
             pin_memory=pin_memory,
             timeout=timeout,
+            clock=clock,
         )
+        self._begun: Begun[tuple[int, int], tuple[Iterator[StepPlan], Iterator[Any]]] = Begun(self._reading)
 
-    def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
+    def batches(
+        self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None
+    ) -> Iterator[Batch]:
         """Yields the steps of ``epoch`` from position ``first``, one ``Batch`` each.
 
         Leaving the loop early is fine; beginning another iteration ends this one.
+
+        Args:
+            epoch: number of the epoch.
+            first: position of the first step.
+            at_end: called when the last step has been read and is about to be given: the workers are free.
         """
-        ahead, steps = tee(planned_steps(self._plan, epoch, first))
         if self._share.holder is None:
-            yield from (Batch(step, ()) for step in steps)
+            yield from (Batch(step, ()) for step in planned_steps(self._plan, epoch, first))
             return  # and start no workers
-        results = self._reading.read(_requests(ahead, self._share))
+        steps, results = self._begun.take((epoch, first)) or self._open(epoch, first)
         for step in steps:
-            parts = (
+            parts = tuple(
                 MicroBatch(k, indices, aligned(next(results))) for k, indices in _parts(step, self._share)
             )
-            yield Batch(step, tuple(parts))
+            if at_end is not None and step.position == self._plan.steps_per_epoch - 1:
+                at_end()
+            yield Batch(step, parts)
+
+    def begin(self, epoch: int, first: int = 0) -> None:
+        """Lets the workers, which must be free, read the beginning of an epoch before it is asked for."""
+        if self._share.holder is not None:
+            self._begun.keep((epoch, first), lambda: self._open(epoch, first))
+
+    def _open(self, epoch: int, first: int) -> tuple[Iterator[StepPlan], Iterator[Any]]:
+        ahead, steps = tee(planned_steps(self._plan, epoch, first))
+        return steps, self._reading.read(_requests(ahead, self._share))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
+        self._begun.forget()
         self._reading.close()
 
 
@@ -100,6 +128,7 @@ class EvaluationLoader:
         prefetch: micro-batches that each worker may be ahead.
         pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
         timeout: seconds to wait for one micro-batch of a worker.
+        clock: notes when each micro-batch is read.
     """
 
     def __init__(
@@ -114,6 +143,7 @@ class EvaluationLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
         timeout: float = 120.0,
+        clock: ReadClock | None = None,
     ) -> None:
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
@@ -130,22 +160,35 @@ class EvaluationLoader:
             ahead=prefetch * workers,
             pin_memory=pin_memory,
             timeout=timeout,
+            clock=clock,
         )
+        self._begun: Begun[None, Iterator[Any]] = Begun(self._reading)
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yields this rank's micro-batches; ``k`` numbers those of the set, and spares from ``count`` on."""
-        parts = [_Slice(k, self._micro_batch_size, self._samples, k >= self.count) for k in self._held]
-        if not parts:
+        if not len(self):
             return  # and start no workers
-        results = self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in parts)
-        for part in parts:
+        results = self._begun.take(None) or self._open()
+        for part in self._parts():
             yield MicroBatch(part.k, part.indices, aligned(next(results)))
+
+    def begin(self) -> None:
+        """Lets the workers, which must be free, read the first micro-batches before they are asked for."""
+        if len(self):
+            self._begun.keep(None, self._open)
+
+    def _open(self) -> Iterator[Any]:
+        return self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in self._parts())
+
+    def _parts(self) -> list[_Slice]:
+        return [_Slice(k, self._micro_batch_size, self._samples, k >= self.count) for k in self._held]
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
+        self._begun.forget()
         self._reading.close()
 
 
@@ -175,43 +218,6 @@ def _parts(step: StepPlan, share: Share) -> Iterator[tuple[int, Indices]]:
     """Number and samples of each of a holder's micro-batches; a spare has those of micro-batch 0."""
     for k in share.of(step.leaves):
         yield k, step.indices[k if k < step.leaves else 0]
-
-
-def open_reading(
-    dataset: Any,
-    *,
-    seed: int,
-    workers: int = 0,
-    collate: Collate | None = None,
-    ahead: int = 2,
-    pin_memory: bool = False,
-    timeout: float = 120.0,
-) -> Reading:
-    """The way to read a data set: in worker processes if there are any and the set is not in memory, else
-    here.
-
-    Args:
-        dataset: any map-style data set.
-        seed: the run's seed.
-        workers: number of worker processes.
-        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
-        ahead: micro-batches that may be read ahead by all workers together; each is kept busy with two at
-            least.
-        pin_memory: deliver tensors in page-locked memory.
-        timeout: seconds to wait for one micro-batch of a worker.
-    """
-    if workers < 0:
-        raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
-    reader = SampleReader(dataset, seed=seed, collate=collate)
-    if workers == 0 or reader.in_memory:
-        return InlineReading(reader, pin_memory=pin_memory)
-    return WorkerReading(
-        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False),
-        workers=workers,
-        ahead=max(2, -(-ahead // workers)),
-        pin_memory=pin_memory,
-        timeout=timeout,
-    )
 
 
 def _size(dataset: Any) -> int:

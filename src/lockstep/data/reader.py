@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import look_through, sample_error
+from lockstep.data.read_clock import ReadClock
 from lockstep.errors import DataError
 from lockstep.permutation import Indices
 
@@ -55,16 +56,23 @@ class SampleReader:
         collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
         keep_generators: give torch, NumPy and ``random`` their state back after each micro-batch, so that
             reading in the training process disturbs nobody's random numbers.
+        clock: notes when each micro-batch is read; None: nothing is noted.
     """
 
     def __init__(
-        self, dataset: Any, *, seed: int, collate: Collate | None = None, keep_generators: bool = True
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        collate: Collate | None = None,
+        keep_generators: bool = True,
+        clock: ReadClock | None = None,
     ) -> None:
         self._given = dataset
         self._dataset, self._numbers = look_through(dataset)
         self._seed = seed
         self._collate = None if collate is default_collate else collate
-        self._keep = keep_generators
+        self._keep, self._clock = keep_generators, clock
         self._read = self._choose()
 
     @property
@@ -76,7 +84,10 @@ class SampleReader:
 
     def read(self, epoch: int, indices: Indices) -> Any:
         """The samples ``indices``, collated; a ``DataError`` names the one that cannot be read."""
-        return self._read(SampleKeys(self._seed, epoch, indices))
+        if self._clock is None:
+            return self._read(SampleKeys(self._seed, epoch, indices))
+        with self._clock.noting(epoch, indices):
+            return self._read(SampleKeys(self._seed, epoch, indices))
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
         if self._collate is None and type(self._dataset) is TensorDataset:

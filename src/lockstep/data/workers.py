@@ -72,7 +72,7 @@ class WorkerReading:
             )
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Yields the collated samples of each request, in the order of the requests.
+        """Yields the collated samples of each request, in the order of the requests; workers begin at once.
 
         ``DataError`` for a sample that cannot be read, ``RankError`` for a worker that was killed,
         ``StallError`` after ``timeout``. A second call ends the iteration of the first one.
@@ -80,8 +80,9 @@ class WorkerReading:
         if self._requests.waiting:
             self.close()  # an iteration was left early; its results must not be taken for ours
         self._requests.replace(requests)
-        iterator = self._start()
-        turn = self._requests.turn
+        return self._results(self._start(), self._requests.turn)
+
+    def _results(self, iterator: Iterator[Any], turn: int) -> Iterator[Any]:
         while True:
             self._requests.check(turn)
             try:
@@ -95,6 +96,11 @@ class WorkerReading:
                 self.close()
                 raise DataError(result.message) from _InWorker(result.trace)
             yield result
+
+    @property
+    def sound(self) -> bool:
+        """Whether no worker that was started has died."""
+        return all(worker.is_alive() for worker in getattr(self._loader._iterator, "_workers", ()))
 
     def close(self) -> None:
         """Ends the workers, also those that are stuck. Reading again starts new ones."""

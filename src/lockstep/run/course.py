@@ -28,11 +28,11 @@ class Course:
         self._backward_passes = 0
         self._walk = 0
         self._in_epochs = self._left_early = False
-        self._finished_epoch = -1
+        self._last_epoch = self._finished_epoch = -1
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``."""
-        self._in_epochs = True
+        self._in_epochs, self._last_epoch = True, count - 1
         try:
             while self.position.epoch < count:
                 yield self.position.epoch
@@ -72,6 +72,12 @@ class Course:
         position.inside, self._finished_epoch = False, position.epoch
         if not self._in_epochs:
             self._next_epoch()
+
+    @property
+    def next_epoch(self) -> int | None:
+        """The epoch after this one, where it is known that it will come."""
+        following = self.position.epoch + 1
+        return following if self._in_epochs and following <= self._last_epoch else None
 
     @property
     def turn(self) -> int:

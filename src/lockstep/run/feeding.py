@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.buffers import has_batch_norm
 from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
+from lockstep.data.read_clock import ReadClock
 from lockstep.plan import SamplePlan
 from lockstep.run.options import RunOptions
 from lockstep.strategies import Strategy
@@ -35,6 +36,9 @@ class Feeder:
         self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
         self._training: dict[_Key, StepLoader] = {}
         self._evaluation: dict[_Key, EvaluationLoader] = {}
+        self._lately: set[_Key] = set()
+        self.clocks: list[ReadClock] | None = None
+        """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
     def source(self, data: Any) -> Source:
         """What ``data`` is and how its owner wants it read; says once what is taken over differently."""
@@ -79,35 +83,57 @@ class Feeder:
                     plan.dropped_samples,
                 )
             source = self.source(data)
+            processes = workers if workers is not None else source.workers or 0
             self._training[key] = StepLoader(
                 source.dataset,
                 plan,
                 share=self._strategy.share,
                 seed=self._options.seed,
-                workers=workers if workers is not None else source.workers or 0,
+                workers=processes,
                 collate=source.collate,
                 prefetch=self._options.prefetch,
                 pin_memory=self._pins(source),
                 timeout=source.timeout or self._options.loader_timeout,
+                clock=self._clock("loader", processes),
             )
         return self._training[key]
 
     def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
         """The loader of an evaluation set for this process's micro-batches."""
         key = (id(data), workers, self._strategy.evaluation_share)
+        self._lately.add(key)
         if key not in self._evaluation:
             source = self.source(data)
+            processes = workers if workers is not None else source.workers or 0
             self._evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
                 share=self._strategy.evaluation_share,
                 seed=self._options.seed,
-                workers=workers if workers is not None else source.workers or 0,
+                workers=processes,
                 collate=source.collate,
                 pin_memory=self._pins(source),
                 timeout=source.timeout or self._options.loader_timeout,
+                clock=self._clock("loader of evaluation", processes),
             )
         return self._evaluation[key]
+
+    def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
+        """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
+
+        That is what has been evaluated since the last call, and the next epoch. ``SkipBroken`` counts by epoch, so of
+        such a set none is read before its epoch has come.
+
+        Args:
+            loader: of the epoch that ends.
+            next_epoch: the epoch that follows; None where none may.
+        """
+        for key in self._lately:
+            if key in self._evaluation:
+                self._evaluation[key].begin()
+        self._lately.clear()
+        if next_epoch is not None and not loader.counts_skipped:
+            loader.begin(next_epoch)
 
     def close(self) -> None:
         """Ends all worker processes."""
@@ -124,6 +150,12 @@ class Feeder:
         for loaders in (self._training, self._evaluation):
             for key in [key for key in loaders if key[0] == data]:
                 loaders.pop(key).close()
+
+    def _clock(self, name: str, workers: int) -> ReadClock | None:
+        if self.clocks is None:
+            return None
+        self.clocks.append(ReadClock(name, workers))
+        return self.clocks[-1]
 
     def _pins(self, source: Source) -> bool:
         on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()

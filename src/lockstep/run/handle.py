@@ -153,7 +153,10 @@ class Run:
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
         note(self._session.heartbeat, "data", self.position.epoch, self.position.step)
-        read = self._skipped.counted(loader.batches, self._feeder.source(data).dataset)
+        batches = partial(
+            loader.batches, at_end=lambda: self._feeder.read_ahead(loader, self._course.next_epoch)
+        )
+        read = self._skipped.counted(batches, self._feeder.source(data).dataset)
         return self._course.steps(read, self._between_steps)
 
     def backward(

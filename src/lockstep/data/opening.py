@@ -1,0 +1,49 @@
+"""Chooses who reads a data set: worker processes, or the training process itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.data.inline import InlineReading, Reading
+from lockstep.data.read_clock import ReadClock
+from lockstep.data.reader import Collate, SampleReader
+from lockstep.data.workers import WorkerReading
+from lockstep.errors import ConfigError
+
+
+def open_reading(
+    dataset: Any,
+    *,
+    seed: int,
+    workers: int = 0,
+    collate: Collate | None = None,
+    ahead: int = 2,
+    pin_memory: bool = False,
+    timeout: float = 120.0,
+    clock: ReadClock | None = None,
+) -> Reading:
+    """The way to read a data set: in worker processes if there are any and the set is not in memory, else here.
+
+    Args:
+        dataset: any map-style data set.
+        seed: the run's seed.
+        workers: number of worker processes.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        ahead: micro-batches that may be read ahead by all workers together; each is kept busy with two at
+            least.
+        pin_memory: deliver tensors in page-locked memory.
+        timeout: seconds to wait for one micro-batch of a worker.
+        clock: notes when each micro-batch is read.
+    """
+    if workers < 0:
+        raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
+    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
+    if workers == 0 or reader.in_memory:
+        return InlineReading(reader, pin_memory=pin_memory)
+    return WorkerReading(
+        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
+        workers=workers,
+        ahead=max(2, -(-ahead // workers)),
+        pin_memory=pin_memory,
+        timeout=timeout,
+    )
