@@ -18,6 +18,9 @@ from lockstep.errors import ConfigError
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_BLOCK = 1 << 17
+"""Elements that are finished before the next are begun: half a megabyte of floats stays in a core's cache."""
+
 
 @dataclass(frozen=True)
 class Normalize:
@@ -46,8 +49,12 @@ class Normalize:
             return images
         scale = [1.0 / (255.0 * std) for std in self.std]
         shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
-        result = images.to(torch.float32)
-        if len(scale) == 1:
-            return result.mul_(scale[0]).add_(shift[0])
         factors = torch.tensor([scale, shift], device=images.device)[:, :, None, None]
-        return result.mul_(factors[0]).add_(factors[1])
+        if images.device.type != "cpu" or not images.numel():
+            return images.to(torch.float32).mul_(factors[0]).add_(factors[1])
+        result = torch.empty_like(images, dtype=torch.float32)
+        rows = -(-_BLOCK // images[0].numel())
+        for first in range(0, len(images), rows):
+            block = result[first : first + rows]
+            block.copy_(images[first : first + rows]).mul_(factors[0]).add_(factors[1])
+        return result
