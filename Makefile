@@ -17,10 +17,10 @@ train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest --slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --slow $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

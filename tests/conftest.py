@@ -45,6 +45,24 @@ def pytest_runtest_setup(item):
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
 
 
+class ShortFolders:
+    """Makes folders of a given name."""
+
+    def __init__(self, base):
+        self.base = base
+
+    def mktemp(self, name):
+        """A new folder."""
+        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.base))
+
+
+@pytest.fixture(scope="session")
+def tmp_path_factory():
+    """Folders that go with the session. Their paths are short, as that of ``tmp_path``."""
+    with tempfile.TemporaryDirectory(prefix="lt-", ignore_cleanup_errors=True) as folder:
+        yield ShortFolders(Path(folder).resolve())
+
+
 @pytest.fixture
 def tmp_path():
     """A folder that goes with the test. Its path is short: sockets lie in it, and theirs may have 107 bytes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -87,6 +88,13 @@ def nearest_name(asked: str, known: Iterable[str]) -> str:
     public = [name for name in known if not name.startswith("_")]
     close, _, everything = nearest(asked, public).partition(" Known:")
     return close or (f" Known:{everything}" if 0 < len(public) <= 20 else "")
+
+
+def absent_module(asked: str, known: Iterable[str]) -> str:
+    """Says that a top-level module is not there; names another only where it is a likely slip of the pen."""
+    close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.8)
+    advice = f"Did you mean {close[0]!r}?" if close else "Install what gives it, or mend the name."
+    return f"there is no module {asked!r}. {advice}"
 
 
 def field_problem(field: dataclasses.Field[Any], value: Any) -> str | None:

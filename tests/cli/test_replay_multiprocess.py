@@ -188,7 +188,10 @@ def test_any_step_and_micro_batch_matches_on_one_device(strategy, replay, home):
         assert "\nrecord    matches" in told
         assert status == 0
         assert ("from      step-00000004, 2 steps before" in told) == (6 in arguments)
-        assert f"micro-batch 5 of {RANKS[strategy]} (epoch 0" in told or "--micro-batch" not in arguments
+        assert (
+            f"micro-batch 5 of {RANKS[strategy]} (step 6 of epoch 1)" in told
+            or "--micro-batch" not in arguments
+        )
     assert contents(home / "runs") == before, "a replay writes nothing"
 
 

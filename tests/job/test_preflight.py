@@ -16,6 +16,10 @@ from lockstep.job.preflight import preflight
             ["model.target=torchvison.models:resnet18"],
             "there is no module 'torchvison'. Did you mean 'torchvision'?",
         ),
+        (
+            ["model.target=torchwhatever.models:net"],
+            "there is no module 'torchwhatever'. Install what gives it, or mend the name.",
+        ),
         (["model.target=torch.nn.modulse:Linear"], "torch.nn has no 'modulse'. Did you mean 'modules'?"),
         (["model.target=torch.nn:Linaer"], "torch.nn has no 'Linaer'. Did you mean 'Linear'?"),
         (["optimizer.lrr=1"], "optimizer.lrr is not an argument of torch.optim:SGD. Did you mean 'lr'?"),

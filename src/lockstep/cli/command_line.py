@@ -19,7 +19,7 @@ _COMMANDS = {
     "slurm": ("lockstep.cli.slurm", "write and submit the batch script of a job"),
     "verify": ("lockstep.cli.verify", "prove that a job gives the same bits in every layout, or say why not"),
     "scale": ("lockstep.cli.scale", "measure how training gets faster with more devices, and what limits it"),
-    "replay": ("lockstep.cli.replay", "recompute a step of a run on one device: do the bits match?"),
+    "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare its bits"),
     "doctor": ("lockstep.cli.doctor", "look at this machine: devices, versions, memory, links"),
     "debug": (
         "lockstep.cli.debug",

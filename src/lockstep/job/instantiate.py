@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checks import nearest_name
+from lockstep.checks import absent_module, nearest_name
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.job.component import Component
 
@@ -151,8 +151,10 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
             ) from error
         parent, _, last = absent.rpartition(".")
         known = _modules_in(parent)
-        holder = f"{parent} has no module {last!r}" if parent else f"there is no module {absent!r}"
-        raise ConfigError(f"{where}: '{path}': {holder}.{nearest_name(last, known)}") from error
+        reason = (
+            f"{parent} has no module {last!r}.{nearest_name(last, known)}" if parent else absent_module(last, known)
+        )
+        raise ConfigError(f"{where}: '{path}': {reason}") from error
     except LockstepError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from lockstep.checks import nearest_name
+from lockstep.checks import absent_module, nearest_name
 from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
 from lockstep.job.config_reader import KeyPath, Problem
@@ -156,6 +156,5 @@ def _arguments(
 
 def _absence(absent: Absent) -> str:
     if not absent.holder:
-        known = [module.name for module in pkgutil.iter_modules()]
-        return f"there is no module {absent.name!r}.{nearest_name(absent.name, known)}"
+        return absent_module(absent.name, (module.name for module in pkgutil.iter_modules()))
     return f"{absent.holder} has no {absent.name!r}.{nearest_name(absent.name, absent.known)}"

@@ -107,7 +107,7 @@ REFUSED = {
         {},
         r"'head.weight' is also used in 'embed.table'",
     ),
-    "own draws": (OwnDraws, {}, r"chain of 1 modules.*without drawing random numbers itself"),
+    "own draws": (OwnDraws, {}, r"not a chain of modules.*without drawing random numbers itself"),
     "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', where the model cannot be cut"),
     "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
     "detached": (

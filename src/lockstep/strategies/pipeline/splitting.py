@@ -150,9 +150,13 @@ def too_few(links: Sequence[Link], stages: int, strategy: str = "pipeline") -> s
             f"{name!r} is also used in {links[first].name!r}, so all from one to the other stays together. Untie "
             f"it (tied=False){f', use {parts} stages' if parts > 1 else ''}, or use strategy 'ddp'."
         )
+    found = (
+        f"a chain of {len(links)} modules: {shorten((link.name for link in links), 20)}"
+        if len(links) > 1
+        else "not a chain of modules"
+    )
     return (
-        f"strategy {strategy!r} needs {stages} stages, and the model is a chain of {len(links)} modules"
-        f"{': ' + shorten((link.name for link in links), 20) if len(links) > 1 else ''}. A Sequential is opened, and a "
-        "forward that only calls its children one after the other without drawing random numbers itself. Use fewer "
-        "stages, make the model such a chain, or use strategy 'ddp'."
+        f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
+        "that only calls its children one after the other without drawing random numbers itself. Make the model such a "
+        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'."
     )
