@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.data.finish import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from lockstep.data.folders import Split, find_photos
 from lockstep.data.image_arrays import Finish
-from lockstep.data.image_transforms import CenterCrop, ImageTransform, RandomResizedCrop
+from lockstep.data.image_transforms import CenterCrop, ImageTransform, RandomResizedCrop, Uniforms
 from lockstep.data.images import decode_into, decode_rgb
 from lockstep.data.keyed import SampleKeys
+from lockstep.data.photo_cache import PhotoCache, Tell, default_folder, open_cache
 from lockstep.data.reader import BrokenSample
 from lockstep.permutation import Indices
 
@@ -66,6 +68,7 @@ class ImageFolder(Dataset[Any]):
         self.transform = transform
         own = isinstance(transform, ImageTransform)
         self.finish: Finish | None = Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
+        self.cache: PhotoCache | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -73,16 +76,36 @@ class ImageFolder(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         """The picture and its label. Random numbers come from torch's generator."""
         label = int(self.labels[index])
-        if not isinstance(self.transform, ImageTransform):
-            return self.transform(decode_rgb(self.root / self.paths[index])), label
         transform = self.transform
+        if not isinstance(transform, ImageTransform):
+            return transform(self._photo(index)), label
         uniforms = torch.rand(transform.draws, dtype=torch.float64).numpy()
         picture = torch.empty(3, transform.size, transform.size, dtype=torch.uint8)
-        decode_into(self.root / self.paths[index], transform, uniforms, picture)
+        self._cut_into(index, transform, uniforms, picture)
         return picture, label
 
     def __repr__(self) -> str:
         return f"ImageFolder {self.root.name}, {self.split}: {len(self)} photos, {len(self.classes)} classes"
+
+    def use_cache(
+        self, folder: str | Path | None = None, *, workers: int = 0, tell: Tell = lambda done, count: None
+    ) -> Self:
+        """Reads decoded photos from a file from now on, and makes that file if it is not there; no bit changes.
+
+        The file is found by the names of the photos and the settings, and made anew when a photo has changed. For
+        ``CenterCrop`` and ``Squeeze`` it holds the pictures, for other transforms the whole photos.
+
+        Args:
+            folder: where the file is kept; ``None`` for ``lockstep`` in the user's cache folder.
+            workers: processes that decode; 0 decodes here. Other processes that ask for the same file wait.
+            tell: called now and then with the number of photos that are done and of all.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or has not enough room.
+        """
+        place = default_folder() if folder is None else Path(folder).expanduser()
+        self.cache = open_cache(self.root, self.paths, self.transform, place, workers=workers, tell=tell)
+        return self
 
     def sample_path(self, index: int) -> str:
         """The photo's path below ``root``."""
@@ -100,10 +123,21 @@ class ImageFolder(Dataset[Any]):
         pictures = _room(len(indices), transform.size)
         for position, (index, numbers) in enumerate(zip(indices.tolist(), uniforms, strict=True)):
             try:
-                decode_into(self.root / self.paths[index], transform, numbers, pictures[position])
+                self._cut_into(index, transform, numbers, pictures[position])
             except Exception as error:
                 raise BrokenSample(position) from error
         return pictures, self.labels.index_select(0, torch.from_numpy(indices))
+
+    def _cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
+        if self.cache is None:
+            decode_into(self.root / self.paths[index], transform, uniforms, out)
+        else:
+            self.cache.cut_into(index, transform, uniforms, out)
+
+    def _photo(self, index: int) -> Image.Image:
+        if self.cache is None:
+            return decode_rgb(self.root / self.paths[index])
+        return Image.fromarray(self.cache.photo(index).pixels())
 
 
 def _room(count: int, size: int) -> Tensor:
