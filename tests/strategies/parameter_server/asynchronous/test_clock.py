@@ -1,6 +1,5 @@
 """The bound on staleness, without a process."""
 
-import math
 import random
 
 import pytest
@@ -52,21 +51,6 @@ def test_no_worker_that_obeys_is_ever_further_ahead_than_the_bound(staleness):
         if clock.may_go_on(worker):
             most = max(most, clock.advance(worker))
     assert most == staleness + 1
-
-
-def test_all_rest_at_a_meeting_until_it_is_over_or_one_pushes():
-    clock = Clock([1, 2], staleness=1)
-    assert not clock.all_rest(0)
-    clock.rest(1, 1)
-    assert not clock.all_rest(0)
-    clock.rest(2, 1)
-    assert clock.all_rest(0)
-    assert not clock.all_rest(1), "the first meeting is over: they go on"
-    clock.rest(1, 2)
-    clock.rest(2, math.inf)
-    assert clock.all_rest(1)
-    clock.advance(1)
-    assert not clock.all_rest(1)
 
 
 def test_staleness_is_counted_since_the_last_reading_and_over_the_run():

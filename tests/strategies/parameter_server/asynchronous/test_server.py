@@ -49,11 +49,11 @@ def test_a_step_without_pushes_changes_nothing_and_tells_the_last_loss():
     backward(server)
     server.after_step()
     for worker in (1, 2):
-        server._service.clock.rest(worker, 1)
+        server._service._attendance.come(worker, 1)
     assert float(backward(server).loss) == 2.0 / 8.0
     assert holding.own["weight"].grad is None
     server.after_step()
-    assert server._service.version == 1
+    assert server._service.ledger.version == 1
 
 
 def test_a_second_backward_pass_before_the_step_is_refused():

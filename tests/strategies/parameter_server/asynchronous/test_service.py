@@ -42,13 +42,65 @@ def test_values_are_given_after_the_update_that_a_push_makes_due():
     assert answered(script) == [1]
 
 
+def values(rank):
+    return (rank, Message("values", {"stop_at": 0, "stop_reason": 0}, b"theirs"))
+
+
+def test_workers_that_are_past_a_meeting_are_not_given_the_values_before_their_update():
+    """A server that still fetches the values of another was fast to answer and slow to collect: workers trained on
+    values that lacked the update they had pushed. Seen once in many runs, on a busy machine."""
+    service, script, _ = a_service(workers=(2, 3), servers=(0, 1), staleness=0)
+    script.arriving = [(1, meeting(1)), (2, meeting(1)), (3, meeting(1))]
+    service.meet("settle", None)
+    script.sent.clear()
+    step = [(2, push(1)), (2, PULL), (3, push(1)), (3, PULL)]
+    script.arriving = [(1, PULL), (2, PULL), (3, PULL), *step, values(1)]
+    assert service.fetch(1).body == b"theirs"
+    assert answered(script) == [1, 2, 3], "what they fetched, and not yet what follows their pushes"
+    assert service.collect().pushes == 2
+    service.publish(True)
+    assert answered(script) == [2, 3]
+
+
+def test_servers_that_both_have_an_update_to_make_show_each_other_their_values():
+    service, script, _ = a_service(workers=(2, 3), servers=(0, 1), staleness=0)
+    script.arriving = [(2, push(1)), (3, push(1)), (1, PULL), values(1)]
+    service.fetch(1)
+    assert answered(script) == [1]
+
+
+def test_a_worker_for_which_a_server_waits_gets_there_also_with_an_update_left():
+    """Its peer was lost, so the server has made its steps and the worker has not."""
+    service, script, _ = a_service(workers=(1,), staleness=0)
+    script.arriving = [(1, push(1)), (1, PULL), (1, push(1)), (1, PULL), (1, meeting(1))]
+    service.meet("settle", None)
+    assert answered(script) == [1, 1]
+    script.arriving = [(1, push(1)), (1, PULL), (1, Message("bye"))]
+    service.farewell()
+    assert answered(script) == [1]
+
+
+def test_a_server_that_takes_its_leave_still_shows_its_values_to_the_others():
+    service, script, _ = a_service(workers=(2,), servers=(0, 1))
+    script.arriving = [(2, Message("bye")), (1, PULL), (1, Message("bye"))]
+    service.farewell()
+    assert answered(script) == [1]
+
+
+def test_the_values_of_a_server_that_has_gone_are_not_waited_for():
+    service, script, _ = a_service(workers=(2,), servers=(0, 1))
+    script.arriving = [(1, Message("bye")), (1, None)]
+    with pytest.raises(ConnectionError, match=r"Connection closed by peer: the parameter server on rank 1"):
+        service.fetch(1)
+
+
 def test_staleness_is_how_many_updates_a_gradient_missed():
     service, script, _ = a_service(staleness=5)
     for versions in ((0, 0), (0, 1), (2, 1)):
         script.arriving = [(1, push(1, versions[0])), (2, push(1, versions[1]))]
         service.collect()
         service.publish(True)
-    assert (service.staleness.most, service.staleness.mean) == (1, 2 / 6)
+    assert (service.ledger.staleness.most, service.ledger.staleness.mean) == (1, 2 / 6)
 
 
 def test_a_lost_worker_is_waited_for_no_longer():
@@ -57,7 +109,7 @@ def test_a_lost_worker_is_waited_for_no_longer():
     assert service.collect().pushes == 1
     service.publish(True)
     assert answered(script) == [1]
-    assert service.lost == {2: 0}
+    assert service.ledger.lost == {2: 0}
 
 
 def test_when_all_workers_are_lost_the_run_ends_with_their_names():
@@ -178,4 +230,4 @@ def test_a_server_serves_until_all_workers_have_parted():
     service.farewell()
     assert answered(script) == [2]
     assert script.arriving == [(2, None)]
-    assert service.lost == {}
+    assert service.ledger.lost == {}

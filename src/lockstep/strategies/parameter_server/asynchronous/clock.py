@@ -25,7 +25,6 @@ class Clock:
     def __init__(self, workers: Iterable[int], staleness: int, step: int = 0) -> None:
         self._done = dict.fromkeys(workers, step)
         self._staleness = staleness
-        self._resting: dict[int, float] = {}
 
     @property
     def living(self) -> list[int]:
@@ -37,28 +36,14 @@ class Clock:
         """The steps of the fastest living worker."""
         return max(self._done.values(), default=0)
 
-    def all_rest(self, held: int) -> bool:
-        """Whether no worker will push before it is answered: all wait at a meeting, or have finished.
-
-        Args:
-            held: meetings that are over.
-        """
-        return all(self._resting.get(worker, 0) > held for worker in self._done)
-
     def advance(self, worker: int) -> int:
         """A worker has pushed a step; returns how many steps it is ahead of the slowest."""
-        self._resting.pop(worker, None)
         if worker in self._done:
             self._done[worker] += 1
         return self.lead(worker)
 
-    def rest(self, worker: int, meeting: float) -> None:
-        """A worker waits at a meeting (the first is number 1); infinity: it has finished."""
-        self._resting[worker] = meeting
-
     def lose(self, worker: int) -> bool:
         """A worker has gone, and nobody waits for it any more; whether it was among the living."""
-        self._resting.pop(worker, None)
         return self._done.pop(worker, None) is not None
 
     def lead(self, worker: int) -> int:

@@ -45,7 +45,7 @@ class Server(Role):
         step: int,
         bound: int,
     ) -> None:
-        self._service, self._servers, self._holding = service, servers, holding
+        self._service, self._ledger, self._servers, self._holding = service, service.ledger, servers, holding
         self._buffers, self._sent, self._step, self._bound = buffers, sent, step, bound
         self._loss = 0.0
         self._has_collected = self._is_update = False
@@ -72,7 +72,7 @@ class Server(Role):
         """Workers look for themselves, on GPUs every few steps: so long nothing that is not finite may be used."""
         if not bool(gradient) or not math.isfinite(loss):
             raise NonFiniteError(
-                f"Update {self._service.version + 1} is NaN or infinite and was not made, since a worker pushed such a "
+                f"Update {self._ledger.version + 1} is NaN or infinite and was not made, since a worker pushed such a "
                 "loss or gradient. Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which "
                 "names the samples."
             )
@@ -97,7 +97,7 @@ class Server(Role):
 
     def tally(self, row: Tensor) -> Tensor:
         """The counts that workers have sent since the last call."""
-        tallied, self._service.tallied = self._service.tallied, []
+        tallied, self._ledger.tallied = self._ledger.tallied, []
         return torch.tensor(tallied, dtype=row.dtype, device=row.device) if tallied else torch.zeros_like(row)
 
     def farewell(self) -> None:
@@ -106,12 +106,12 @@ class Server(Role):
 
     def readings(self) -> dict[str, float]:
         """Staleness since the last call, and the workers that live if some were lost."""
-        found = self._service.staleness.recent()
-        return {**found, "workers": float(len(self._service.clock.living))} if self._service.lost else found
+        found = self._ledger.staleness.recent()
+        return {**found, "workers": float(len(self._ledger.clock.living))} if self._ledger.lost else found
 
     def remarks(self) -> dict[str, str]:
         """Staleness over the run, and which workers were lost."""
-        stale, lost = self._service.staleness, self._service.lost
+        stale, lost = self._ledger.staleness, self._ledger.lost
         text = (
             f"{stale.mean:.2f} updates on average, at most {stale.most}; the fastest worker was at most {stale.lead} "
             f"steps ahead (bound {self._bound} when it begins one)"

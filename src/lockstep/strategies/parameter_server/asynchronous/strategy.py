@@ -181,8 +181,10 @@ class AsynchronousParameterServer(Strategy):
         return found.amax(0).to(flags.device)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's state, once all are there and have the servers' values."""
+        """The model's state, the same on every rank: nobody goes on before all have the servers' values."""
         self.settle()
+        if self._role is not None:
+            self._role.meet("state", None)
         yield from self._model.state_dict().items()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
