@@ -22,6 +22,7 @@ from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.attaching import is_debugged
+from lockstep.launch.ending import Ending
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
 from lockstep.launch.hosts import Company
 from lockstep.launch.memory import MemoryWatch
@@ -76,8 +77,7 @@ class Watch:
         self._running: dict[int, int] = {}  # rank -> process id
         self._ended: dict[int, RankEnd] = {}
         self._told: set[int] = set()
-        self._schedule: dict[signal.Signals, float] = {}
-        self._sent: set[signal.Signals] = set()
+        self._ending = Ending()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
@@ -112,7 +112,7 @@ class Watch:
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
                 if self._company is not None and self._company.follow(self.ends, self._beats()):
-                    self._end_within(_NOTICE, _NOTICE + _FORCE)
+                    self._ending.within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
                 print(self._slow_ranks.look(self._running), end="", file=sys.stderr, flush=True)
@@ -123,8 +123,7 @@ class Watch:
                     self._close_the_books()
 
     def _patience(self) -> float:
-        due = min(self._schedule.values(), default=float("inf")) - time.monotonic()
-        return max(0.0, min(_TICK, due))
+        return max(0.0, min(_TICK, self._ending.next_due - time.monotonic()))
 
     def _take_events(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
@@ -149,13 +148,13 @@ class Watch:
         self._ended[rank] = end
         asked = self._control.reason is not StopReason.NONE and code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
         if code != EXIT_DONE and not asked and not end.was_spare:
-            self._end_within(_NOTICE, _NOTICE + _FORCE)
+            self._ending.within(_NOTICE, _NOTICE + _FORCE)
 
     def _take_signals(self, own: Iterable[signal.Signals], from_ranks: bytes) -> None:
         for number in own:
             if number is signal.SIGINT and self._control.reason is StopReason.INTERRUPTED:
                 self._asked_twice = True
-                self._end_within(0.0, 0.0)
+                self._ending.within(0.0, 0.0)
             self._control.request_stop(REASONS[number])
         if not self._control.ending:
             for byte in from_ranks:
@@ -171,22 +170,22 @@ class Watch:
         if not self._running:
             self._server.kill()  # still importing torch
         elif reason is StopReason.PREEMPTED:
-            self._end_within(self._options.grace, self._options.grace + _FORCE)
+            self._ending.within(self._options.grace, self._options.grace + _FORCE)
         elif self._control.polled:
-            self._end_within(_INTERRUPT_TERM, _INTERRUPT_KILL)
+            self._ending.within(_INTERRUPT_TERM, _INTERRUPT_KILL)
         else:
-            self._end_within(0.0, _FORCE)
+            self._ending.within(0.0, _FORCE)
 
     def _look_for_leavers(self) -> None:
         """Ends a run that waits for a rank which has left, or which is leaving while another still trains."""
-        if self._schedule or self._sent or not self._running:
+        if self._ending.is_decided or not self._running:
             return
         now = time.monotonic()
         if any(
             end.left_company and end.was_in_group and now - end.time > _COMPANY
             for end in self._ended.values()
         ):
-            self._end_within(0.0, _FORCE)
+            self._ending.within(0.0, _FORCE)
             return
         beats = self._beats()
         elsewhere = self._company is not None and self._company.others_leave
@@ -195,7 +194,7 @@ class Watch:
         elif now > self._look_again and any(_is_stuck(beat, now) for beat in beats):
             self._look_again = now + _STUCK
             if self._is_awaited() or 0 < self._options.stall_limit < now - self._leaving_since:
-                self._end_within(0.0, _STUCK_KILL)
+                self._ending.within(0.0, _STUCK_KILL)
 
     def _is_awaited(self) -> bool:
         """Whether a rank that still trains waits for those that leave; it may also be at work on its own."""
@@ -204,7 +203,7 @@ class Watch:
 
     def _look_for_stalls(self) -> None:
         """Ends a run in which ranks wait for one that does not come; only mentions one that is merely slow."""
-        if self._schedule or self._sent or not self._running or is_debugged(self._directory):
+        if self._ending.is_decided or not self._running or is_debugged(self._directory):
             return
         found = self._stall_watch.look(self._running)
         if found is None:
@@ -213,41 +212,26 @@ class Watch:
             self._company.stall.weigh(found, lasts=self._options.stall_limit / 2)
         elif found.verdict.is_deadlock:
             self.stall = found
-            self._end_within(0.0, _FORCE)
+            self._ending.within(0.0, _FORCE)
         else:
             print("\n".join(describe(found.verdict, found.sights)), file=sys.stderr, flush=True)
 
-    def _end_within(self, term: float, kill: float) -> None:
-        """Schedules SIGTERM and SIGKILL, once each, in seconds from now; what is due earlier already stays."""
-        now = time.monotonic()
-        for number, delay in ((signal.SIGTERM, term), (signal.SIGKILL, kill)):
-            if number in self._sent:
-                continue
-            self._schedule[number] = min(self._schedule.get(number, float("inf")), now + delay)
-
     def _act(self) -> None:
-        now = time.monotonic()
-        self._wait_for_saving(now)
-        for number, due in list(self._schedule.items()):
-            if due <= now and self._running:
-                del self._schedule[number]
-                self._sent.add(number)
-                self._control.ending = True
-                self._told.update(self._running)
-                self._server.signal(number, self._running)
+        self._wait_for_saving(time.monotonic())
+        for number in self._ending.take_due() if self._running else ():
+            self._control.ending = True
+            self._told.update(self._running)
+            self._server.signal(number, self._running)
 
     def _wait_for_saving(self, now: float) -> None:
         """After one Ctrl-C, ranks that write a checkpoint get a few seconds more."""
         if self._reason is not StopReason.INTERRUPTED or self._asked_twice:
             return
-        due = min(self._schedule.values(), default=float("inf"))
-        if due > now or now > self._asked_at + _INTERRUPT_SAVE_LIMIT:
+        if self._ending.next_due > now or now > self._asked_at + _INTERRUPT_SAVE_LIMIT:
             return
         elsewhere = self._company is not None and self._company.others_save
         if elsewhere or any(beat.phase == "save" for beat in self._beats()):
-            for number, more in ((signal.SIGTERM, _TICK), (signal.SIGKILL, _TICK + 1.0)):
-                if number in self._schedule:
-                    self._schedule[number] = max(self._schedule[number], now + more)
+            self._ending.postpone(_TICK, _TICK + 1.0)
 
     def _beats(self) -> list[Beat]:
         """The last heartbeats of the ranks that run."""
