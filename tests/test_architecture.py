@@ -21,7 +21,7 @@ LAYERS = (
     {"debug", "lint", "doctor", "verify", "replay", "explain", "scale"},
     {"job", "trainer"},
     {"run"},
-    {"strategies", "checkpoint", "loggers"},
+    {"strategies", "checkpoint", "loggers", "timeline"},
     {"reduce", "sync_batch_norm", "precision", "randomness", "buffers", "sums", "models", "data"},
     {"launch", "process_group", "rendezvous", "collectives"},
     {

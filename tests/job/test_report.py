@@ -51,6 +51,9 @@ def test_a_proof_is_offered_where_there_is_one():
     [
         ("lockstep train digits --devices 4", "ddp", 4, "lockstep train digits --devices 1"),
         ("lockstep train digits", "ddp", 1, "lockstep train digits --devices 2"),
+        ("lockstep train digits --profile", "ddp", 1, "lockstep train digits --devices 2"),
+        ("lockstep train --profile 3:2 digits", "ddp", 1, "lockstep train digits --devices 2"),
+        ("lockstep train digits --profile=3:2", "ddp", 1, "lockstep train digits --devices 2"),
         (
             "lockstep train digits --debug-rank 1 --debug-port=0",
             "ddp",

@@ -17,7 +17,7 @@ _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares what can be explained, each with its numbers."""
     subjects = parser.add_subparsers(title="what", metavar="WHAT", required=True)
-    for add in (_add_samples, _add_tree, _add_traffic, _add_pipeline):
+    for add in (_add_samples, _add_tree, _add_traffic, _add_pipeline, _add_timeline):
         add(subjects)
 
 
@@ -95,6 +95,13 @@ def _add_pipeline(subjects: Any) -> None:
     pipeline.add_argument("--stages-per-rank", type=int, default=2, help="where interleaved (default: 2)")
 
 
+def _add_timeline(subjects: Any) -> None:
+    timeline = _subject(
+        subjects, "timeline", _timeline, "what the ranks of a run did when, from its timeline"
+    )
+    timeline.add_argument("file", metavar="FILE", help="timeline.json of a run with --profile")
+
+
 def _subject(
     subjects: Any, name: str, explain: Callable[[argparse.Namespace], tuple[Any, Any, Any]], summary: str
 ) -> argparse.ArgumentParser:
@@ -161,6 +168,12 @@ def _pipeline(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
         **only,
     )
     return facts, pipeline_text, pipeline_svg
+
+
+def _timeline(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    from lockstep.explain.timeline import explain_timeline, timeline_svg, timeline_text
+
+    return explain_timeline(Path(arguments.file)), timeline_text, timeline_svg
 
 
 def _write(name: str, text: str) -> None:

@@ -34,7 +34,7 @@ _LAST_WRITE_SECONDS = 2.5
 """For a checkpoint on its way when a rank fails."""
 
 
-def join(config: JobConfig, world: World, entry: str, command: list[str]) -> None:
+def join(config: JobConfig, world: World, entry: str, command: list[str], profile: str = "") -> None:
     """Trains the job in this process. Collective: every rank of the world must call this.
 
     Args:
@@ -42,6 +42,7 @@ def join(config: JobConfig, world: World, entry: str, command: list[str]) -> Non
         world: who this process is.
         entry: import path of what a rank runs.
         command: the words that started the run.
+        profile: the steps of the timeline, as FIRST:COUNT; none by default.
     """
     tie_to_launcher(world)
     arm_future_children()
@@ -49,7 +50,8 @@ def join(config: JobConfig, world: World, entry: str, command: list[str]) -> Non
     try:
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)
-            run_target(EntryTarget(entry=entry, payload={"config": config.to_json(), "command": command}))
+            payload = {"config": config.to_json(), "command": command, "profile": profile}
+            run_target(EntryTarget(entry=entry, payload=payload))
     except Stopped as stop:
         end_process(int(stop.reason))
     except Exception as error:

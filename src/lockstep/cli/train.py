@@ -30,6 +30,8 @@ from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, 
 from lockstep.launch.hosts import Joined, join_hosts
 from lockstep.mesh import Mesh
 from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
+from lockstep.timeline import file
+from lockstep.timeline.window import DEFAULT, Window
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -83,11 +85,21 @@ def add_arguments(parser: Parser) -> None:
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const=DEFAULT,
+        default="",
+        metavar="FIRST:COUNT",
+        help=f"write what each rank does when in COUNT steps into timeline.json (default: {DEFAULT})",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
+    if arguments.profile:
+        Window.parse(arguments.profile)
     config = load_job(arguments.job, overrides(arguments))
     world, command = take_rendezvous(arguments, World.from_environment()), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
@@ -97,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
         _refuse(machine_problems(config, count))
         from lockstep.cli.joined_rank import join
 
-        join(config, world, ENTRY, command)
+        join(config, world, ENTRY, command, arguments.profile)
         return EXIT_DONE
     devices = resolve_devices(config, hosts=arguments.nnodes or 1)
     config = with_devices_of_process(config, devices)
@@ -178,7 +190,7 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
     options = with_debug_arguments(options, arguments)
     hosts = host_options(arguments)
     if hosts is None:
-        return _start(choose_run_folder(config), options, command)
+        return _start(choose_run_folder(config), options, command, arguments.profile)
 
     def decide(world_size: int) -> str:
         _refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
@@ -186,15 +198,18 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
 
     settings = common_settings(devices.kind, _of_job(config))
     with join_hosts(hosts, ranks=devices.count, settings=settings, decide=decide) as joined:
-        return _start(JobConfig.from_json(joined.shared), options, command, joined)
+        return _start(JobConfig.from_json(joined.shared), options, command, arguments.profile, joined)
 
 
 def _start(
-    config: JobConfig, options: LaunchOptions, command: list[str], joined: Joined | None = None
+    config: JobConfig, options: LaunchOptions, command: list[str], profile: str, joined: Joined | None = None
 ) -> int:
     """Trains into the run's folder; where several hosts see it, node 0 keeps other runs out of it."""
     options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
-    target = EntryTarget(entry=ENTRY, payload={"config": config.to_json(), "command": command})
+    if profile:
+        file.begin(run_folder(config))  # or refuse, before any rank has started
+    payload = {"config": config.to_json(), "command": command, "profile": profile}
+    target = EntryTarget(entry=ENTRY, payload=payload)
     with locked(run_folder(config)) if joined is None or joined.node == 0 else nullcontext():
         return supervise(target, options, joined)
 

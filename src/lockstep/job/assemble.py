@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,16 @@ logger = logging.getLogger(__name__)
 _CLASSIFYING = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def assemble(config: JobConfig, world: World) -> Trainer:
-    """The trainer of a job, ready to run. Collective: every rank must call this."""
+def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
+    """The trainer of a job, ready to run. Collective: every rank must call this.
+
+    Args:
+        config: the job.
+        world: who this process is.
+        profile: the steps that are written into a timeline, as FIRST:COUNT; none by default.
+    """
     importable_from(config.code)
-    run = Run(run_options(config), world)
+    run = Run(dataclasses.replace(run_options(config), profile=profile), world)
     training_set, validation_set = _data_sets(config)
     model = _model(config, run.is_main)
     _check_classes(config, (training_set, validation_set))

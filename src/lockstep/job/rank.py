@@ -14,6 +14,7 @@ from lockstep.job.history import one_recipe, read_starts
 from lockstep.job.record import record
 from lockstep.job.run_folder import run_folder
 from lockstep.levels import Level
+from lockstep.timeline.window import Window
 from lockstep.trainer import Outcome
 from lockstep.world import World
 
@@ -29,14 +30,15 @@ def main(payload: Any) -> None:
     """Trains a job on this rank.
 
     Args:
-        payload: ``{"config": JSON of the job, "command": the words that started it}``.
+        payload: ``{"config": JSON of the job, "command": the words that started it, "profile": FIRST:COUNT or
+            nothing}``.
     """
     config = JobConfig.from_json(payload["config"])
     world = World.from_environment()
     logging.basicConfig(
         level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
-    trainer = assemble(config, world)
+    trainer = assemble(config, world, profile=payload.get("profile", ""))
     record(trainer, config, run_folder(config))
     starts = read_starts(run_folder(config)) if world.is_main else []
     outcome = trainer.fit()
@@ -103,7 +105,7 @@ def prove(command: list[str], strategy: str, ranks: int) -> str:
         ranks: how many processes it had.
     """
     words, skip = [], False
-    for word in command:
+    for word in _without_profile(command):
         if skip or word.startswith(tuple(f"{option}=" for option in _OF_PLACE)):
             skip = False
         elif word in _OF_PLACE:
@@ -114,6 +116,17 @@ def prove(command: list[str], strategy: str, ranks: int) -> str:
         return shlex.join([*words, "--strategy", "single", "--devices", "1"])
     other = [] if strategy == "ddp" else ["--strategy", "ddp"]
     return shlex.join([*words, *other, "--devices", "1" if ranks > 1 else "2"])
+
+
+def _without_profile(command: list[str]) -> list[str]:
+    """The words without ``--profile``, whose value may be left out."""
+    return [
+        word
+        for before, word in zip(["", *command], command)
+        if word != "--profile"
+        and not word.startswith("--profile=")
+        and not (before == "--profile" and Window.matches(word))
+    ]
 
 
 def _shown(path: Path) -> Path:

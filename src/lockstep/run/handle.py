@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensor
 from lockstep.launch.heartbeat import Stopped
 from lockstep.precision import Precision
-from lockstep.run import resuming, saving, start
+from lockstep.run import profiling, resuming, saving, start
 from lockstep.run.agreed_data import AgreedData
 from lockstep.run.clipping import clip_gradients
 from lockstep.run.compute import Compute, StepCompute, note
@@ -38,6 +39,7 @@ from lockstep.run.skipping import SkippedSamples
 from lockstep.run.unread import Unread
 from lockstep.strategies import Strategy, open_strategy
 from lockstep.strategy_options import devices_per_process
+from lockstep.timeline.timeline import Timeline
 from lockstep.world import World
 
 _LOOK_EVERY = 16
@@ -70,6 +72,7 @@ class Run:
         self._feeder = Feeder(options, self.strategy)
         self._scaled_step = ScaledStep(self._precision, self.strategy)
         self._saved: saving.Saved | None = None
+        self._timeline: Timeline | None = None
         self._pending = Pending()
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._writer = checkpoint.BackgroundWriter()
@@ -109,6 +112,7 @@ class Run:
         self._session.heartbeat.mark("prepare")
         if self.is_main:
             resuming.settle(self.options.directory)
+            profiling.make_file(self)
         context, group = describe(self.options, self._session, parts.optimizers), self._session.group
         if group is not None:
             start.agree(parts, context, group, self.device, values_from_main)
@@ -128,6 +132,7 @@ class Run:
         step, forget = partial(self._pending.step, take=self._scaled_step.step), self._pending.forget
         self._stand_ins = {id(o): PreparedOptimizer(o, step, forget) for o in parts.optimizers}
         stand_ins = (self._stand_ins.get(id(each), each) for each in others)
+        self._timeline = profiling.watch(self) if self.options.profile else None
         return (placed.model, *stand_ins) if others else placed.model
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -287,8 +292,14 @@ class Run:
         if self.is_main:
             print(*values, flush=True)
 
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Shows what is done inside as ``name`` in the timeline that ``profile`` asks for; without one, nothing."""
+        return nullcontext() if self._timeline is None else self._timeline.span(name)
+
     def close(self) -> None:
         """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
+        if self._timeline is not None:
+            self._timeline.finish()
         self._feeder.close()
         self._session.close()
 

@@ -22,6 +22,7 @@ from lockstep.strategy_options import (
     PipelineOptions,
     TensorOptions,
 )
+from lockstep.timeline.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,9 @@ class RunOptions:
     """Seconds after which a loader worker that gives nothing is an error."""
     timeout: float = 600.0
     """Seconds a rank waits for another before it gives up."""
+    profile: str = ""
+    """FIRST:COUNT, as in "10:5": writes down what each rank did when in COUNT steps after the first FIRST, as
+    ``timeline.json`` in ``directory``."""
 
     def __post_init__(self) -> None:
         BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
@@ -100,6 +104,10 @@ class RunOptions:
                 raise ConfigError(f"{name} {value!r} is not known.{nearest(str(value), known)}")
         if self.resume and self.resume == "auto" and self.directory is None:
             raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
+        if self.profile and Window.parse(self.profile) and self.directory is None:
+            raise ConfigError(
+                f"profile={self.profile!r} needs the run folder to write to: give directory=...."
+            )
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2^63.")
         for name in ("threads", "powersgd_rank"):

@@ -143,8 +143,9 @@ class Trainer:
             self.train_step(batch)
             self._samples += batch.plan.samples
             if (batch.plan.step + 1) % self._rhythm.log_every == 0 or batch.plan.position == last:
-                readings.append(self._meter.read())
-                self._logger.log(batch.plan.step + 1, readings[-1])
+                with run.span("log"):
+                    readings.append(self._meter.read())
+                    self._logger.log(batch.plan.step + 1, readings[-1])
             every = self._rhythm.save_every_steps
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)
@@ -197,7 +198,8 @@ class Trainer:
         values |= self._run.strategy.readings()
         if (skipped := self._run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
-        self._logger.epoch(epoch, self._run.position.step, values)
+        with self._run.span("log"):
+            self._logger.epoch(epoch, self._run.position.step, values)
         every = self._rhythm.save_every_epochs
         if (every and (epoch + 1) % every == 0) or best or last:
             self._save(self._run.position.step)
