@@ -130,13 +130,13 @@ class ImageFolder(Dataset[Any]):
 
     def _cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
         if self.cache is None:
-            decode_into(self.root / self.paths[index], transform, uniforms, out)
+            decode_into(f"{self.root}/{self.paths[index]}", transform, uniforms, out)
         else:
             self.cache.cut_into(index, transform, uniforms, out)
 
     def _photo(self, index: int) -> Image.Image:
         if self.cache is None:
-            return decode_rgb(self.root / self.paths[index])
+            return decode_rgb(f"{self.root}/{self.paths[index]}")
         return Image.fromarray(self.cache.photo(index).pixels())
 
 

@@ -25,13 +25,15 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", 
 """Endings, in lower case, of the files that count as photos."""
 
 
-def decode_rgb(source: bytes | Path) -> Image.Image:
+def decode_rgb(source: bytes | str | Path) -> Image.Image:
     """The whole photo, upright and in RGB; the first picture of an animation."""
     photo = open_photo(source)
     return photo.image() if isinstance(photo, PillowPhoto) else Image.fromarray(photo.pixels())
 
 
-def decode_into(source: bytes | Path, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
+def decode_into(
+    source: bytes | str | Path, transform: ImageTransform, uniforms: Uniforms, out: Tensor
+) -> None:
     """Decodes what ``transform`` cuts out of the photo into ``out``, uint8 of shape (3, size, size).
 
     A JPEG is decoded at 1/2, 1/4 or 1/8 where the part stays at least as large as it is resized to.

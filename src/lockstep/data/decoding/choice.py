@@ -19,17 +19,17 @@ from lockstep.data.decoding.pillow import PillowPhoto
 from lockstep.data.decoding.turbo import JPEG, TurboPhoto
 
 
-def open_photo(source: bytes | Path) -> Photo:
+def open_photo(source: bytes | str | Path) -> Photo:
     """Reads the header of a photo.
 
     Args:
-        source: the file, or its content.
+        source: the path of a file, or its content.
 
     Raises:
         OSError: the file cannot be read, or is no photo.
         DataError: it has more than ``MAX_PIXELS``.
     """
-    content = source if isinstance(source, bytes) else source.read_bytes()
+    content = source if isinstance(source, bytes) else _content(source)
     simplejpeg = turbo_module() if content.startswith(JPEG) else None
     if simplejpeg is not None:
         try:
@@ -71,6 +71,11 @@ def agrees_with_pillow(simplejpeg: Any) -> bool:
         np.array_equal(_turbo_pixels(simplejpeg, source, factor), PillowPhoto(source).pixels(factor))
         for source, factor in _trials()
     )
+
+
+def _content(path: str | Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of Path.read_bytes
+        return file.read()
 
 
 def _turbo_pixels(simplejpeg: Any, source: bytes, factor: int) -> Pixels:
