@@ -18,6 +18,7 @@ from lockstep.job.component import Component
 from lockstep.job.config import JobConfig
 from lockstep.job.config_places import with_lengths
 from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.job.kept_photos import keep_photos
 from lockstep.job.made_model import make_model
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
@@ -43,7 +44,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     """
     importable_from(config.code)
     run = Run(dataclasses.replace(run_options(config), profile=profile), world)
-    training_set, validation_set = _data_sets(config)
+    training_set, validation_set = _data_sets(config, run)
     model = _model(config, run.is_main)
     _check_classes(config, (training_set, validation_set))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -99,12 +100,16 @@ def run_options(config: JobConfig) -> RunOptions:
     )
 
 
-def _data_sets(config: JobConfig) -> tuple[Any, Any]:
+def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
     data = config.data
     training_set = instantiate(data.train, name="data.train")
+    keep_photos(training_set, "data.train", data, run)
     if data.on_bad_sample == "skip":
         training_set = SkipBroken(training_set)
-    validation_set = instantiate(data.validation, name="data.validation") if data.validation else None
+    if data.validation is None:
+        return training_set, None
+    validation_set = instantiate(data.validation, name="data.validation")
+    keep_photos(validation_set, "data.validation", data, run)
     return training_set, validation_set
 
 

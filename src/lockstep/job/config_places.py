@@ -65,11 +65,14 @@ def _absolute(
     resume = config.checkpoint.resume
     if resume != "auto":
         resume = place(resume, "checkpoint", "resume")
+    cache = config.data.cache
+    if isinstance(cache, str):
+        cache = place(cache, "data", "cache")
     own = [folder.resolve(), Path.cwd()] if folder is not None else [Path.cwd()]
     return dataclasses.replace(
         config,
         code=tuple(dict.fromkeys(map(str, own))),
-        data=dataclasses.replace(config.data, root=place(config.data.root, "data", "root")),
+        data=dataclasses.replace(config.data, root=place(config.data.root, "data", "root"), cache=cache),
         weights=dataclasses.replace(config.weights, path=place(config.weights.path, "weights", "path")),
         checkpoint=dataclasses.replace(config.checkpoint, resume=resume),
     )

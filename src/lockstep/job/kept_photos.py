@@ -1,0 +1,56 @@
+"""Lets the photos of a job be decoded once, where its setting ``data.cache`` says so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from lockstep.data import ImageFolder
+from lockstep.data.naming import look_through
+from lockstep.data.wrapping import Wrapping
+from lockstep.errors import ConfigError
+from lockstep.job.config import DataConfig
+from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def keep_photos(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
+    """Opens the cache of a data set's photos, and makes it where there is none. Every rank must call this.
+
+    One rank of each host, or of all that share the folder, decodes; the others wait for it. All show that they are
+    alive, and stop when the run is asked to.
+
+    Args:
+        data_set: an ``ImageFolder``, also within ``Subset`` and our data sets around data sets.
+        name: its place in the job, for the error.
+        config: the job's settings.
+        run: the handle.
+
+    Raises:
+        ConfigError: the set is no ``ImageFolder``, or its photos cannot be kept in that folder.
+        Stopped: the run was asked to stop.
+    """
+    if config.cache is False or config.cache == "":
+        return
+    inner = look_through(data_set)[0]
+    while isinstance(inner, Wrapping):
+        inner = look_through(inner.dataset)[0]
+    if not isinstance(inner, ImageFolder):
+        raise ConfigError(
+            f"data.cache is given, and {name} is a {type(inner).__name__}: only the photos of an ImageFolder are kept. "
+            "Leave data.cache out."
+        )
+    heartbeat = run._session.heartbeat
+
+    def tell(done: int, count: int) -> None:
+        heartbeat.mark("prepare")
+        if heartbeat.stop_reason is not StopReason.NONE:
+            raise Stopped(heartbeat.stop_reason)
+
+    folder = None if config.cache is True else Path(config.cache)
+    inner.use_cache(folder, workers=config.workers, tell=tell)
+    if run.is_main and inner.cache is not None:
+        logger.info("Photos of %s are read decoded, from %s", name, inner.cache.file)
