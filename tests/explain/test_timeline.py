@@ -1,6 +1,7 @@
 """What is said of a run's timeline, as text and as a picture."""
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -79,3 +80,11 @@ def test_a_trace_of_another_program_is_named(tmp_path, event):
     (tmp_path / "other.json").write_text(json.dumps({"traceEvents": [event]}))
     with pytest.raises(ConfigError, match=r"other.json' is a trace of another program"):
         explain_timeline(tmp_path / "other.json")
+
+
+def test_the_figure_of_the_docs_is_drawn_from_the_timeline_beside_it():
+    figures = Path(__file__).parents[2] / "docs" / "figures"
+    drawn = timeline_svg(explain_timeline(figures / "timeline.json"))
+    assert (figures / "timeline.svg").read_text(encoding="utf-8") == drawn, (
+        "draw it anew: see docs/profile.md"
+    )

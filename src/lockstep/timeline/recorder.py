@@ -15,6 +15,7 @@ LANES = {
     "in flight": "reduce, in flight",
     "reduce": "reduce, exposed",
     "wait": "waiting for a rank",
+    "record": "record of gradients",
     "update": "optimizer",
     "fingerprint": "fingerprint",
     "evaluate": "evaluation",

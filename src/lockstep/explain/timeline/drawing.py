@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 from lockstep.explain.svg import Drawing, rank_style, short
 from lockstep.explain.timeline.facts import Box, Lane, RankLanes, Trace
 from lockstep.explain.timeline.terminal import headline, verdict
@@ -49,9 +51,11 @@ def _rank(drawing: Drawing, rank: RankLanes, scale: float, milliseconds: float) 
     for row, lane in enumerate(rank.lanes):
         y = first + row * _ROW
         drawing.text(0, y + _HEIGHT / 2, lane.title)
-        for box in _drawn(lane, scale):
+        boxes = _drawn(lane, scale)
+        for box, after in zip_longest(boxes, boxes[1:]):
             width = max(1.0, (box.ended - box.began) * scale)
-            words = box.name if short(box.name, width) == box.name else ""
+            seen = width if after is None else min(width, (after.began - box.began) * scale)
+            words = box.name if seen == width and short(box.name, width) == box.name else ""
             drawing.box(_LEAD + box.began * scale, y, width, _HEIGHT, _style(lane), words)
     _axis(drawing, bottom + 6, scale, milliseconds)
     drawing.caption(verdict(rank, milliseconds))

@@ -50,19 +50,23 @@ class GradientRecorder:
             return self._run.backward(batch, loss)
         with self._watch.watching() if self._watch is not None else nullcontext():
             value = self._run.backward(batch, loss)
+        with self._run.span("record"):
+            self._record(step, value)
+        return value
+
+    def _record(self, step: int, loss: Tensor) -> None:
         digests, norm = digest_gradients(self._run)
         parts = self._watch.take() if self._watch is not None else {}
         if self._log is not None:
             self._log.append(
                 GradientRecord(
                     step=step,
-                    loss=float(value).hex(),
+                    loss=float(loss).hex(),
                     norm=norm,
                     gradient=GradientDigest.of(digests),
                     micro_batches={k: GradientDigest.of(part) for k, part in parts.items()},
                 )
             )
-        return value
 
 
 def require_separate_micro_batches(run: Run) -> None:
