@@ -63,7 +63,7 @@ def main() -> None:
     given = read_command_line()
     sections = []
     for processes in given.processes:
-        for strategy in PLAIN:
+        for strategy in given.strategies:
             sections.append(measure(strategy, processes, given))
             print(sections[-1], flush=True)
     if not given.quick:
@@ -79,6 +79,7 @@ def main() -> None:
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--strategies", nargs="+", choices=list(PLAIN), default=list(PLAIN))
     parser.add_argument("--alternations", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.5, help="about how long a round lasts")
     parser.add_argument("--factors", nargs="+", type=int, default=list(FACTORS), help="K / W, from 1 on")

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.strategies import Pipeline
 
-WIDTH, ROWS = 512, 128
+WIDTH, ROWS = 512, 512
 
 
 class Stopwatch:

@@ -18,6 +18,7 @@ needs. Why torch's runtime is not underneath: docs/decisions/0012-pipeline-runti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -103,15 +104,19 @@ class Span:
     stop: float
 
 
+def usual(action: Action) -> float:
+    """The duration of a pass, where a backward pass takes twice as long as a forward pass."""
+    return 1.0 if action.forward else 2.0
+
+
 def timeline(
-    orders: list[tuple[Action, ...]], *, forward: float = 1.0, backward: float = 2.0
+    orders: list[tuple[Action, ...]], duration: Callable[[Action], float] = usual
 ) -> list[list[Span]]:
-    """When each rank does what, if a pass takes so long on every stage and sending takes no time.
+    """When each rank does what, if sending takes no time.
 
     Args:
         orders: of all ranks of a pipeline.
-        forward: duration of a forward pass through a stage.
-        backward: duration of a backward pass.
+        duration: how long a pass takes.
 
     Raises:
         ValueError: the orders wait for one another for ever.
@@ -127,7 +132,7 @@ def timeline(
                 action = order[len(mine)]
                 ready = max((done[need] for need in needs(action, last)), default=0.0)
                 start = max(ready, mine[-1].stop if mine else 0.0)
-                done[action] = start + (forward if action.forward else backward)
+                done[action] = start + duration(action)
                 mine.append(Span(action, start, done[action]))
                 left -= 1
         if left == before:
