@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch import stop_signals
 from lockstep.launch.heartbeat import Heartbeat
 from lockstep.process_group import open_process_group
+from lockstep.run.freed_memory import keep_freed_memory
 from lockstep.world import World
 
 
@@ -35,6 +36,8 @@ class Session:
         self.device = _choose_device(world, devices)
         self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
         torch.set_num_threads(self.threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.heartbeat = Heartbeat.open(world)
         foreign = world.launcher in ("torchrun", "slurm", "mpi")
         if foreign and threading.current_thread() is threading.main_thread():
