@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with a cable between them, each with its own name."""
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -96,6 +97,13 @@ class TwoHostNetwork:
         for space, interface in zip(self.spaces, self.interfaces, strict=True):
             _ip("-n", space, "link", "set", interface, "up")
 
+    def bytes_sent(self):
+        """By host, what it has sent over the cable so far."""
+        return [
+            json.loads(_ip("-n", space, "-s", "-j", "link", "show", interface))[0]["stats64"]["tx"]["bytes"]
+            for space, interface in zip(self.spaces, self.interfaces, strict=True)
+        ]
+
     @contextlib.contextmanager
     def slow_cable(self, *, delay, megabits, loss):
         """A second cable between the two, a bad one; gives the addresses of its ends."""
@@ -118,4 +126,4 @@ class TwoHostNetwork:
 
 
 def _ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

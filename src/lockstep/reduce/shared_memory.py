@@ -245,13 +245,16 @@ def _can_open(owner: int, descriptor: int) -> bool:
 
 
 def _host_identity() -> str:
-    """Equal for two processes exactly if they can see each other under /proc; empty where memory cannot be shared."""
+    """Equal for two processes of one host, that see each other under /proc; empty where memory cannot be shared.
+
+    What has a network of its own counts as a host of its own.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
+        spaces = [Path("/proc/self/ns", kind).readlink() for kind in ("pid", "net")]
     except OSError:
         return ""
-    return f"{boot} {namespace} {os.getuid()}" if futex.is_available() and hasattr(os, "memfd_create") else ""
+    return f"{boot} {spaces} {os.getuid()}" if futex.is_available() and hasattr(os, "memfd_create") else ""
 
 
 def _share_memory(size: int, group: dist.ProcessGroup) -> mmap.mmap:
