@@ -3,7 +3,7 @@
 One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
 reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
-    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, work, membership, warm | samples of the micro-batch
+    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, work, waited, membership, warm | its samples
     control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
 """
 
@@ -28,10 +28,12 @@ PHASES = (
 """What a rank can be doing, as shown in reports."""
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_BEAT = struct.Struct("<iqqqdid")  # phase, epoch, step, micro-batch, monotonic time, pid, seconds of work
-_MEMBERSHIP = 48
-_WARM = 49
-_SAMPLES = 56
+_BEAT = struct.Struct(
+    "<iqqqdidd"
+)  # phase, epoch, step, micro-batch, monotonic time, pid, seconds of work and of waiting
+_MEMBERSHIP = 56
+_WARM = 57
+_SAMPLES = 64
 _SIZE = 4096
 _MOST_SAMPLES = (_SIZE - _SAMPLES - 4) // 8
 _REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
@@ -86,6 +88,8 @@ class Beat:
     """Whether the process has done a whole step, so that nothing is compiled or allocated for the first time."""
     work: float = 0.0
     """See ``WorkMeter.seconds``."""
+    waited: float = 0.0
+    """See ``WorkMeter.waited``."""
 
     @property
     def place(self) -> str:
@@ -120,13 +124,14 @@ class Heartbeat:
         if self._beat is not None:
             number, now = _PHASE_NUMBERS[phase], time.monotonic()
             work = self._meter.enter(phase, step, now)
-            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, now, self._pid, work)
+            waited = self._meter.waited
+            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, now, self._pid, work, waited)
             if step > self._newest_step:
                 self._beat[_WARM] = self._newest_step >= 0
                 self._newest_step = step
 
     def samples(self, indices: Sequence[int]) -> None:
-        """Notes the sample indices of the current micro-batch, for error reports; the first 504 are kept."""
+        """Notes the sample indices of the current micro-batch, for error reports; the first 503 are kept."""
         if self._beat is not None:
             kept = indices[:_MOST_SAMPLES]
             struct.pack_into(f"<i{len(kept)}q", self._beat, _SAMPLES, len(kept), *kept)
@@ -230,7 +235,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         return None
     if len(content) < _SIZE:  # being made
         return None
-    phase, epoch, step, micro_batch, moment, pid, work = _BEAT.unpack_from(content)
+    phase, epoch, step, micro_batch, moment, pid, work, waited = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
     (count,) = struct.unpack_from("<i", content, _SAMPLES)
@@ -245,6 +250,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         membership=Membership(content[_MEMBERSHIP]),
         warm=bool(content[_WARM]),
         work=work,
+        waited=waited,
         samples=struct.unpack_from(f"<{count}q", content, _SAMPLES + 4),
     )
 

@@ -1,16 +1,15 @@
-"""Finds the rank whose own work takes longer than the others', which all have to wait for it in every step."""
+"""Finds the rank whose own work takes longer than the others', which all have to wait for it in every step.
+
+On one host its supervisor compares the ranks, over several hosts that of node 0.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 
-from lockstep.launch.heartbeat import Beat, read_beat
+from lockstep.launch.windows import Window
 
-STEPS = 20
-SECONDS = 5.0
-"""A window is at least so many steps and seconds long."""
 _TIMES = 1.5
 """How many times as long as the median of the others a rank works before it is called slow."""
 _NOTEWORTHY = 0.001
@@ -20,38 +19,28 @@ _WINDOWS = 2
 
 
 class SlowRanks:
-    """Compares the work of the ranks of one host, window by window; each rank is spoken of once.
+    """Compares the work of ranks, window by window; each rank is spoken of once."""
 
-    Args:
-        directory: the run directory, with the heartbeats.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._begin: dict[int, Beat] = {}
+    def __init__(self) -> None:
         self._row: dict[int, int] = {}
         self._told: set[int] = set()
 
-    def look(self, processes: Mapping[int, int]) -> str:
+    def take(self, windows: Mapping[int, Window]) -> str:
         """The lines to be said of ranks that have turned out to be slow; usually none.
 
         Args:
-            processes: process id of each rank that has not ended.
+            windows: what each rank did in the window that is over; empty while it lasts.
         """
-        beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
-        if self._begin.keys() != beats.keys():
-            self._begin, self._row = dict(beats), {}
-        if len(beats) < 2 or not all(_is_over(self._begin[rank], beat) for rank, beat in beats.items()):
-            return ""
-        work = {rank: _work(self._begin[rank], beat) for rank, beat in beats.items()}
-        self._begin = beats
+        if windows.keys() != self._row.keys() and windows:
+            self._row = dict.fromkeys(windows, 0)
+        work = {rank: window.work for rank, window in windows.items()}
         return "".join(self._judge(rank, work) for rank in sorted(work))
 
     def _judge(self, rank: int, work: Mapping[int, float]) -> str:
         others = [seconds for other, seconds in work.items() if other != rank and seconds > 0]
         usual = statistics.median(others) if others else 0.0
         is_slow = usual > 0 and work[rank] > max(_TIMES * usual, usual + _NOTEWORTHY)
-        self._row[rank] = self._row.get(rank, 0) + 1 if is_slow else 0
+        self._row[rank] = self._row[rank] + 1 if is_slow else 0
         if self._row[rank] < _WINDOWS or rank in self._told:
             return ""
         self._told.add(rank)
@@ -60,12 +49,3 @@ class SlowRanks:
             f"others {1e3 * usual:.1f} ms (median), and they wait for it in every step. Look at its device, its cores "
             "and where its data lies.\n"
         )
-
-
-def _is_over(begin: Beat, beat: Beat) -> bool:
-    return beat.step - max(0, begin.step) >= STEPS and beat.time - begin.time >= SECONDS
-
-
-def _work(begin: Beat, beat: Beat) -> float:
-    """Seconds on a micro-batch, the mean over the steps of a window."""
-    return (beat.work - begin.work) / (beat.step - max(0, begin.step))

@@ -34,6 +34,7 @@ from lockstep.launch.slow_ranks import SlowRanks
 from lockstep.launch.stalls import Stall, StallWatch, ask_all, describe
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
+from lockstep.launch.windows import Windows
 
 _TICK = 0.5
 _NOTICE = 0.25
@@ -81,7 +82,8 @@ class Watch:
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
-        self._memory, self._slow_ranks = MemoryWatch(), SlowRanks(directory)
+        self._memory, self._windows = MemoryWatch(), Windows(directory)
+        self._pace = SlowRanks() if company is None else company.pace
         self._stall_watch = StallWatch(directory, options.stall_limit, is_part=company is not None)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -115,7 +117,8 @@ class Watch:
                     self._ending.within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
-                print(self._slow_ranks.look(self._running), end="", file=sys.stderr, flush=True)
+                windows = self._windows.look(self._running)
+                print(self._pace.take(windows), end="", file=sys.stderr, flush=True)
                 self._look_for_leavers()
                 self._look_for_stalls()
                 self._act()

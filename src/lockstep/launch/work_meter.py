@@ -1,8 +1,9 @@
-"""Adds up how long a rank itself works on its steps, without what it waits for others."""
+"""Adds up how long a rank itself works on its steps, and how long it waits for others."""
 
 from __future__ import annotations
 
 _WORK = frozenset({"data", "forward", "backward", "update"})
+_WAIT = frozenset({"reduce", "wait"})
 
 
 class WorkMeter:
@@ -13,7 +14,9 @@ class WorkMeter:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._step, self._since, self._works = -1, 0.0, False
+        self.waited = 0.0
+        """Seconds of exchange that no work hides, over all steps so far."""
+        self._step, self._since, self._phase = -1, 0.0, ""
         self._in_step, self._micro_batches = 0.0, 0
 
     def enter(self, phase: str, step: int, now: float) -> float:
@@ -24,11 +27,13 @@ class WorkMeter:
             step: of which step; -1 outside of any.
             now: the time.
         """
-        if self._works:
+        if self._phase in _WORK:
             self._in_step += now - self._since
+        elif self._phase in _WAIT:
+            self.waited += now - self._since
         if step > self._step:
             self.seconds += self._in_step / max(1, self._micro_batches)
             self._step, self._in_step, self._micro_batches = step, 0.0, 0
-        self._since, self._works = now, phase in _WORK
+        self._since, self._phase = now, phase
         self._micro_batches += phase == "forward"
         return self.seconds

@@ -10,6 +10,7 @@ the former one broke off. Each host asks the ranks of all to stop, or to end, as
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from lockstep.launch.hosts.joining import Joined
 from lockstep.launch.hosts.member import Member
 from lockstep.launch.hosts.messages import end_from_json, end_to_json
 from lockstep.launch.hosts.peer import Peer
+from lockstep.launch.hosts.shared_pace import SharedPace
 from lockstep.launch.hosts.shared_stall import SharedStall
 from lockstep.launch.report import last_lines
 from lockstep.launch.signal_inbox import SignalInbox
@@ -54,6 +56,8 @@ class Company:
         self._own_beats: Sequence[Beat] = ()
         self.stall = SharedStall(directory, logs)
         """Takes what is seen of this host's ranks when one is overdue."""
+        self.pace = SharedPace()
+        """Takes what this host's ranks did in every window of steps."""
         self._fault: dict[str, Any] | None = None
         self._is_done = False
         self._final: Final | None = None
@@ -80,6 +84,8 @@ class Company:
         if isinstance(self._link, Hub):
             others = [(self._words(peer), peer.offset) for peer in self._peers.values()]
             self.stall.judge(others, is_done=self._is_done)
+            paces = {peer.text: self._words(peer).get("pace", {}) for peer in self._peers.values()}
+            print(self.pace.judge(f"host 0 ({host_name()})", paces), end="", file=sys.stderr, flush=True)
         return self._others_fail()
 
     @property
@@ -156,7 +162,7 @@ class Company:
             state["reason"] = max([state["reason"], *(int(said.get("reason", 0)) for said in self._said())])
             state["final"] = None if self._final is None else self._final.to_json()
         else:
-            state["sights"] = self.stall.to_json()
+            state["sights"], state["pace"] = self.stall.to_json(), self.pace.to_json()
             state["ends"] = list(self._ends.values())
             state["done"], state["fault"] = self._is_done, self._fault
             state["heard"] = self._final is not None
