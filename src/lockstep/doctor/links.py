@@ -32,20 +32,24 @@ def measure() -> dict[str, Any]:
 
     Returns:
         ``latency`` and ``large`` (seconds of an all-reduce of 8 bytes and of 8 MiB), ``pairs`` as [left, right,
-        seconds].
+        seconds], and ``hosts``, the name of each rank's host.
     """
     import torch
     import torch.distributed as dist
 
+    from lockstep.collectives import gather_json
     from lockstep.process_group import open_process_group
-    from lockstep.world import World
+    from lockstep.world import World, host_name
 
     world = World.from_environment()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    if world.world_size == 1:
+        return {"latency": 0.0, "large": 0.0, "pairs": [], "hosts": [host_name()]}
     with open_process_group(world, backend="nccl" if on_gpu else "gloo"):
+        hosts = gather_json(host_name(), dist.group.WORLD, device)
         small = torch.zeros(SMALL // 4, device=device)
         large = torch.zeros(LARGE // 4, device=device)
         found = {
@@ -60,27 +64,31 @@ def measure() -> dict[str, Any]:
         times = torch.tensor([seconds for _, _, seconds in pairs], dtype=torch.float64, device=device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         measured = times.tolist()
-    return {**found, "pairs": [[left, right, s] for (left, right, _), s in zip(pairs, measured)]}
+    timed = [[left, right, s] for (left, right, _), s in zip(pairs, measured)]
+    return {**found, "pairs": timed, "hosts": hosts}
 
 
-def judge_links(found: dict[str, Any], ranks: int) -> list[Finding]:
+def judge_links(found: dict[str, Any]) -> list[Finding]:
     """What the measurement means.
 
     Args:
         found: what ``measure`` gave.
-        ranks: how many took part.
     """
+    hosts = found["hosts"]
+    ranks, several = len(hosts), len(set(hosts))
+    if ranks < 2:
+        return [ok("all-reduce", "one device: nothing to exchange")]
     links = [Link(*pair) for pair in found["pairs"]]
     rate = 2 * (ranks - 1) / ranks * LARGE / found["large"] / 1e9
-    findings = [
-        ok(
-            "all-reduce",
-            f"{ranks} ranks: {1e6 * found['latency']:.0f} us for 8 bytes, {rate:.2f} GB/s for 8 MiB",
-        )
-    ]
+    who = f"{ranks} ranks on {several} hosts" if several > 1 else f"{ranks} ranks"
+    speed = f"{1e6 * found['latency']:.0f} us for 8 bytes, {rate:.2f} GB/s for 8 MiB"
+    findings = [ok("all-reduce", f"{who}: {speed}")]
     slowest = min(links, key=lambda link: link.bandwidth)
     typical = _middle([link.bandwidth for link in links])
-    text = f"ranks {slowest.left} and {slowest.right}, {slowest.bandwidth / 1e9:.2f} GB/s"
+    left, right = (
+        f"{rank} ({hosts[rank]})" if several > 1 else f"{rank}" for rank in (slowest.left, slowest.right)
+    )
+    text = f"ranks {left} and {right}, {slowest.bandwidth / 1e9:.2f} GB/s"
     if slowest.bandwidth * _SLOW_PAIR < typical:
         advice = (
             f"The others have {typical / 1e9:.2f} GB/s: look at the cable, slot or host between these two."

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def supervise(target: Target, options: LaunchOptions, joined: Joined | None = No
 def run_world(target: Target, options: LaunchOptions, joined: Joined | None = None) -> Outcome:
     """Runs the target on every rank of this host and waits for the last; nothing is left but logs of a failure.
 
-    With other hosts (``joined``) it waits for the ranks of all, and the outcome is the same on each.
+    With other hosts (``joined``) it waits for the ranks of all, and the outcome is the same on each, but for
+    the results, which are those of this host's ranks.
     """
     place = alone(options) if joined is None else joined.place
     with (
@@ -81,7 +82,8 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
             watch.until_all_ended(inbox, from_ranks)
         outcome = _outcome(watch, control, directory, logs.path)
         if company is not None:
-            outcome = _common(company.settle(watch.ends, _fault(watch, outcome), inbox))
+            common = _common(company.settle(watch.ends, _fault(watch, outcome), inbox))
+            outcome = replace(common, results=outcome.results)
         logs.keep = logs.keep or outcome.has_failed
         return outcome
 
