@@ -111,4 +111,4 @@ def test_clean_ends_what_a_killed_command_left_behind(command, capsys):
 
 def test_an_unknown_run_is_refused_with_those_that_are_known(command, capsys):
     assert main(["stop", "no-such-run"]) == 2
-    assert "0 runs fit 'no-such-run'" in capsys.readouterr().err
+    assert "No run" in capsys.readouterr().err

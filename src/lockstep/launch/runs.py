@@ -94,10 +94,13 @@ def choose_run(name: str | None) -> RunOnHost:
     meant = [run for run in runs if not name or run.run_id.startswith(name) or run.run_id.endswith(name)]
     if len(meant) == 1:
         return meant[0]
-    known = ", ".join(run.run_id for run in runs) or "none"
+    if not runs:
+        raise ConfigError("No run of this user is on this host ('lockstep ps' lists them).")
+    known = ", ".join(run.run_id for run in runs)
     if not name:
         raise ConfigError(f"Say which run is meant; this user's runs on this host: {known}.")
-    raise ConfigError(f"{len(meant)} runs fit {name!r}; this user's runs on this host: {known}.")
+    fit = f"{len(meant)} runs fit" if meant else "No run fits"
+    raise ConfigError(f"{fit} {name!r}; this user's runs on this host: {known}.")
 
 
 def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
