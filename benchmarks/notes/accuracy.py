@@ -1,0 +1,154 @@
+"""Accuracy of the plain script in fp32 and of Lockstep in bf16 after the same number of epochs.
+
+``python benchmarks/notes/accuracy.py --data DIR`` writes ACCURACY.md, which ``run.py`` puts into RESULTS.md. Photos are
+64 pixels, because an epoch at 224 takes the plain script on two cores some minutes; every second photo is held out,
+because an accuracy over few photos says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from harness import report  # noqa: E402  the line above makes it importable
+from harness.commands import environment, torchrun  # noqa: E402
+from sides import GLOBAL_BATCH, PROCESSES, settings  # noqa: E402
+
+
+def main() -> None:
+    given = read_command_line()
+    rows, differences = [], []
+    with tempfile.TemporaryDirectory(prefix="notes-") as folder:
+        photos = divided(given.data, Path(folder) / "photos")
+        for seed in given.seeds:
+            start = time.monotonic()
+            theirs = plain(given, photos, seed)
+            between = time.monotonic()
+            ours = lockstep(given, photos, Path(folder) / f"runs-{seed}", seed)
+            seconds = [between - start, time.monotonic() - between]
+            differences.append(100 * (ours - theirs))
+            rows.append([str(seed), *(f"{100 * value:.2f} %" for value in (theirs, ours))])
+            rows[-1] += [f"{differences[-1]:+.2f}", *(f"{value:.0f}" for value in seconds)]
+            print(rows[-1], flush=True)
+    text = described(given, rows, differences)
+    print(text)
+    if not given.quick:
+        (HERE / "ACCURACY.md").write_text(text + "\n")
+
+
+def divided(data: Path, folder: Path) -> Path:
+    """Copies the photos, every second one of each class to ``validation`` and the others to ``train``."""
+    for place in sorted(path for path in data.iterdir() if path.is_dir()):
+        paths = sorted(path for path in place.iterdir() if path.suffix.lower() in {".jpg", ".jpeg"})
+        for number, path in enumerate(paths):
+            target = folder / ("validation" if number % 2 else "train") / place.name / path.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    return folder
+
+
+def plain(given: argparse.Namespace, photos: Path, seed: int) -> float:
+    """The plain script's accuracy after its last epoch."""
+    arguments = ["--train", photos / "train", "--validation", photos / "validation", "--size", given.size]
+    arguments += ["--epochs", given.epochs, "--workers", 1, "--seed", seed, "--global-batch", GLOBAL_BATCH]
+    printed = finished(torchrun(PROCESSES, HERE / "plain.py", *map(str, arguments)))
+    return float(json.loads(printed.splitlines()[-1])["accuracy"])
+
+
+def lockstep(given: argparse.Namespace, photos: Path, runs: Path, seed: int) -> float:
+    """The accuracy that ``lockstep train`` wrote for its last epoch."""
+    program = str(Path(sys.executable).with_name("lockstep"))
+    size = given.size
+    validation = (
+        '{ target = "lockstep.data:ImageFolder", root = "{data}", split = "validation", transform = '
+        f'{{ target = "lockstep.data:CenterCrop", size = {size}, resize = {round(size * 256 / 224)} }} }}'
+    )
+    changed = settings(
+        "data.train.split=train",
+        f"data.train.transform.size={size}",
+        f"data.validation={validation}",
+        "data.workers=1",
+        f"training.precision={given.precision}",
+        f"training.seed={seed}",
+        f"run.directory={runs}",
+        "run.name=accuracy",
+        "log.json=true",
+    )
+    places = ["--data", str(photos), "--devices", f"cpu:{PROCESSES}", "--epochs", str(given.epochs)]
+    finished([program, "train", str(HERE / "notes.toml"), *places, *changed])
+    lines = [json.loads(line) for line in (runs / "accuracy" / "log.jsonl").read_text().splitlines()]
+    return [line["validation_accuracy"] for line in lines if line["kind"] == "epoch"][-1]
+
+
+def finished(command: list[str]) -> str:
+    """What a command printed; what went wrong, if something did."""
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(command[:4])} ended with status {done.returncode}:\n{done.stderr[-3000:]}"
+        )
+    return done.stdout
+
+
+def described(given: argparse.Namespace, rows: list[list[str]], differences: list[float]) -> str:
+    """The section of the report."""
+    head = [
+        "seed",
+        "plain script, fp32",
+        f"Lockstep, {given.precision}",
+        "difference",
+        "s, plain",
+        "s, Lockstep",
+    ]
+    command = f"python benchmarks/notes/accuracy.py --data DIR --epochs {given.epochs} --size {given.size}"
+    return "\n\n".join(
+        [
+            f"## Accuracy after {given.epochs} epochs at {given.size} pixels",
+            f"    {command} --seeds {' '.join(map(str, given.seeds))}",
+            report.table(head, rows),
+            f"{summed_up(differences)} The sides draw other first weights, orders and crops from a seed, so rows differ "
+            "as two seeds of one side do. Photos are smaller than in the job, so that the plain script is done in "
+            "minutes; every second photo is held out.",
+        ]
+    )
+
+
+def summed_up(differences: list[float]) -> str:
+    """The mean difference of the seeds, and how far chance alone may have moved it."""
+    mean = f"Mean difference {statistics.mean(differences):+.2f} points"
+    if len(differences) < 2:
+        return f"{mean}, of one seed."
+    return f"{mean}, standard error {statistics.stdev(differences) / math.sqrt(len(differences)):.2f}."
+
+
+def read_command_line() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    known = os.environ.get("LOCKSTEP_IMAGES")
+    parser.add_argument(
+        "--data", type=Path, default=known, required=known is None, help="folder of class folders"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of Lockstep's side")
+    parser.add_argument("--quick", action="store_true", help="one epoch of one seed, nothing written")
+    given = parser.parse_args()
+    if given.quick:
+        given.seeds, given.epochs = [0], 1
+    return given
+
+
+if __name__ == "__main__":
+    main()
