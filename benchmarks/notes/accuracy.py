@@ -119,8 +119,8 @@ def described(given: argparse.Namespace, rows: list[list[str]], differences: lis
             f"    {command} --seeds {' '.join(map(str, given.seeds))}",
             report.table(head, rows),
             f"{summed_up(differences)} The sides draw other first weights, orders and crops from a seed, so rows "
-            "differ as two seeds of one side do. Photos are smaller than in the job, so that the plain script is done in "
-            "minutes; every second photo is held out.",
+            "differ as two seeds of one side do. Photos are smaller than in the job, so that the plain script is done "
+            "in minutes; every second photo is held out.",
         ]
     )
 
