@@ -52,6 +52,7 @@ def read(dataset, indices, epoch=0):
     return SampleReader(dataset, seed=0).read(epoch, np.asarray(indices))
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", [Each, Whole])
 def test_another_sample_stands_in_and_all_others_stay_as_they_are(kind):
     dataset = SkipBroken(kind())
@@ -77,6 +78,7 @@ def test_a_stand_in_is_a_function_of_the_number_and_never_the_sample_itself():
     assert stand_in(0, 0, 1) == 0
 
 
+@pytest.mark.fault("D1")
 def test_what_workers_skip_is_known_where_they_were_started():
     dataset = SkipBroken(Each())
     reading = WorkerReading(SampleReader(dataset, seed=0, keep_generators=False), workers=2)

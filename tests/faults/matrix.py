@@ -52,7 +52,8 @@ SECTIONS = {
             "P7",
             "a request to stop that arrives in evaluation, while saving, loading data or starting",
             "it is kept and acted on at the next step, in every phase",
-            open="an evaluation is not cut short: one that outlasts the grace ends the run at its last checkpoint",
+            open="an evaluation is not cut short, since a checkpoint there would lack what follows it, a schedule say; "
+            "one that outlasts the grace ends the run at its last checkpoint",
         ),
         Row(
             "P8",
@@ -73,7 +74,7 @@ SECTIONS = {
             "P11",
             "a rank is slower than the others",
             "a warning that names it",
-            open="only ranks of one host are compared, and under strategies that exchange within the forward pass "
+            open="under strategies that exchange within the forward pass "
             "(fsdp, tensor, pipeline) the time that a rank waits cannot be told from its work",
         ),
         Row(
@@ -123,7 +124,7 @@ SECTIONS = {
             "S5",
             "ranks differ in settings, software, model or data",
             "what differs is listed by rank on every rank before the first step; exit code 2",
-            open="the source code of the ranks is not compared; what it makes (model, settings, data) is",
+            open="of source code only the script is compared, over hosts; else what it makes: settings, model, data",
         ),
         Row(
             "S6", "an unknown setting or option", "refused with the nearest known one before a process starts"
@@ -222,8 +223,8 @@ SECTIONS = {
         Row(
             "D1",
             "a corrupt image",
-            "the error names file and sample; exit code 3",
-            open="a broken sample always ends the run: there is no policy to skip some, and no command that lists all",
+            "the error names file and sample, exit code 3; or, if asked for, another stands in and it is counted",
+            open="there is no command that lists all broken files beforehand",
         ),
         Row("D2", "a loader worker is killed", "reported at once, with the memory that it may have missed"),
         Row("D3", "a loader worker hangs", "an error after the limit, with the line at which it stands"),
@@ -255,8 +256,8 @@ SECTIONS = {
         Row(
             "M5",
             "a slow or lossy link between hosts",
-            "the same bits; the slow link is named",
-            open="the bits are held; nothing names the slow link during a run, `lockstep doctor` measures it",
+            "the same bits; node 0 says that the exchange between the hosts limits the run",
+            open="not under strategies that exchange within the forward pass (fsdp, tensor, pipeline)",
         ),
         Row(
             "M6",
