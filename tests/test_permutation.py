@@ -87,3 +87,12 @@ def measured(order):
 
 GOLDEN_TEN = [7, 5, 1, 8, 6, 3, 4, 0, 9, 2]
 GOLDEN_BILLION = [74949556, 178545994, 187005649]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 300, 1437, 4095, 4097])
+def test_a_whole_order_that_is_looked_up_is_the_one_that_is_walked(size):
+    """Many positions of a small domain go through a table; single ones are walked. Other keys, other outer cycles."""
+    for key in range(20):
+        order = Permutation(size, key)
+        whole, some = order(np.arange(size)), range(0, size, max(1, size // 7))
+        assert [int(order(position)[0]) for position in some] == whole[list(some)].tolist()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.seeding import derive_seed, permutation_key, sample_seed, unit_seed
+from lockstep.seeding import derive_seed, permutation_key, sample_seed, sample_seeds, unit_seed
 
 
 @pytest.mark.parametrize("seed", ["{seed}", 1.0, None, 1 << 63])
@@ -83,3 +83,10 @@ def test_a_seed_has_63_bits_and_can_be_computed_again(seed, key):
 @pytest.mark.parametrize("name", ["", "layer.ü", "a" * 1000])
 def test_any_unit_name_has_a_seed(name):
     assert unit_seed(0, 0, 0, name, 0) != unit_seed(0, 0, 0, f"{name}.0", 0)
+
+
+def test_seeds_of_many_samples_are_those_of_each():
+    indices = [0, 1, 7, 2**40, 5]
+    assert sample_seeds(3, -1, indices) == [sample_seed(3, -1, index) for index in indices]
+    with pytest.raises(ConfigError, match="no whole number of 64 bits"):
+        sample_seeds(2**70, 0, [1])

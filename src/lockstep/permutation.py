@@ -13,6 +13,8 @@ import numpy.typing as npt
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_TABLE_PAYS = 4
+"""Where the domain has at most so many elements for each one that is wanted, all of it is computed at once."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -30,31 +32,54 @@ class Permutation:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._round_keys = [_mix_int((key + (i + 1) * _GOLDEN) & _MASK) for i in range(_ROUNDS)]
+        self._round_keys = [np.uint64(_mix_int((key + (i + 1) * _GOLDEN) & _MASK)) for i in range(_ROUNDS)]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """The elements at ``positions`` (int, any shape, each in ``0 .. size-1``), as int64."""
-        values = self._encrypt(np.asarray(positions, dtype=np.uint64))
-        outside = values >= self.size
-        while outside.any():
-            values[outside] = self._encrypt(values[outside])
-            outside = values >= self.size
-        return values.astype(np.int64)
+        given = np.atleast_1d(np.asarray(positions, dtype=np.uint64))
+        small = 4**self._half_bits <= _TABLE_PAYS * given.size
+        return (self._table()[given] if small else self._walk(given.ravel()).reshape(given.shape)).astype(
+            np.int64
+        )
+
+    def _walk(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        values = self._encrypt(values)
+        (outside,) = np.nonzero(values >= self.size)
+        while len(outside):
+            walked = self._encrypt(values[outside])
+            values[outside] = walked
+            outside = outside[walked >= self.size]
+        return values
+
+    def _table(self) -> npt.NDArray[np.uint64]:
+        """Where a walk from each element ends: walks of the whole domain at once, twice as far each time.
+
+        One that began outside may never end; nobody asks for it.
+        """
+        ends = self._encrypt(np.arange(4**self._half_bits, dtype=np.uint64))
+        while (ends[: self.size] >= self.size).any():
+            ends = np.where(ends >= self.size, ends[ends], ends)
+        return ends
 
     def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
         left, right = values >> bits, values & mask
         for key in self._round_keys:
-            left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
-        return np.atleast_1d((left << bits) | right)
+            mixed = mix(right ^ key)
+            mixed &= mask
+            mixed ^= left
+            left, right = right, mixed
+        return (left << bits) | right
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), of an array of one dimension or more."""
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def _mix_int(x: int) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Iterable
 
 from lockstep.errors import ConfigError
 
 _MASK = (1 << 63) - 1
+_NUMBER = struct.Struct("<cq").pack
 
 
 def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
@@ -20,23 +22,39 @@ def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
 
     ``ConfigError`` where the seed is no whole number of 64 bits.
     """
+    digest = _begin(seed, purpose)
+    for part in key:
+        if isinstance(part, str):
+            text = part.encode()
+            digest.update(_NUMBER(b"s", len(text)) + text)
+        else:
+            digest.update(_NUMBER(b"i", part))
+    return int.from_bytes(digest.digest(), "little") & _MASK
+
+
+def _begin(seed: int, purpose: str) -> hashlib.blake2b:
     digest = hashlib.blake2b(digest_size=8, person=purpose.encode()[:16])
     try:
         digest.update(struct.pack("<q", seed))
     except struct.error as error:
         raise ConfigError(f"The seed {seed!r} is no whole number of 64 bits. Give one such as 0.") from error
-    for part in key:
-        if isinstance(part, str):
-            text = part.encode()
-            digest.update(struct.pack("<cq", b"s", len(text)) + text)
-        else:
-            digest.update(struct.pack("<cq", b"i", part))
-    return int.from_bytes(digest.digest(), "little") & _MASK
+    return digest
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
     """The seed of everything random that happens to sample ``index`` in ``epoch`` (crops, flips, noise)."""
     return derive_seed(seed, "sample", epoch, index)
+
+
+def sample_seeds(seed: int, epoch: int, indices: Iterable[int]) -> list[int]:
+    """``sample_seed`` of many samples of one epoch, at a third of the cost: what their keys share is hashed once."""
+    common, found = _begin(seed, "sample"), []
+    common.update(_NUMBER(b"i", epoch))
+    for index in indices:
+        digest = common.copy()
+        digest.update(_NUMBER(b"i", index))
+        found.append(int.from_bytes(digest.digest(), "little") & _MASK)
+    return found
 
 
 def unit_seed(seed: int, step: int, micro_batch: int, unit: str, call: int, segment: int = 0) -> int:

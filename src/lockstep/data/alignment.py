@@ -17,7 +17,7 @@ _BYTES = 64
 def aligned(data: Any) -> Any:
     """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not."""
     if isinstance(data, Tensor):
-        return data.clone() if data.device.type == "cpu" and data.data_ptr() % _BYTES else data
+        return data.clone() if data.data_ptr() % _BYTES and data.device.type == "cpu" else data
     if isinstance(data, dict):
         return {name: aligned(value) for name, value in data.items()}
     if isinstance(data, list):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ class Reading(Protocol):
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields the collated samples of each request, in the order of the requests."""
 
+    def at_once(self) -> AbstractContextManager[None]:
+        """What is asked for inside is one step's: a way that reads here may prepare for all of it."""
+
     @property
     def sound(self) -> bool:
         """Whether what was started is still there to answer."""
@@ -44,6 +48,10 @@ class InlineReading:
         for request in requests:
             data = self._reader.read(request.epoch, request.indices)
             yield pinned(data) if self._pin_memory else data
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Takes the process's random state once for all that is read inside."""
+        return self._reader.at_once()
 
     @property
     def sound(self) -> bool:

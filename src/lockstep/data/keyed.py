@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.permutation import Indices, mix
-from lockstep.seeding import sample_seed
+from lockstep.seeding import sample_seeds
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of samples that are evaluated: they look alike after every epoch of training."""
@@ -38,7 +38,7 @@ class SampleKeys:
 
     def seeds(self) -> list[int]:
         """One 63-bit seed for each sample."""
-        return [sample_seed(self.seed, self.epoch, index) for index in self.indices.tolist()]
+        return sample_seeds(self.seed, self.epoch, self.indices.tolist())
 
     def uniforms(self, draws: int) -> npt.NDArray[np.float64]:
         """``draws`` numbers in [0, 1) for each sample, of shape (samples, draws).

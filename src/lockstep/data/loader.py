@@ -91,9 +91,10 @@ class StepLoader:
             return  # and start no workers
         steps, results = self._begun.take((epoch, first)) or self._open(epoch, first)
         for step in steps:
-            parts = tuple(
-                MicroBatch(k, indices, aligned(next(results))) for k, indices in _parts(step, self._share)
-            )
+            with self._reading.at_once():
+                parts = tuple(
+                    MicroBatch(k, indices, aligned(next(results))) for k, indices in _parts(step, self._share)
+                )
             if at_end is not None and step.position == self._plan.steps_per_epoch - 1:
                 at_end()
             yield Batch(step, parts)

@@ -1,7 +1,7 @@
 """Reads one micro-batch of a data set, whole where the set can give it whole, else sample by sample.
 
     what the set offers       how it is read                            random numbers
-    TensorDataset             its tensors are indexed                   none
+    nothing but tensors       its tensors are indexed                   none
     get_batch                 one call for the micro-batch              keyed by sample, see SampleKeys
     __getitems__ (torch's)    one call, then collated                   seeded once per micro-batch
     __getitem__               call by call, then collated               seeded before each sample
@@ -11,15 +11,16 @@ A custom ``collate`` needs the samples one by one, so the first two rows are for
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import default_collate
 
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import look_through, sample_error
+from lockstep.data.plain_tensors import plain_tensors
 from lockstep.data.read_clock import ReadClock
 from lockstep.errors import DataError
 from lockstep.permutation import Indices
@@ -90,7 +91,7 @@ class SampleReader:
             return self._read(SampleKeys(self._seed, epoch, indices))
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
-        if self._collate is None and type(self._dataset) is TensorDataset:
+        if self._collate is None and plain_tensors(self._dataset) is not None:
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
             return self._read_whole
@@ -102,8 +103,12 @@ class SampleReader:
         return keys.indices if self._numbers is None else self._numbers[keys.indices]
 
     def _read_tensors(self, keys: SampleKeys) -> Any:
+        tensors = plain_tensors(self._dataset)
+        if tensors is None:  # its owner has given it a transform since
+            self._read = self._choose()
+            return self._read(keys)
         rows = torch.from_numpy(self._rows(keys))
-        return tuple(tensor.index_select(0, rows) for tensor in cast(TensorDataset, self._dataset).tensors)
+        return tuple(tensor.index_select(0, rows) for tensor in tensors)
 
     def _read_whole(self, keys: SampleKeys) -> Any:
         get_batch = cast(Callable[[Indices, SampleKeys], Any], self._dataset.get_batch)
@@ -137,6 +142,21 @@ class SampleReader:
                 except Exception as error:
                     raise sample_error(self._given, int(keys.indices[position]), error) from error
             return self._collated(samples, keys)
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Several micro-batches are read inside: the generators get their state back after the last of them."""
+        if not self._keep or self._read not in (self._read_items, self._read_each):
+            return nullcontext()
+        return self._kept_over_all()
+
+    @contextmanager
+    def _kept_over_all(self) -> Iterator[None]:
+        with generators_kept():
+            self._keep = False
+            try:
+                yield
+            finally:
+                self._keep = True
 
     def _generators(self) -> AbstractContextManager[None]:
         return generators_kept() if self._keep else nullcontext()

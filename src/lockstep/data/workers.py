@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,10 @@ class WorkerReading:
                 self.close()
                 raise DataError(result.message) from _InWorker(result.trace)
             yield result
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Nothing: workers have a random state of their own."""
+        return nullcontext()
 
     @property
     def sound(self) -> bool:
