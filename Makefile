@@ -10,8 +10,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PINS := pyproject.toml constraints.txt
 JOB ?= digits
 ARGS ?=
+BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategies/price_of_k.py pipeline/bubble.py \
+	reducers/run.py parameter_server/run.py saves/run.py loading/run.py
+PHOTOS ?=
 
-.PHONY: train test test-all check format bench figures clean
+.PHONY: train test test-all check format bench bench-photos figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -33,7 +36,12 @@ format: $(VENV)/.check
 
 bench:
 	benchmarks/setup.sh
-	for b in step launch order; do .venv-bench/bin/python benchmarks/$$b/run.py || exit 1; done
+	for b in $(BENCHMARKS); do .venv-bench/bin/python benchmarks/$$b || exit 1; done
+	[ -z "$(PHOTOS)" ] || $(MAKE) bench-photos
+
+# Needs photos, one folder for each class, and torchvision, which comes with the tests: make bench PHOTOS=flower_photos
+bench-photos: $(VENV)/.test
+	for b in images notes; do $(BIN)/python benchmarks/$$b/run.py --data "$(PHOTOS)" || exit 1; done
 
 figures: $(VENV)/.train
 	$(BIN)/python -m lockstep.explain.figures docs/figures
