@@ -49,6 +49,7 @@ def measure() -> dict[str, Any]:
     if world.world_size == 1:
         return {"latency": 0.0, "large": 0.0, "pairs": [], "hosts": [host_name()]}
     with open_process_group(world, backend="nccl" if on_gpu else "gloo"):
+        assert dist.group.WORLD is not None, "it was opened above"
         hosts = gather_json(host_name(), dist.group.WORLD, device)
         small = torch.zeros(SMALL // 4, device=device)
         large = torch.zeros(LARGE // 4, device=device)

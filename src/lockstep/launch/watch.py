@@ -25,6 +25,7 @@ from lockstep.launch.attaching import is_debugged
 from lockstep.launch.ending import Ending
 from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
 from lockstep.launch.hosts import Company
+from lockstep.launch.hosts.shared_pace import SharedPace
 from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
@@ -83,7 +84,7 @@ class Watch:
         self._asked_at, self._asked_twice = 0.0, False
         self._leaving_since = self._look_again = time.monotonic()
         self._memory, self._windows = MemoryWatch(), Windows(directory)
-        self._pace = SlowRanks() if company is None else company.pace
+        self._pace: SlowRanks | SharedPace = SlowRanks() if company is None else company.pace
         self._stall_watch = StallWatch(directory, options.stall_limit, is_part=company is not None)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
