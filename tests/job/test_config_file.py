@@ -1,5 +1,6 @@
 """Job files: found, read, overridden and checked, with every mistake named where it stands."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,16 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
 
 def test_a_file_name_that_is_no_plain_name_becomes_one(job_file):
     assert load_job(str(job_file(name="my first job!.toml")), imports=False).job == "my-first-job"
+
+
+def test_what_no_job_can_be_is_refused_unread(tmp_path):
+    large, pipe = tmp_path / "large.toml", tmp_path / "pipe.toml"
+    with large.open("wb") as file:
+        file.truncate(50 << 30)
+    os.mkfifo(pipe)
+    assert "it has 53,687,091,200 bytes, and no job is larger than 1,048,576" in message(load_job, str(large))
+    for endless in (pipe, "/dev/zero"):
+        assert "it is no ordinary file" in message(load_job, str(endless))
 
 
 def test_a_file_in_the_current_folder_does_not_hide_a_built_in_job(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ Nothing here imports torch or starts anything, so a job with a mistake ends in w
 from __future__ import annotations
 
 import re
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from lockstep.job.preflight import preflight
 
 _NOT_PLAIN = re.compile(r"[^\w.-]+", re.ASCII)
 BUILT_IN_JOBS = Path(__file__).parent.parent / "jobs"
+_LARGEST = 1 << 20
+"""Bytes of a job file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ def find_job(job: str) -> JobFile:
     if built_in:
         path = BUILT_IN_JOBS / f"{job}.toml"
     try:
-        text = path.read_bytes().decode()
+        text = _read(path)
     except FileNotFoundError:
         raise ConfigError(
             f"The job {job!r} is neither a file nor a built-in job.{nearest(job, built_in_jobs())}"
@@ -67,6 +70,16 @@ def find_job(job: str) -> JobFile:
         text=text,
         built_in=built_in,
     )
+
+
+def _read(path: Path) -> str:
+    """The text of an ordinary file, of a size that a person may have written; ``ValueError`` for any other."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("Is a directory" if stat.S_ISDIR(found.st_mode) else "it is no ordinary file")
+    if found.st_size > _LARGEST:
+        raise ValueError(f"it has {found.st_size:,} bytes, and no job is larger than {_LARGEST:,}")
+    return path.read_bytes().decode()
 
 
 def load_job(job: str, overrides: Sequence[Override] = (), *, imports: bool = True) -> JobConfig:
