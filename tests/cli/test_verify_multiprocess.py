@@ -1,8 +1,13 @@
 """``lockstep verify`` on real jobs: equal ones, and some whose own code depends on the layout."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
+from tests.launch.command import wait_until
 
 from lockstep.job.config_file import BUILT_IN_JOBS
 
@@ -101,6 +106,25 @@ def test_a_strategy_that_was_named_and_cannot_run_the_job_says_why_and_proves_no
     )
     assert result.returncode == 1, result.stderr
     assert "pipeline on 3 did not run: strategy 'pipeline' needs 3 stages" in result.stdout
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_command_that_is_asked_to_stop_ends_at_once_and_leaves_nothing(number, code, tmp_path):
+    """Not the layout that runs just then alone, as if it could not run the job."""
+    program = "import sys; from lockstep.cli import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "verify", "digits", *SHORT, "--steps", "300"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with process:
+        assert process.stderr.readline().startswith("running ddp on 2")
+        wait_until(lambda: [*tmp_path.glob("lockstep-verify-*/0/logs")], 60, "the second layout")
+        process.send_signal(number)
+        assert (process.wait(60), process.stderr.read()) == (code, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_mistakes_are_refused_in_a_sentence(process):

@@ -15,7 +15,7 @@ from lockstep.job.config import JobConfig
 from lockstep.job.config_file import load_job
 from lockstep.job.config_rules import machine_problems
 from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
-from lockstep.launch.supervisor import run_world
+from lockstep.launch.supervisor import run_in_turn
 from lockstep.strategy_options import STRATEGIES
 from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts
@@ -149,7 +149,7 @@ def _run(config: JobConfig, layout: Layout, steps: int, folder: Path) -> Trace:
         threads=job.run.threads,
         log_directory=str(folder / "logs"),
     )
-    outcome = run_world(EntryTarget(entry=ENTRY, payload=payload), options)
+    outcome = run_in_turn(EntryTarget(entry=ENTRY, payload=payload), options)
     if (folder / "trace.json").exists() and outcome.code == EXIT_DONE:
         return Trace.read(folder / "trace.json")
     reason = outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
-from lockstep.launch.supervisor import run_world
+from lockstep.launch.supervisor import run_in_turn
 from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.plain.comparison import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
@@ -85,7 +85,7 @@ class ScriptRuns:
         options = LaunchOptions(
             devices=parse_devices(f"cpu:{count}"), threads=self.threads, log_directory=str(here / "logs")
         )
-        outcome = run_world(EntryTarget(entry=ENTRY, payload=payload), options)
+        outcome = run_in_turn(EntryTarget(entry=ENTRY, payload=payload), options)
         if outcome.code != EXIT_DONE:
             report = [line for line in outcome.lines if not line.startswith("Logs: ")]
             print(*report, sep="\n", file=sys.stderr)

@@ -46,6 +46,8 @@ class Outcome:
     """What was lost, if that is why it ended and it may go better another time."""
     lost_hosts: tuple[int, ...] = ()
     """Numbers of hosts that were lost; the same on every host that is left."""
+    asked: StopReason = StopReason.NONE
+    """Why it was asked to stop; the number is the exit code of a command that did."""
 
 
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
@@ -80,12 +82,24 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
                 company=company,
             )
             watch.until_all_ended(inbox, from_ranks)
-        outcome = _outcome(watch, control, directory, logs.path)
+        outcome = replace(_outcome(watch, control, directory, logs.path), asked=control.reason)
         if company is not None:
             common = _common(company.settle(watch.ends, _fault(watch, outcome), inbox))
-            outcome = replace(common, results=outcome.results)
+            outcome = replace(common, results=outcome.results, asked=outcome.asked)
         logs.keep = logs.keep or outcome.has_failed
         return outcome
+
+
+def run_in_turn(target: Target, options: LaunchOptions) -> Outcome:
+    """``run_world``, for a command that runs several worlds one after the other.
+
+    Raises:
+        SystemExit: it was asked to stop, which is meant for the command and not for this world alone.
+    """
+    outcome = run_world(target, options)
+    if outcome.asked is not StopReason.NONE:
+        raise SystemExit(int(outcome.asked))
+    return outcome
 
 
 def _log_folder(options: LaunchOptions, place: Place) -> str:

@@ -10,7 +10,7 @@ from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import JobConfig
 from lockstep.job.config_rules import machine_problems
 from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
-from lockstep.launch.supervisor import run_world
+from lockstep.launch.supervisor import run_in_turn
 from lockstep.scale.measured import Round, Row, row
 from lockstep.verify.layouts import REFERENCE, Layout
 
@@ -84,7 +84,7 @@ class Rounds:
             threads=job.run.threads,
             log_directory=str(folder / "logs"),
         )
-        outcome = run_world(EntryTarget(entry=_ENTRY, payload=payload), options)
+        outcome = run_in_turn(EntryTarget(entry=_ENTRY, payload=payload), options)
         if (folder / "refused").exists():
             self._refused[layout] = (folder / "refused").read_text()
         elif outcome.code != EXIT_DONE:

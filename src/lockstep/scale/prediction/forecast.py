@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.errors import EXIT_DONE, RankError
 from lockstep.job.config import JobConfig
 from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
-from lockstep.launch.supervisor import run_world
+from lockstep.launch.supervisor import run_in_turn
 from lockstep.scale.measured import Row
 from lockstep.scale.prediction.links import Interconnect
 from lockstep.scale.prediction.model import WORLDS, OneDevice, Prediction, predict, predict_here
@@ -113,7 +113,7 @@ def _measure(config: JobConfig, one: OneDevice, ranks: int, folder: Path) -> tup
     options = LaunchOptions(
         devices=parse_devices(f"cpu:{ranks}"), threads=config.run.threads, log_directory=str(here / "logs")
     )
-    outcome = run_world(EntryTarget(entry=_ENTRY, payload=payload), options)
+    outcome = run_in_turn(EntryTarget(entry=_ENTRY, payload=payload), options)
     if outcome.code != EXIT_DONE:
         raise RankError(
             f"The exchange among {ranks} ranks was to be measured and did not end well: {' '.join(outcome.lines)}"
