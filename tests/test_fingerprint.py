@@ -110,3 +110,12 @@ def test_the_world_is_no_part_of_the_context():
 
 def test_a_cpu_is_named_by_its_vector_instructions():
     assert torch.backends.cpu.get_cpu_capability() in device_model(torch.device("cpu"))
+
+
+def test_what_photos_are_decoded_to_counts_once_both_sides_have_read_some():
+    here = dataclasses.replace(CONTEXT, photos="ab12")
+    assert here.differences({**here.as_dict(), "photos": "cd34"}) == ["photos: 'cd34' there, 'ab12' here"]
+    assert here.differences(CONTEXT.as_dict()) == CONTEXT.differences(here.as_dict()) == []
+    assert not here.differences(
+        {name: value for name, value in CONTEXT.as_dict().items() if name != "photos"}
+    )

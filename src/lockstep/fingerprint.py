@@ -69,10 +69,14 @@ class Context:
     sync_batch_norm: bool = False
     deterministic: bool = False
     optimizers: tuple[str, ...] = ()
+    photos: str = ""
+    """What photos are decoded to here, as a hash; empty while the run has read none."""
 
     def differences(self, other: Mapping[str, object]) -> list[str]:
-        """One line per entry in which ``other`` (as from ``as_dict``) differs."""
+        """One line per entry in which ``other`` (as from ``as_dict``) differs; ``photos`` where both know it."""
         mine = self.as_dict()
+        if not (self.photos and other.get("photos")):
+            del mine["photos"]
         return [
             f"{name}: {other.get(name)!r} there, {mine[name]!r} here"
             for name in mine

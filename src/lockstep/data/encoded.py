@@ -39,6 +39,7 @@ class EncodedPairs(Dataset[Any], ABC):
         self.transform = transform
         own = isinstance(transform, ImageTransform)
         self.finish: Finish | None = Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
+        self.decodes_photos = own
 
     @abstractmethod
     def __len__(self) -> int:

@@ -69,6 +69,7 @@ class ImageFolder(Dataset[Any]):
         own = isinstance(transform, ImageTransform)
         self.finish: Finish | None = Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
         self.cache: PhotoCache | None = None
+        self.decodes_photos = True
 
     def __len__(self) -> int:
         return len(self.paths)

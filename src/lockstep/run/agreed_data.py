@@ -29,8 +29,13 @@ class AgreedData:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def require(self, plan: SamplePlan) -> None:
-        """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective."""
+    def require(self, plan: SamplePlan, photos: str = "") -> None:
+        """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
+
+        Args:
+            plan: of the set.
+            photos: what its photos are decoded to, as a hash; empty for other sets.
+        """
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
             raise CheckpointMismatch(
@@ -39,6 +44,11 @@ class AgreedData:
             )
         self._position.samples = plan.samples
         if self._group is not None and plan not in self._agreed:
-            seen = {"samples": plan.samples, "shuffle": plan.shuffle, "drop_last": plan.drop_last}
+            seen = {
+                "samples": plan.samples,
+                "shuffle": plan.shuffle,
+                "drop_last": plan.drop_last,
+                "pixels of photos": photos,
+            }
             require_equal_settings(seen, self._group, self._device)
             self._agreed.add(plan)

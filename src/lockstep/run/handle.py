@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.collectives import let_go_of_groups
 from lockstep.data.batch import Batch
+from lockstep.data.decoding import decoded_as
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensor
 from lockstep.launch.heartbeat import Stopped
@@ -152,9 +153,11 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        smallest = self.require_prepared().placed.smallest_micro_batch
+        saved = self.require_prepared()
+        smallest, photos = saved.placed.smallest_micro_batch, decoded_as(self._feeder.source(data).dataset)
         self.strategy.settle()
-        self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest))
+        self._agreed_data.require(self._feeder.plan(data, shuffle, drop_last, smallest), photos)
+        saved.reads_photos(photos)
         loader = self._feeder.training(data, shuffle, drop_last, workers, smallest)
         self._compute.finish = self._feeder.source(data).finish
         note(self._session.heartbeat, "data", self.position.epoch, self.position.step)

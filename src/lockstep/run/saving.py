@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
+from lockstep.data.decoding import jpeg_decoder
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
@@ -21,6 +23,8 @@ from lockstep.run.parts import Parts
 from lockstep.run.placing import Placed
 from lockstep.run.position import Position
 from lockstep.strategies import Strategy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +42,27 @@ class Saved:
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What the user, or the trainer, stores beside it; must survive JSON."""
+    resumed_context: dict[str, Any] = field(default_factory=dict)
+    """What the bits depended on where the checkpoint was written."""
+
+    def reads_photos(self, decoded: str) -> None:
+        """Adds to the context what photos are decoded to; empty: the data set decodes none.
+
+        Raises:
+            CheckpointMismatch: they were decoded to other pixels where the checkpoint was written.
+        """
+        if not decoded or decoded == self.context.photos:
+            return
+        if self.strategy.share.holder == 0:
+            logger.info("Photos are decoded by %s.", jpeg_decoder())
+        self.context = replace(self.context, photos=decoded)
+        before = self.resumed_context.get("photos") or decoded
+        if before != decoded:
+            raise CheckpointMismatch(
+                f"The checkpoint was trained on photos that were decoded to other pixels ({before} there, {decoded} "
+                "here), so Pillow has another JPEG library. Install the Pillow of that run, or go on at level B with "
+                "force_context=True (--force-context)."
+            )
 
     def capture(self, fingerprint: str, *, keep: bool) -> CheckpointState:
         """The whole state as it stands; shares memory with the run where the strategy has replicas. Collective.
@@ -96,6 +121,7 @@ class Saved:
                 + "\n  ".join(differences)
                 + "\nRestore these, or go on at level B with force_context=True (--force-context)."
             )
+        self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
         checkpoint.require_same_model(state.model, state.aliases, self.placed.tensors, self.placed.aliases)
         self.strategy.load_state(
