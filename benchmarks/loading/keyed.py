@@ -16,7 +16,6 @@ from harness.spread import Spread
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.planned import planned_steps
 from lockstep.plan import BatchShape, SamplePlan
-from lockstep.seeding import sample_seed
 
 BILLION = 10**9
 _STEPS = 640
@@ -67,19 +66,19 @@ def randomness_section(rounds: int) -> str:
 
 
 def _for_any_transform() -> None:
-    """Seeds torch, NumPy and random for every sample of micro-batches of 16, as the reader does."""
-    for start in range(0, _SAMPLES, 16):
+    """Seeds torch, NumPy and random for every sample of steps of 128, as a rank without workers does."""
+    for start in range(0, _SAMPLES, 128):
         with generators_kept():
-            for index in range(start, start + 16):
-                seed_generators(sample_seed(0, 0, index))
+            for seed in SampleKeys(0, 0, np.arange(start, start + 128)).seeds():
+                seed_generators(seed)
 
 
 def _draws_of_such_a_transform() -> None:
     """The same and one draw from each, which generates a generator's whole block of numbers."""
-    for start in range(0, _SAMPLES, 16):
+    for start in range(0, _SAMPLES, 128):
         with generators_kept():
-            for index in range(start, start + 16):
-                seed_generators(sample_seed(0, 0, index))
+            for seed in SampleKeys(0, 0, np.arange(start, start + 128)).seeds():
+                seed_generators(seed)
                 torch.rand(1)
                 np.random.rand()
                 random.random()
