@@ -152,7 +152,9 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
         parent, _, last = absent.rpartition(".")
         known = _modules_in(parent)
         reason = (
-            f"{parent} has no module {last!r}.{nearest_name(last, known)}" if parent else absent_module(last, known)
+            f"{parent} has no module {last!r}.{nearest_name(last, known)}"
+            if parent
+            else absent_module(last, known)
         )
         raise ConfigError(f"{where}: '{path}': {reason}") from error
     except LockstepError:
