@@ -9,11 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lockstep.cli import train
+from lockstep.cli.layout_options import device_counts, job_on_one_device, strategy_names
 from lockstep.cli.parser import Parser
-from lockstep.errors import EXIT_DONE, ConfigError, nearest
+from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import JobConfig
-from lockstep.job.config_file import load_job
 from lockstep.scale.chart import chart, png, svg
 from lockstep.scale.limits import Machine, sentence
 from lockstep.scale.measured import Row
@@ -83,9 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
     _require_files(arguments)
     if arguments.interconnect and not arguments.predict:
         raise ConfigError("--interconnect was given, which is for --predict. Give both.")
-    given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
-    given.devices = "1"
-    config = load_job(arguments.job, train.overrides(given))
+    config = job_on_one_device(arguments.job, arguments)
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         report = _measure(config, arguments, Path(folder))
     print(text(report))
@@ -125,7 +122,8 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
     links = presets(arguments.interconnect)
     if arguments.predict:
         require_formula(config.training.reduce)
-    chosen = _layouts(config, _numbers(arguments.devices), _names(arguments.strategies))
+    counts = sorted(set(device_counts(arguments.devices)))
+    chosen = _layouts(config, counts, strategy_names(arguments.strategies))
     rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
     rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
     machine = Machine(
@@ -162,18 +160,3 @@ def _layouts(config: JobConfig, numbers: list[int], strategies: list[str]) -> li
         )
     numbers = numbers or [number for number in DEVICES if number <= k]
     return [layout for layout in layouts(config, numbers, strategies) if layout.devices > 1]
-
-
-def _numbers(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if any(not word.isdecimal() or int(word) < 1 for word in words):
-        raise ConfigError(f"--devices {text!r} is not a list of numbers. Write for example --devices 1,2,4.")
-    return sorted({int(word) for word in words})
-
-
-def _names(text: str) -> list[str]:
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
-    return names

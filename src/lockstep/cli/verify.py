@@ -8,11 +8,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli import train
+from lockstep.cli.layout_options import device_counts, job_on_one_device, strategy_names
 from lockstep.cli.parser import Parser
-from lockstep.errors import EXIT_DONE, ConfigError, nearest
+from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import JobConfig
-from lockstep.job.config_file import load_job
 from lockstep.job.config_rules import machine_problems
 from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
 from lockstep.launch.supervisor import run_in_turn
@@ -60,15 +59,14 @@ def main(arguments: argparse.Namespace) -> int:
     Returns:
         1 if a layout does not keep what it promises, if one whose strategy was named did not run, or if none did.
     """
-    given = argparse.Namespace(**vars(arguments) | dict.fromkeys(("strategy", "mesh", "epochs", "resume")))
-    given.devices = "1"
     if arguments.steps < 1:
         raise ConfigError(f"--steps {arguments.steps} was asked for; it must be at least 1.")
     if arguments.script is not None:
         return _verify_script(arguments)
-    config = load_job(arguments.job or "digits", train.overrides(given))
-    names = _names(arguments.strategies)
-    chosen = layouts(config, _numbers(arguments.devices), names, fitting=not arguments.devices)
+    config = job_on_one_device(arguments.job or "digits", arguments)
+    names = strategy_names(arguments.strategies)
+    counts = device_counts(arguments.devices) or list(DEVICES)
+    chosen = layouts(config, counts, names, fitting=not arguments.devices)
     if not chosen:
         raise ConfigError(
             "Nothing is left to compare with one device. Give two devices or more, for example --devices 2,4; hybrid "
@@ -96,7 +94,7 @@ def _verify_script(arguments: argparse.Namespace) -> int:
     if not arguments.script:
         raise ConfigError("--script needs a script: lockstep verify --script train.py.")
     target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
-    worlds = [count for count in _numbers(arguments.devices) if count > 1]
+    worlds = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     threads = arguments.threads
     if threads is not None and not threads.isdecimal():
         raise ConfigError(f"--threads {threads!r} is not a number.")
@@ -167,18 +165,3 @@ def _difference(reference: Path, other: Path) -> float:
         gap = float((theirs[name].double() - tensor.double()).norm())
         worst = max(worst, gap / max(float(tensor.double().norm()), torch.finfo(torch.float32).tiny))
     return worst
-
-
-def _numbers(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if any(not word.isdecimal() or int(word) < 1 for word in words):
-        raise ConfigError(f"--devices {text!r} is not a list of numbers. Write for example --devices 1,2,4.")
-    return [int(word) for word in words] or list(DEVICES)
-
-
-def _names(text: str) -> list[str]:
-    names = [word.strip() for word in text.split(",") if word.strip()]
-    for name in names:
-        if name not in STRATEGIES:
-            raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
-    return names
