@@ -198,5 +198,14 @@ def test_the_real_environment_is_read_by_default(monkeypatch):
     assert World.from_environment() == World.from_environment(TORCHRUN)
 
 
+@pytest.mark.parametrize(
+    "launcher", [{}, TORCHRUN, SLURM, OPEN_MPI], ids=["none", "torchrun", "slurm", "mpi"]
+)
+def test_a_timeline_can_be_asked_for_whatever_starts_the_process(launcher):
+    plain = World.from_environment(launcher)
+    asked = World.from_environment(launcher | {"LOCKSTEP_PROFILE": "3:2"})
+    assert plain.profile == "" and asked == dataclasses.replace(plain, profile="3:2")
+
+
 def test_the_host_has_a_name():
     assert host_name()

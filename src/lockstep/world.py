@@ -6,13 +6,15 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.errors import ConfigError
 from lockstep.slurm import meeting_place
 
 RENDEZVOUS = "LOCKSTEP_RENDEZVOUS"
 """Variable with the place where the ranks meet; our launcher sets it, and so does ``--rendezvous``."""
+PROFILE = "LOCKSTEP_PROFILE"
+"""Variable with the steps of which a script's run is to write a timeline; ``lockstep run --profile`` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,8 @@ class World:
     """How often our launcher has started the run again after a process was lost."""
     is_debugged: bool = False
     """Whether a debugger may hold up one of the ranks, so that the others must wait for it without a limit."""
+    profile: str = ""
+    """FIRST:COUNT: the steps of which the run is to write a timeline, whatever the script says; empty for none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -74,6 +78,10 @@ class World:
         the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
         """
         variables = os.environ if environment is None else environment
+        return replace(cls._of_launcher(variables), profile=variables.get(PROFILE, ""))
+
+    @classmethod
+    def _of_launcher(cls, variables: Mapping[str, str]) -> World:
         read = _Reader(variables)
         if "RANK" in variables:
             world_size = read.size("WORLD_SIZE")

@@ -1,4 +1,5 @@
 import argparse
+import sys
 
 import pytest
 
@@ -68,3 +69,18 @@ def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monke
     monkeypatch.setattr(run, "arm_future_children", lambda: None)  # it would stay for the whole test process
     assert run.main(parse(str(script), "--lr", "1")) == 0
     assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {os.getpid()}\n"
+
+
+def test_the_steps_of_a_timeline_reach_the_ranks_of_any_launcher(tmp_path, monkeypatch, capsys):
+    script, seen = tmp_path / "train.py", []
+    script.write_text("import os\nprint(os.environ['LOCKSTEP_PROFILE'])")
+    monkeypatch.setattr(run, "supervise", lambda target, options: seen.append(options) or 0)
+    assert run.main(parse("--devices", "cpu:1", "--profile", "3:2", str(script))) == 0
+    assert seen[0].profile == "3:2"
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCKSTEP_PROFILE", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(run, "arm_future_children", lambda: None)
+    assert run.main(parse("--profile", "3:2", str(script))) == 0
+    assert capsys.readouterr().out == "3:2\n"

@@ -137,3 +137,15 @@ def test_the_next_batch_is_read_while_a_step_computes(told, tmp_path):  # noqa: 
     assert ahead[0]["ts"] < first["ts"] + first["dur"] <= second["ts"] + 1
     events = json.loads((tmp_path / FILE).read_text())["traceEvents"]
     assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) == 4
+
+
+def test_the_launcher_can_ask_for_a_timeline_of_a_script_that_asks_for_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCKSTEP_PROFILE", "2:1")
+    train(directory=tmp_path)
+    assert steps(tmp_path) == [2]
+
+
+def test_a_timeline_without_a_folder_is_refused_whoever_asks_for_it(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_PROFILE", "2:1")
+    with pytest.raises(ConfigError, match=r"--profile 2:1 was asked for.*init names no folder.*directory="):
+        begin(strategy="single")

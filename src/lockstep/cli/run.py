@@ -19,13 +19,14 @@ from lockstep.cli.host_options import (
     refuse_hosts,
     take_rendezvous,
 )
+from lockstep.cli.profile_option import add_profile_argument
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.hosts import join_hosts
 from lockstep.launch.options import RESTART_WORLDS
 from lockstep.launch.parent_death import arm_future_children, tie_to_launcher
 from lockstep.launch.run_target import run_script
-from lockstep.world import World
+from lockstep.world import PROFILE, World
 
 _PRELOAD = {
     "lockstep": "lockstep.run",
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
+    add_profile_argument(parser)
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
@@ -90,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
     if world.launcher != "python":
         refuse_debugger(arguments, world.launcher)
         refuse_hosts(arguments, world.launcher)
-        return _join(target, world, has_place=bool(arguments.rendezvous))
+        return _join(target, world, has_place=bool(arguments.rendezvous), profile=arguments.profile)
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
         threads=arguments.threads,
@@ -100,6 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         stall_limit=arguments.stall_limit,
         restarts=arguments.restarts,
         restart_world=arguments.restart_world,
+        profile=arguments.profile,
     )
     options = with_debug_arguments(options, arguments)
     hosts = host_options(arguments)
@@ -118,13 +121,16 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
         ("the script's arguments", shlex.join(target.arguments) or "none"),
         ("threads", str(options.threads or os.environ.get("OMP_NUM_THREADS") or 1)),
         ("restarts", str(options.restarts)),
+        ("profile", options.profile or "none"),
     ]
 
 
-def _join(target: ScriptTarget, world: World, *, has_place: bool) -> int:
+def _join(target: ScriptTarget, world: World, *, has_place: bool, profile: str) -> int:
     """Runs the script in this process, which torchrun, SLURM or MPI has made a rank already."""
     tie_to_launcher(world)
     arm_future_children()
+    if profile:
+        os.environ[PROFILE] = profile
     if has_place:
         from lockstep.rendezvous import answer_env
 

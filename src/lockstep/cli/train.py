@@ -19,6 +19,7 @@ from lockstep.cli.host_options import (
     take_rendezvous,
 )
 from lockstep.cli.parser import Parser
+from lockstep.cli.profile_option import add_profile_argument
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import PRECISIONS, JobConfig
 from lockstep.job.config_file import built_in_jobs, load_job
@@ -31,7 +32,6 @@ from lockstep.launch.hosts import Joined, join_hosts
 from lockstep.mesh import Mesh
 from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.timeline import file
-from lockstep.timeline.window import DEFAULT, Window
 from lockstep.world import World
 
 ENTRY = "lockstep.job.rank:main"
@@ -85,21 +85,12 @@ def add_arguments(parser: Parser) -> None:
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
-    parser.add_argument(
-        "--profile",
-        nargs="?",
-        const=DEFAULT,
-        default="",
-        metavar="FIRST:COUNT",
-        help=f"write what each rank does when in COUNT steps into timeline.json (default: {DEFAULT})",
-    )
+    add_profile_argument(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
-    if arguments.profile:
-        Window.parse(arguments.profile)
     config = load_job(arguments.job, overrides(arguments))
     world, command = take_rendezvous(arguments, World.from_environment()), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:

@@ -11,6 +11,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError, nearest
 from lockstep.launch.devices import Devices
 from lockstep.launch.place import LOOPBACK, Place
+from lockstep.world import PROFILE
 
 RESTART_WORLDS = ("same", "left")
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
@@ -40,6 +41,8 @@ class LaunchOptions:
     """The rank that waits for a debugger before it begins; set by ``with_debugger``."""
     debug_port: int = 0
     """Where it listens, on loopback; 0: any free port."""
+    profile: str = ""
+    """FIRST:COUNT: the steps of which a script's ``lockstep.init`` writes a timeline; empty: as the script says."""
 
     restarts: int = 0
     """How often the run is started again after a process was lost."""
@@ -104,6 +107,7 @@ def world_environment(
         LOCKSTEP_RESTART=str(options.restart),
         LOCKSTEP_RENDEZVOUS=place.rendezvous or f"file://{run_directory / 'rendezvous'}",
     )
+    environment[PROFILE] = options.profile
     if options.debug_rank is not None:
         environment.update(LOCKSTEP_DEBUG_RANK=str(options.debug_rank))
     return environment

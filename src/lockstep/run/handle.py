@@ -55,8 +55,8 @@ class Run:
     """
 
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
-        self.options = options
         world = world or World.from_environment()
+        self.options = options = profiling.as_launched(options, world)
         options = dataclasses.replace(options, timeout=world.patience(options.timeout))
         devices = devices_per_process(options.mesh)
         self._session = Session(world, options.threads, options.timeout, devices)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import ConfigError
+from lockstep.run.options import RunOptions
 from lockstep.timeline import file
 from lockstep.timeline.device import DeviceTrace
 from lockstep.timeline.timeline import Timeline
 from lockstep.timeline.window import Window
+from lockstep.world import World
+
+
+def as_launched(options: RunOptions, world: World) -> RunOptions:
+    """The options with the timeline that ``lockstep run --profile`` asked for, which comes before the script's own.
+
+    Raises:
+        ConfigError: the script names no run folder.
+    """
+    if not world.profile:
+        return options
+    if options.directory is None:
+        raise ConfigError(
+            f"--profile {world.profile} was asked for, and the script's lockstep.init names no folder for "
+            f"{file.FILE}. Give it directory=...."
+        )
+    return dataclasses.replace(options, profile=world.profile)
 
 
 def make_file(run: Any) -> None:
