@@ -12,12 +12,11 @@ from lockstep.cli.layout_options import device_counts, job_on_one_device, strate
 from lockstep.cli.parser import Parser
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.job.config import JobConfig
-from lockstep.job.config_rules import machine_problems
-from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
-from lockstep.launch.supervisor import run_in_turn
+from lockstep.launch import ScriptTarget
 from lockstep.strategy_options import STRATEGIES
 from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts
+from lockstep.verify.starting import run_layout
 from lockstep.verify.table import as_json, table
 from lockstep.verify.trace import Trace
 
@@ -135,22 +134,11 @@ def _compare_all(config: JobConfig, chosen: Sequence[Layout], steps: int, folder
 
 def _run(config: JobConfig, layout: Layout, steps: int, folder: Path) -> Trace:
     """The trace of one layout; a job that cannot run in it is a trace that says so."""
-    folder.mkdir()
-    problems = machine_problems(layout.of(config, str(folder)), layout.devices, "cpu")
-    if problems:
-        reason = " ".join(problem.text for problem in problems)
-        return Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason)
-    job = layout.of(config, str(folder))
-    payload = {"config": job.to_json(), "steps": steps, "label": layout.label, "folder": str(folder)}
-    options = LaunchOptions(
-        devices=parse_devices(f"cpu:{layout.ranks}"),
-        threads=job.run.threads,
-        log_directory=str(folder / "logs"),
-    )
-    outcome = run_in_turn(EntryTarget(entry=ENTRY, payload=payload), options)
-    if (folder / "trace.json").exists() and outcome.code == EXIT_DONE:
-        return Trace.read(folder / "trace.json")
-    reason = outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"
+    trace = folder / "trace.json"
+    reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label)
+    if not reason and trace.exists():
+        return Trace.read(trace)
+    reason = reason or "its ranks left no trace of their steps"
     return Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason)
 
 

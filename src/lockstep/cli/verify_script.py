@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.launch import EntryTarget, LaunchOptions, ScriptTarget, parse_devices
-from lockstep.launch.supervisor import run_in_turn
+from lockstep.launch import ScriptTarget
+from lockstep.launch.in_turn import run_in_turn
 from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.plain.comparison import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
@@ -80,12 +80,8 @@ class ScriptRuns:
             "arguments": list(self.target.arguments),
             "steps": self.steps,
             "label": label,
-            "folder": str(here),
         }
-        options = LaunchOptions(
-            devices=parse_devices(f"cpu:{count}"), threads=self.threads, log_directory=str(here / "logs")
-        )
-        outcome = run_in_turn(EntryTarget(entry=ENTRY, payload=payload), options)
+        outcome = run_in_turn(ENTRY, payload, ranks=count, threads=self.threads, folder=here)
         if outcome.code != EXIT_DONE:
             report = [line for line in outcome.lines if not line.startswith("Logs: ")]
             print(*report, sep="\n", file=sys.stderr)

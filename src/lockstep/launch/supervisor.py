@@ -90,18 +90,6 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
         return outcome
 
 
-def run_in_turn(target: Target, options: LaunchOptions) -> Outcome:
-    """``run_world``, for a command that runs several worlds one after the other.
-
-    Raises:
-        SystemExit: it was asked to stop, which is meant for the command and not for this world alone.
-    """
-    outcome = run_world(target, options)
-    if outcome.asked is not StopReason.NONE:
-        raise SystemExit(int(outcome.asked))
-    return outcome
-
-
 def _log_folder(options: LaunchOptions, place: Place) -> str:
     """A folder of its own for each host, which may all see the same disk."""
     if not options.log_directory or not place.node:

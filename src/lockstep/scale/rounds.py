@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.errors import ConfigError
 from lockstep.job.config import JobConfig
-from lockstep.job.config_rules import machine_problems
-from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
-from lockstep.launch.supervisor import run_in_turn
 from lockstep.scale.measured import Round, Row, row
 from lockstep.verify.layouts import REFERENCE, Layout
+from lockstep.verify.starting import run_layout
 
 _ENTRY = "lockstep.scale.rank:main"
 
@@ -68,26 +66,11 @@ class Rounds:
 
     def _start(self, layout: Layout) -> None:
         folder = self.folder / f"{len(list(self.folder.iterdir()))}"
-        folder.mkdir()
-        job = layout.of(self.config, str(folder))
-        if problems := machine_problems(job, layout.devices, "cpu"):
-            self._refused[layout] = " ".join(problem.text for problem in problems)
-            return
-        payload = {
-            "config": job.to_json(),
-            "steps": self.steps,
-            "warm_up": self.warm_up,
-            "folder": str(folder),
-        }
-        options = LaunchOptions(
-            devices=parse_devices(f"cpu:{layout.ranks}"),
-            threads=job.run.threads,
-            log_directory=str(folder / "logs"),
-        )
-        outcome = run_in_turn(EntryTarget(entry=_ENTRY, payload=payload), options)
+        extra = {"steps": self.steps, "warm_up": self.warm_up}
+        reason = run_layout(layout, self.config, _ENTRY, folder, **extra)
         if (folder / "refused").exists():
-            self._refused[layout] = (folder / "refused").read_text()
-        elif outcome.code != EXIT_DONE:
-            self._refused[layout] = outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"
+            reason = (folder / "refused").read_text()
+        if reason:
+            self._refused[layout] = reason
         else:
             self._found.setdefault(layout, []).append(Round.read(folder, layout.ranks))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lockstep.errors import EXIT_DONE, RankError
 from lockstep.job.config import JobConfig
-from lockstep.launch import EntryTarget, LaunchOptions, parse_devices
-from lockstep.launch.supervisor import run_in_turn
+from lockstep.launch.in_turn import run_in_turn
 from lockstep.scale.measured import Row
 from lockstep.scale.prediction.links import Interconnect
 from lockstep.scale.prediction.model import WORLDS, OneDevice, Prediction, predict, predict_here
@@ -108,12 +107,8 @@ def _measure(config: JobConfig, one: OneDevice, ranks: int, folder: Path) -> tup
         "seconds": _SECONDS_EACH,
         "threads": config.run.threads,
         "timeout": config.run.timeout,
-        "folder": str(here),
     }
-    options = LaunchOptions(
-        devices=parse_devices(f"cpu:{ranks}"), threads=config.run.threads, log_directory=str(here / "logs")
-    )
-    outcome = run_in_turn(EntryTarget(entry=_ENTRY, payload=payload), options)
+    outcome = run_in_turn(_ENTRY, payload, ranks=ranks, threads=config.run.threads, folder=here)
     if outcome.code != EXIT_DONE:
         raise RankError(
             f"The exchange among {ranks} ranks was to be measured and did not end well: {' '.join(outcome.lines)}"
