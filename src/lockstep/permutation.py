@@ -7,6 +7,9 @@ sent through again until they fall inside ("cycle walking", Black and Rogaway 20
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +20,8 @@ _TABLE_PAYS = 4
 """Where the domain has at most so many elements for each one that is wanted, all of it is computed at once."""
 
 Indices = npt.NDArray[np.int64]
+_Round = Callable[[Indices], Indices]
+"""What a round of the network makes of the right halves; it is added to the left ones."""
 
 
 class Permutation:
@@ -32,44 +37,58 @@ class Permutation:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._round_keys = [np.uint64(_mix_int((key + (i + 1) * _GOLDEN) & _MASK)) for i in range(_ROUNDS)]
+        keys = [_mix_int((key + (i + 1) * _GOLDEN) & _MASK) for i in range(_ROUNDS)]
+        self._round_keys = np.array(keys, dtype=np.uint64)[:, None]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """The elements at ``positions`` (int, any shape, each in ``0 .. size-1``), as int64."""
-        given = np.atleast_1d(np.asarray(positions, dtype=np.uint64))
-        small = 4**self._half_bits <= _TABLE_PAYS * given.size
-        return (self._table()[given] if small else self._walk(given.ravel()).reshape(given.shape)).astype(
-            np.int64
-        )
+        given = np.atleast_1d(np.asarray(positions, dtype=np.int64))
+        rounds = self._looked_up if 1 << self._half_bits <= given.size else self._computed
+        if 4**self._half_bits <= _TABLE_PAYS * given.size:
+            return self._table(rounds())[given]
+        return self._walk(given.ravel(), rounds()).reshape(given.shape)
 
-    def _walk(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        values = self._encrypt(values)
+    def _walk(self, values: Indices, rounds: list[_Round]) -> Indices:
+        values = self._encrypt(values, rounds)
         (outside,) = np.nonzero(values >= self.size)
         while len(outside):
-            walked = self._encrypt(values[outside])
+            walked = self._encrypt(values[outside], rounds)
             values[outside] = walked
             outside = outside[walked >= self.size]
         return values
 
-    def _table(self) -> npt.NDArray[np.uint64]:
+    def _table(self, rounds: list[_Round]) -> Indices:
         """Where a walk from each element ends: walks of the whole domain at once, twice as far each time.
 
         One that began outside may never end; nobody asks for it.
         """
-        ends = self._encrypt(np.arange(4**self._half_bits, dtype=np.uint64))
-        while (ends[: self.size] >= self.size).any():
-            ends = np.where(ends >= self.size, ends[ends], ends)
+        ends = self._encrypt(np.arange(4**self._half_bits, dtype=np.int64), rounds)
+        while len(outside := np.nonzero(ends >= self.size)[0]) and outside[0] < self.size:
+            ends[outside] = ends[ends[outside]]
         return ends
 
-    def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in self._round_keys:
-            mixed = mix(right ^ key)
-            mixed &= mask
-            mixed ^= left
-            left, right = right, mixed
-        return (left << bits) | right
+    def _encrypt(self, values: Indices, rounds: list[_Round]) -> Indices:
+        left, right = values >> self._half_bits, values & ((1 << self._half_bits) - 1)
+        for mixed in rounds:
+            left ^= mixed(right)
+            left, right = right, left
+        left <<= self._half_bits
+        left |= right
+        return left
+
+    def _computed(self) -> list[_Round]:
+        """The rounds, each computed for the halves it is given."""
+        return [partial(self._mixed, key) for key in self._round_keys]
+
+    def _looked_up(self) -> list[_Round]:
+        """The rounds, computed once for every half there is."""
+        halves = np.arange(1 << self._half_bits, dtype=np.int64)
+        return [table.take for table in self._mixed(self._round_keys, halves)]
+
+    def _mixed(self, key: npt.NDArray[np.uint64], halves: Indices) -> Indices:
+        mixed = mix(halves.view(np.uint64) ^ key)
+        mixed &= np.uint64((1 << self._half_bits) - 1)
+        return mixed.view(np.int64)
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
