@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.torchvision_here import SIZE, training_photos
 from PIL import Image
 from torch import Tensor
-
-SIZE = 224
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 
 HAS_TURBO = importlib.util.find_spec("simplejpeg") is not None
 
@@ -23,20 +20,7 @@ def with_torchvision(
     data: Path, *, batch: int, workers: int, turbo: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """torch's DataLoader over torchvision's ImageFolder with the usual transforms; Pillow or TurboJPEG decodes."""
-    torchvision = _torchvision()
-    transforms = torchvision.transforms
-    dataset = torchvision.datasets.ImageFolder(
-        str(data),
-        transforms.Compose(
-            [
-                transforms.RandomResizedCrop(SIZE),
-                transforms.RandomHorizontalFlip(),
-                transforms.ToTensor(),
-                transforms.Normalize(MEAN, STD),
-            ]
-        ),
-        **({"loader": _read_by_turbo} if turbo else {}),
-    )
+    dataset = training_photos(str(data), **({"loader": _read_by_turbo} if turbo else {}))
     loader: Any = torch.utils.data.DataLoader(
         dataset,
         batch_size=batch,
@@ -76,17 +60,3 @@ def _read_by_turbo(path: str) -> Image.Image:
     import simplejpeg
 
     return Image.fromarray(simplejpeg.decode_jpeg(Path(path).read_bytes()))
-
-
-def _torchvision() -> Any:
-    """torchvision; beside a CPU build of torch two of its C++ operators must be declared before it can be imported."""
-    try:
-        import torchvision
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-
-        torchvision.declared_operators = library  # kept as long as the module
-    return torchvision

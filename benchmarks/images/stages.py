@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.torchvision_here import MEAN, SIZE, STD
 from PIL import Image
-from sides import MEAN, SIZE, STD
 
 from lockstep.data import Normalize
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.gate import Gate
+from harness.torchvision_here import SIZE, import_torchvision, training_photos, validation_photos
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-from torchvision_here import SIZE, import_torchvision, training_photos, validation_photos
 
 
 def main(given: argparse.Namespace) -> None:

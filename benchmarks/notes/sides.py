@@ -24,7 +24,7 @@ def compared(data: Path, runs: Path, workers: int) -> dict[str, Command]:
 
 def parts(data: Path, runs: Path, workers: int) -> dict[str, Command]:
     """Lockstep in bf16 with one part left out, or changed."""
-    theirs = '{ target = "torchvision_here:training_photos", root = "{data}" }'
+    theirs = '{ target = "harness.torchvision_here:training_photos", root = "{data}" }'
     changed = {
         "image pipeline: torchvision's instead": settings(f"data.train={theirs}"),
         "photos as bytes to the device: floats from the workers": settings(

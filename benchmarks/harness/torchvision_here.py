@@ -24,8 +24,11 @@ def import_torchvision() -> Any:
     return torchvision
 
 
-def training_photos(root: str, size: int = SIZE) -> Any:
-    """ImageFolder with the usual transforms for training: Pillow decodes, each photo is made floats by itself."""
+def training_photos(root: str, size: int = SIZE, **settings: Any) -> Any:
+    """ImageFolder with the usual transforms for training: each photo is made floats by itself.
+
+    ``settings`` are ImageFolder's own; by default Pillow decodes.
+    """
     torchvision = import_torchvision()
     transforms = torchvision.transforms
     usual = [
@@ -34,7 +37,7 @@ def training_photos(root: str, size: int = SIZE) -> Any:
         transforms.ToTensor(),
         transforms.Normalize(MEAN, STD),
     ]
-    return torchvision.datasets.ImageFolder(root, transforms.Compose(usual))
+    return torchvision.datasets.ImageFolder(root, transforms.Compose(usual), **settings)
 
 
 def validation_photos(root: str, size: int = SIZE) -> Any:
