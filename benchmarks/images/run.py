@@ -7,7 +7,6 @@ written. DIR has one folder of photos for each class; ``LOCKSTEP_IMAGES`` serves
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import sides  # noqa: E402  the line above makes it importable
 import torch  # noqa: E402
 from enlarging import enlarged  # noqa: E402
 from harness import report  # noqa: E402
+from harness.options import add_photos  # noqa: E402
 from harness.spread import Spread, ratios  # noqa: E402
 from stages import stages  # noqa: E402
 
@@ -132,10 +132,7 @@ def described(given: argparse.Namespace) -> str:
 
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = os.environ.get("LOCKSTEP_IMAGES")
-    parser.add_argument(
-        "--data", type=Path, default=known, required=known is None, help="folder of class folders"
-    )
+    add_photos(parser)
     parser.add_argument("--sizes", nargs="+", choices=["own", "500x333"], default=["own", "500x333"])
     parser.add_argument("--enlarged", type=int, default=1000, help="photos that are enlarged")
     parser.add_argument("--scratch", type=Path, help="folder for 1 GB of enlarged and decoded photos")

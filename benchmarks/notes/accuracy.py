@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from harness import report  # noqa: E402  the line above makes it importable
 from harness.commands import environment, torchrun  # noqa: E402
+from harness.options import add_photos  # noqa: E402
 from sides import GLOBAL_BATCH, PROCESSES, settings  # noqa: E402
 
 
@@ -135,10 +135,7 @@ def summed_up(differences: list[float]) -> str:
 
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = os.environ.get("LOCKSTEP_IMAGES")
-    parser.add_argument(
-        "--data", type=Path, default=known, required=known is None, help="folder of class folders"
-    )
+    add_photos(parser)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--size", type=int, default=64)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from harness import report  # noqa: E402  the line above makes it importable
 from harness.alternate import Rounds  # noqa: E402
 from harness.commands import environment  # noqa: E402
+from harness.options import add_photos  # noqa: E402
 from harness.sides import Command, running  # noqa: E402
 from harness.spread import Spread, ratios  # noqa: E402
 from sides import BF16, FP32, GLOBAL_BATCH, PLAIN, PROCESSES, compared, ours, parts  # noqa: E402
@@ -131,10 +131,7 @@ def described(given: argparse.Namespace) -> str:
 
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    known = os.environ.get("LOCKSTEP_IMAGES")
-    parser.add_argument(
-        "--data", type=Path, default=known, required=known is None, help="folder of class folders"
-    )
+    add_photos(parser)
     parser.add_argument("--workers", type=int, default=1, help="loader processes of each rank, on both sides")
     parser.add_argument("--alternations", type=int, default=4)
     parser.add_argument(

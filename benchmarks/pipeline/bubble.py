@@ -68,7 +68,6 @@ def main() -> None:
         HERE / "BUBBLE.md",
         title="The bubble of a pipeline",
         claim=CLAIM,
-        command="python benchmarks/pipeline/bubble.py " + " ".join(sys.argv[1:]),
         sections=[section, "![passes over time](timeline.svg)", "![measured and theory](bubble.svg)"],
     )
 

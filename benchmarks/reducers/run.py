@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import report  # noqa: E402  the line above makes it importable
+from harness import options, report  # noqa: E402  the line above makes it importable
 from harness.alternate import alternate  # noqa: E402
 from harness.commands import lockstep_run  # noqa: E402
 from harness.sides import Command  # noqa: E402
@@ -51,22 +51,14 @@ def main() -> None:
             HERE / "RESULTS.md",
             title="Bytes and time of the reducers",
             claim=CLAIM,
-            command=" ".join(["python benchmarks/reducers/run.py", *sys.argv[1:]]),
             sections=[*sections, report.LEGEND],
         )
 
 
 def read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    parser = options.parser_of_alternations(10)
     parser.add_argument("--workloads", nargs="+", default=["resnet-1mb", "resnet-10mb"])
-    parser.add_argument("--alternations", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.5, help="about how long a round lasts")
-    parser.add_argument("--quick", action="store_true", help="two short alternations, nothing written")
-    given = parser.parse_args()
-    if given.quick:
-        given.alternations, given.seconds = 2, 0.3
-    return given
+    return options.read(parser)
 
 
 def measure(given: argparse.Namespace, workload: str, processes: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import report  # noqa: E402  the line above makes it importable
+from harness import options, report  # noqa: E402  the line above makes it importable
 from harness.alternate import Rounds, alternate  # noqa: E402
 from harness.commands import Launcher, lockstep_run, torchrun  # noqa: E402
 from harness.sides import Command  # noqa: E402
@@ -53,25 +53,17 @@ def main() -> None:
             HERE / "RESULTS.md",
             title="Milliseconds per step",
             claim=CLAIM,
-            command="python benchmarks/step/run.py " + " ".join(sys.argv[1:]),
             sections=[*sections, report.LEGEND],
         )
 
 
 def read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = options.parser_of_alternations(10)
     parser.add_argument("--workloads", nargs="+", default=["perceptron", "resnet"])
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--sides", nargs="+", default=[OURS, *THEIRS], choices=[OURS, *THEIRS])
-    parser.add_argument("--alternations", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.5, help="about how long a round lasts")
     parser.add_argument("--fetch", choices=["rows", "items"], default="rows")
     parser.add_argument("--skip-price", action="store_true", help="leave out the price of K")
-    parser.add_argument("--quick", action="store_true", help="two short alternations, nothing written")
-    given = parser.parse_args()
-    if given.quick:
-        given.alternations, given.seconds = 2, 0.3
-    return given
+    return options.read(parser)
 
 
 def compared(workload: str, processes: int, fetch: str, sides: Sequence[str]) -> dict[str, Command]:

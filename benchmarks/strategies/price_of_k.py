@@ -18,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import report  # noqa: E402  the line above makes it importable
+from harness import options, report  # noqa: E402  the line above makes it importable
 from harness.alternate import Rounds, alternate  # noqa: E402
 from harness.commands import environment, lockstep_run, torchrun  # noqa: E402
 from harness.sides import Command  # noqa: E402
@@ -71,24 +71,17 @@ def main() -> None:
             HERE / "PRICE_OF_K.md",
             title="The price of K",
             claim=CLAIM,
-            command=" ".join(["python benchmarks/strategies/price_of_k.py", *sys.argv[1:]]),
             sections=[*sections, report.LEGEND, NOTES],
         )
 
 
 def read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    parser = options.parser_of_alternations(8)
     parser.add_argument("--strategies", nargs="+", choices=list(PLAIN), default=list(PLAIN))
-    parser.add_argument("--alternations", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.5, help="about how long a round lasts")
     parser.add_argument("--factors", nargs="+", type=int, default=list(FACTORS), help="K / W, from 1 on")
-    parser.add_argument(
-        "--quick", action="store_true", help="two short alternations of little, nothing written"
-    )
-    given = parser.parse_args()
+    given = options.read(parser)
     if given.quick:
-        given.processes, given.factors, given.alternations, given.seconds = [2], [1, 2], 2, 0.3
+        given.processes, given.factors = [2], [1, 2]
     return given
 
 

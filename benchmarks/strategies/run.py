@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from harness import report  # noqa: E402  the line above makes it importable
+from harness import options, report  # noqa: E402  the line above makes it importable
 from harness.alternate import Rounds, alternate  # noqa: E402
 from harness.commands import Launcher, lockstep_run, torchrun  # noqa: E402
 from harness.sides import Command  # noqa: E402
@@ -46,7 +46,6 @@ def main() -> None:
             HERE / "RESULTS.md",
             title="All strategies: time per step and memory per rank",
             claim=CLAIM,
-            command="python benchmarks/strategies/run.py " + " ".join(sys.argv[1:]),
             sections=[*sections, report.LEGEND, NOTES],
         )
 
@@ -59,16 +58,9 @@ NOTES = (
 
 
 def read_command_line() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
+    parser = options.parser_of_alternations(8)
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--alternations", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.5, help="about how long a round lasts")
-    parser.add_argument("--quick", action="store_true", help="two short alternations, nothing written")
-    given = parser.parse_args()
-    if given.quick:
-        given.alternations, given.seconds = 2, 0.3
-    return given
+    return options.read(parser)
 
 
 def sides(processes: int, strategies: list[str]) -> tuple[dict[str, Command], dict[str, int]]:
