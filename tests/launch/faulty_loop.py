@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,7 +35,7 @@ class Loop:
         self.heartbeat.will_poll()
         for step in range(STEPS):
             self.heartbeat.mark("forward", epoch=0, step=step)
-            self.heartbeat.samples([10 * step + self.world.rank])
+            self.heartbeat.samples(np.array([10 * step + self.world.rank]))
             if self.is_due(step) and getattr(self, self.fault)():
                 return
             self.heartbeat.mark("reduce", epoch=0, step=step)

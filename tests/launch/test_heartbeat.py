@@ -55,7 +55,7 @@ def test_there_is_no_beat_before_the_first_and_none_in_a_torn_file(world, tmp_pa
 def test_more_samples_than_fit_are_cut_off(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("data")
-    heartbeat.samples(range(10_000))
+    heartbeat.samples(np.arange(10_000))
     assert read_beat(tmp_path, 3).samples == tuple(range(503))
 
 
@@ -89,7 +89,7 @@ def test_the_supervisor_knows_whether_anyone_asks_for_the_flag(world, tmp_path):
 def test_without_a_run_directory_nothing_is_written_and_the_flag_is_ones_own():
     first, second = Heartbeat.open(World()), Heartbeat.open(World())
     first.mark("data", step=1)
-    first.samples([1])
+    first.samples(np.array([1]))
     first.control.request_stop(StopReason.PREEMPTED)
     assert first.stop_requested
     assert not second.stop_requested

@@ -13,13 +13,16 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.launch.work_meter import WorkMeter
 from lockstep.world import World
+
+if TYPE_CHECKING:  # the supervisor reads heartbeats without NumPy
+    from lockstep.permutation import Indices
 
 PHASES = (
     *("start", "prepare", "data", "forward", "backward", "reduce", "update"),
@@ -31,6 +34,7 @@ _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _BEAT = struct.Struct(
     "<iqqqdidd"
 )  # phase, epoch, step, micro-batch, monotonic time, pid, seconds of work and of waiting
+_COUNT = struct.Struct("<i")  # of the samples, each a little-endian 64-bit number
 _MEMBERSHIP = 56
 _WARM = 57
 _SAMPLES = 64
@@ -130,11 +134,11 @@ class Heartbeat:
                 self._beat[_WARM] = self._newest_step >= 0
                 self._newest_step = step
 
-    def samples(self, indices: Sequence[int]) -> None:
+    def samples(self, indices: Indices) -> None:
         """Notes the sample indices of the current micro-batch, for error reports; the first 503 are kept."""
         if self._beat is not None:
-            kept = indices[:_MOST_SAMPLES]
-            struct.pack_into(f"<i{len(kept)}q", self._beat, _SAMPLES, len(kept), *kept)
+            kept = indices[:_MOST_SAMPLES].astype("<i8", copy=False)
+            self._beat[_SAMPLES : _SAMPLES + 4 + kept.nbytes] = _COUNT.pack(len(kept)) + kept.tobytes()
 
     def will_poll(self) -> None:
         """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
@@ -238,7 +242,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
     phase, epoch, step, micro_batch, moment, pid, work, waited = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
-    (count,) = struct.unpack_from("<i", content, _SAMPLES)
+    (count,) = _COUNT.unpack_from(content, _SAMPLES)
     count = min(max(0, count), _MOST_SAMPLES)
     return Beat(
         phase=PHASES[phase],

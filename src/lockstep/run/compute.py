@@ -159,4 +159,4 @@ def note(
         heartbeat.mark(phase, epoch=epoch, step=step)
     else:
         heartbeat.mark(phase, epoch=epoch, step=step, micro_batch=micro_batch.k)
-        heartbeat.samples(micro_batch.indices.tolist())
+        heartbeat.samples(micro_batch.indices)

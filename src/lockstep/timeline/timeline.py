@@ -13,7 +13,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 from lockstep.data.keyed import EVALUATION_EPOCH
 from lockstep.data.read_clock import ReadClock
 from lockstep.launch.heartbeat import Heartbeat
+from lockstep.permutation import Indices
 from lockstep.timeline import file
 from lockstep.timeline.between import Between
 from lockstep.timeline.device import DeviceTrace
@@ -72,7 +73,7 @@ class Timeline:
             return marking
 
         def told(samples: Any) -> Any:
-            def telling(indices: Sequence[int]) -> None:
+            def telling(indices: Indices) -> None:
                 samples(indices)
                 if self._recording and len(indices):
                     self._recorder.label(self._thread(), first=int(indices[0]))

@@ -1,0 +1,157 @@
+"""What it costs a step that every rank says what it does and is watched: heartbeat and watchdog.
+
+``python benchmarks/heartbeat/run.py`` writes RESULTS.md; ``--quick`` is a few short rounds, nothing written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import numpy as np  # noqa: E402  the line above makes the harness importable
+from harness import report  # noqa: E402
+from harness.commands import environment, lockstep_run  # noqa: E402
+from harness.spread import Spread  # noqa: E402
+
+from lockstep.launch import Heartbeat  # noqa: E402
+from lockstep.world import World  # noqa: E402
+
+CLAIM = "Heartbeat and watchdog take less than 0.5 % of a step."
+WITH, WITHOUT = "heartbeat", "no heartbeat"
+WORKLOADS = {
+    "digits": (200, "perceptron 64-256-128-10, 128 digits a step"),
+    "resnet": (4, "ResNet-18, 32 images of 64 x 64 a step"),
+}
+"""Steps of a round, and what is trained."""
+PROCESSES = 2
+LIMIT = 300.0
+"""Seconds that one workload may take."""
+CALLS_IN_A_ROUND = 20_000
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One workload, over both ranks."""
+
+    steps: dict[str, list[float]]
+    """Milliseconds per step of each round by the slowest rank's clock, with and without."""
+    calls: dict[str, float]
+    """Calls of a rank in a step; of the rank that makes most."""
+    supervisor: float
+    """Percent of one core that the process which watches takes."""
+
+
+def main() -> None:
+    given = read_command_line()
+    costs = call_costs(given.alternations)
+    measured = {name: train(name, given) for name in given.workloads}
+    sections = [costs_section(costs), steps_section(measured, costs)]
+    print("\n\n".join(sections))
+    if not given.quick:
+        report.write(
+            HERE / "RESULTS.md",
+            title="What heartbeat and watchdog cost",
+            claim=CLAIM,
+            command=" ".join(["python benchmarks/heartbeat/run.py", *sys.argv[1:]]),
+            sections=[*sections, report.LEGEND],
+        )
+
+
+def call_costs(alternations: int) -> dict[str, Spread]:
+    """Microseconds of one call, each round less the loop around it, which is timed in turn."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, run_directory=folder)
+        heartbeat, indices = Heartbeat.open(world), np.arange(16)
+        calls: dict[str, Callable[[], None]] = {
+            "mark": lambda: heartbeat.mark("forward", epoch=1, step=12, micro_batch=3),
+            "samples": lambda: heartbeat.samples(indices),
+        }
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(max(2, alternations)):
+            for name, call in calls.items():
+                empty = _seconds(lambda: None)
+                found[name].append(1e6 * (_seconds(call) - empty) / CALLS_IN_A_ROUND)
+    return {name: Spread(tuple(values)) for name, values in found.items()}
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    for _ in range(CALLS_IN_A_ROUND):
+        call()
+    return time.perf_counter() - begin
+
+
+def train(name: str, given: argparse.Namespace) -> Measured:
+    """Runs one workload under the launcher and puts the ranks' files together."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        words = ["--workload", name, "--output", folder, "--alternations", str(given.alternations)]
+        steps = max(1, WORKLOADS[name][0] // (10 if given.quick else 1))
+        command = lockstep_run(PROCESSES, HERE / "sides" / "train.py", *words, "--steps", str(steps))
+        subprocess.run(command, env=environment(), check=True, timeout=LIMIT)
+        ranks = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    sides = {side: zip(*(rank["rounds"][side] for rank in ranks), strict=True) for side in (WITH, WITHOUT)}
+    return Measured(
+        steps={side: [max(times) for times in rounds] for side, rounds in sides.items()},
+        calls={call: max(rank["calls"][call] for rank in ranks) for call in ranks[0]["calls"]},
+        supervisor=100 * statistics.mean(rank["supervisor"] for rank in ranks),
+    )
+
+
+def costs_section(costs: dict[str, Spread]) -> str:
+    """The table of single calls."""
+    rows = [[f"`Heartbeat.{name}`", spread.text()] for name, spread in costs.items()]
+    return "## One call, 16 samples in a micro-batch\n\n" + report.table(["call", "microseconds"], rows)
+
+
+def steps_section(measured: dict[str, Measured], costs: dict[str, Spread]) -> str:
+    """The table of steps."""
+    rows = []
+    for name, one in measured.items():
+        pairs = zip(one.steps[WITH], one.steps[WITHOUT], strict=True)
+        more = Spread(tuple(100 * (with_it / without - 1) for with_it, without in pairs))
+        step = Spread(tuple(one.steps[WITHOUT]))
+        microseconds = sum(count * costs[call].median for call, count in one.calls.items())
+        counted = " + ".join(f"{one.calls[call]:.1f}" for call in costs)
+        computed = f"{microseconds / (10 * step.median):.3f}"
+        rows.append(
+            [WORKLOADS[name][1], step.text(), counted, computed, more.text(), f"{one.supervisor:.2f}"]
+        )
+    head = [
+        "job, 2 processes, ddp, K = 8",
+        "ms per step without",
+        "`mark` + `samples` of a rank in a step",
+        "% of a step, by their cost",
+        "% of a step, rounds with against rounds without",
+        "watchdog, % of one core",
+    ]
+    note = (
+        "Rounds with and without are those of the same processes in turn. The watchdog is the supervisor: a process of "
+        "its own that wakes twice a second; where all cores train, it takes its share from them."
+    )
+    return f"## A step\n\n{note}\n\n{report.table(head, rows)}"
+
+
+def read_command_line() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--alternations", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="a few short rounds, nothing written")
+    given = parser.parse_args()
+    if given.quick:
+        given.alternations = 4
+    return given
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Trains on every rank in rounds with and without the heartbeat, and notes what the supervisor took meanwhile.
+
+Both sides are the same processes in the same minute: between two rounds only the two calls of the heartbeat that a
+step makes are replaced by functions that do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.data import Digits
+from lockstep.launch import Heartbeat
+from lockstep.models import perceptron, resnet18
+
+WITH, WITHOUT = "heartbeat", "no heartbeat"
+COUNTED = 20
+"""Steps whose calls are counted; they warm up as well."""
+CALLS = ("mark", "samples")
+GLOBAL_BATCH = {"digits": 128, "resnet": 32}
+
+
+class Switch:
+    """Puts the heartbeat's calls aside and back."""
+
+    def __init__(self) -> None:
+        self._real: dict[str, Callable[..., None]] = {name: getattr(Heartbeat, name) for name in CALLS}
+        self.counts = dict.fromkeys(CALLS, 0)
+
+    def turn(self, side: str) -> None:
+        """From now on with or without."""
+        for name in CALLS:
+            setattr(Heartbeat, name, self._real[name] if side == WITH else _nothing)
+
+    def count(self) -> None:
+        """Counts the calls from now on."""
+        for name in CALLS:
+            setattr(Heartbeat, name, self._counting(name))
+
+    def _counting(self, name: str) -> Callable[..., None]:
+        def counted(*arguments: Any, **words: Any) -> None:
+            self.counts[name] += 1
+            self._real[name](*arguments, **words)
+
+        return counted
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class Loop:
+    """The steps of one workload, without an end."""
+
+    def __init__(self, workload: str) -> None:
+        torch.manual_seed(0)
+        model, self._data = _digits() if workload == "digits" else _photos()
+        self._run = lockstep.init(global_batch=GLOBAL_BATCH[workload], micro_batches=8, seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        _, self._optimizer = self._run.prepare(model, optimizer)
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        for _ in self._run.epochs(10**6):
+            yield from self._run.batches(self._data, drop_last=True)
+
+    def steps(self, count: int) -> float:
+        """Trains so many steps; their seconds."""
+        begin = time.perf_counter()
+        for _ in range(count):
+            self._run.backward(next(self._batches), nn.functional.cross_entropy)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+
+def _digits() -> tuple[nn.Module, Any]:
+    return perceptron(in_features=64), Digits("train")
+
+
+def _photos() -> tuple[nn.Module, Any]:
+    images, labels = torch.randn(512, 3, 64, 64), torch.randint(10, (512,))
+    return resnet18(num_classes=10), torch.utils.data.TensorDataset(images, labels)
+
+
+def supervisor_seconds() -> float:
+    """CPU seconds of the command that started this run so far."""
+    status = Path(f"/proc/{os.getppid()}/stat").read_text()  # of the fork server
+    supervisor = int(status.rpartition(")")[2].split()[1])
+    return int(Path(f"/proc/{supervisor}/schedstat").read_text().split()[0]) / 1e9
+
+
+def main() -> None:
+    given = read_command_line()
+    loop, switch = Loop(given.workload), Switch()
+    switch.count()
+    loop.steps(COUNTED)
+    rounds: dict[str, list[float]] = {WITH: [], WITHOUT: []}
+    began, before = time.monotonic(), supervisor_seconds()
+    for alternation in range(given.alternations):
+        for side in sorted(rounds, reverse=bool(alternation % 2)):  # A B B A A B: a drift hits both
+            switch.turn(side)
+            rounds[side].append(1000 * loop.steps(given.steps) / given.steps)
+    switch.turn(WITH)
+    measured = {
+        "rounds": rounds,
+        "calls": {name: count / COUNTED for name, count in switch.counts.items()},
+        "supervisor": (supervisor_seconds() - before) / (time.monotonic() - began),
+    }
+    (given.output / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(measured))
+
+
+def read_command_line() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", choices=list(GLOBAL_BATCH), required=True)
+    parser.add_argument("--alternations", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="of a round")
+    parser.add_argument("--output", type=Path, required=True, help="folder for one file a rank")
+    torch.set_num_threads(1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
