@@ -37,8 +37,8 @@ class Permutation:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        keys = [_mix_int((key + (i + 1) * _GOLDEN) & _MASK) for i in range(_ROUNDS)]
-        self._round_keys = np.array(keys, dtype=np.uint64)[:, None]
+        keys = [(key + (i + 1) * _GOLDEN) & _MASK for i in range(_ROUNDS)]
+        self._round_keys = mix(np.array(keys, dtype=np.uint64)[:, None])
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """The elements at ``positions`` (int, any shape, each in ``0 .. size-1``), as int64."""
@@ -99,7 +99,3 @@ def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x *= np.uint64(0x94D049BB133111EB)
     x ^= x >> np.uint64(31)
     return x
-
-
-def _mix_int(x: int) -> int:
-    return int(mix(np.array([x], dtype=np.uint64))[0])

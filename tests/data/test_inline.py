@@ -25,7 +25,7 @@ def test_nothing_is_read_before_it_is_asked_for():
 
 @pytest.mark.gpus(1)
 def test_tensors_of_any_depth_come_in_page_locked_memory():
-    from lockstep.data.inline import pinned
+    from lockstep.data.pinning import pinned
 
     data = pinned({"x": [torch.rand(2), (torch.rand(3), "text")]})
     assert data["x"][0].is_pinned() and data["x"][1][0].is_pinned() and data["x"][1][1] == "text"

@@ -54,9 +54,8 @@ def test_the_random_state_is_taken_once_for_all_that_is_read_at_once():
             return torch.rand(2)
 
     reader = SampleReader(Draws(range(8)), seed=3)
-    apart = [reader.read(0, ROWS), reader.read(1, ROWS)]
+    apart = [*reader.read(0, ROWS[:1]), *reader.read(0, ROWS[1:])]
     state = torch.random.get_rng_state()
-    with reader.at_once():
-        together = [reader.read(0, ROWS), reader.read(1, ROWS)]
+    together = reader.read_together(0, ROWS, (1, len(ROWS) - 1)).apart()
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(apart, together))
+    assert torch.equal(torch.cat(list(together)), torch.stack(apart))

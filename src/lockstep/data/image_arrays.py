@@ -93,6 +93,7 @@ class ImageArrays(Dataset[Any]):
     """
 
     in_memory = True
+    rows_alone = True
 
     def __init__(
         self,

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lockstep.data.pinning import pinned
 from lockstep.data.reader import SampleReader
 from lockstep.permutation import Indices
 
 
 @dataclass(frozen=True)
 class Request:
-    """One micro-batch that is to be read."""
+    """One micro-batch that is to be read, or several of a step."""
 
     epoch: int
     indices: Indices
+    """The samples of all of them, one micro-batch after the other."""
+    sizes: tuple[int, ...] = ()
+    """Samples of each micro-batch; empty for a single one."""
+
+    @property
+    def micro_batches(self) -> int:
+        """How many are asked for."""
+        return len(self.sizes) or 1
 
 
 class Reading(Protocol):
     """A way to have micro-batches read: here, or in worker processes."""
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Yields the collated samples of each request, in the order of the requests."""
+        """Yields the collated samples of each micro-batch, in the order of the requests."""
 
-    def at_once(self) -> AbstractContextManager[None]:
-        """What is asked for inside is one step's: a way that reads here may prepare for all of it."""
+    @property
+    def at_a_time(self) -> int:
+        """How many micro-batches of a step one request should ask for."""
 
     @property
     def sound(self) -> bool:
@@ -37,21 +46,24 @@ class Reading(Protocol):
 
 
 class InlineReading:
-    """No processes and no threads: right where the samples are in memory."""
+    """No processes and no threads: right where the samples are in memory.
 
-    def __init__(self, reader: SampleReader, *, pin_memory: bool = False) -> None:
+    Args:
+        reader: reads the micro-batches.
+        at_a_time: how many of them a step has here; they are read together.
+        pin_memory: deliver tensors in page-locked memory.
+    """
+
+    def __init__(self, reader: SampleReader, *, at_a_time: int = 1, pin_memory: bool = False) -> None:
         self._reader = reader
+        self.at_a_time = at_a_time
         self._pin_memory = pin_memory
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Yields the collated samples of each request, in the order of the requests."""
+        """Yields the collated samples of each micro-batch, in the order of the requests."""
         for request in requests:
-            data = self._reader.read(request.epoch, request.indices)
-            yield pinned(data) if self._pin_memory else data
-
-    def at_once(self) -> AbstractContextManager[None]:
-        """Takes the process's random state once for all that is read inside."""
-        return self._reader.at_once()
+            found = self._reader.read_together(request.epoch, request.indices, request.sizes)
+            yield from (found.map(pinned) if self._pin_memory else found).apart()
 
     @property
     def sound(self) -> bool:
@@ -60,15 +72,3 @@ class InlineReading:
 
     def close(self) -> None:
         """Does nothing: nothing was started."""
-
-
-def pinned(data: Any) -> Any:
-    """The same tensors in page-locked memory, in tuples, lists and dicts of any depth."""
-    if isinstance(data, dict):
-        return {name: pinned(value) for name, value in data.items()}
-    if isinstance(data, list):
-        return [pinned(value) for value in data]
-    if isinstance(data, tuple):
-        values = [pinned(value) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    return data.pin_memory() if hasattr(data, "pin_memory") else data

@@ -68,6 +68,7 @@ class StepLoader:
             workers=workers,
             collate=collate,
             ahead=prefetch * per_step,
+            per_step=max(1, per_step),
             pin_memory=pin_memory,
             timeout=timeout,
             clock=clock,
@@ -91,10 +92,8 @@ class StepLoader:
             return  # and start no workers
         steps, results = self._begun.take((epoch, first)) or self._open(epoch, first)
         for step in steps:
-            with self._reading.at_once():
-                parts = tuple(
-                    MicroBatch(k, indices, aligned(next(results))) for k, indices in _parts(step, self._share)
-                )
+            held = _parts(step, self._share)
+            parts = tuple([MicroBatch(k, indices, aligned(next(results))) for k, indices in held])
             if at_end is not None and step.position == self._plan.steps_per_epoch - 1:
                 at_end()
             yield Batch(step, parts)
@@ -106,7 +105,7 @@ class StepLoader:
 
     def _open(self, epoch: int, first: int) -> tuple[Iterator[StepPlan], Iterator[Any]]:
         ahead, steps = tee(planned_steps(self._plan, epoch, first))
-        return steps, self._reading.read(_requests(ahead, self._share))
+        return steps, self._reading.read(_requests(ahead, self._share, self._reading.at_a_time))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
@@ -208,17 +207,20 @@ class _Slice:
         return np.arange(first, min(first + self.size, self.samples), dtype=np.int64)
 
 
-def _requests(steps: Iterator[StepPlan], share: Share) -> Iterator[Request]:
+def _requests(steps: Iterator[StepPlan], share: Share, at_a_time: int) -> Iterator[Request]:
     """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
     for step in steps:
-        for _, indices in _parts(step, share):
-            yield Request(step.epoch, indices)
+        held = [indices for _, indices in _parts(step, share)]
+        for first in range(0, len(held), at_a_time):
+            some = held[first : first + at_a_time]
+            indices = some[0] if len(some) == 1 else np.concatenate(some)
+            yield Request(step.epoch, indices, tuple(map(len, some)))
 
 
-def _parts(step: StepPlan, share: Share) -> Iterator[tuple[int, Indices]]:
+def _parts(step: StepPlan, share: Share) -> list[tuple[int, Indices]]:
     """Number and samples of each of a holder's micro-batches; a spare has those of micro-batch 0."""
-    for k in share.of(step.leaves):
-        yield k, step.indices[k if k < step.leaves else 0]
+    leaves = step.leaves
+    return [(k, step.indices[k if k < leaves else 0]) for k in share.of(leaves)]
 
 
 def _size(dataset: Any) -> int:

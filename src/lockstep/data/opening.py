@@ -18,6 +18,7 @@ def open_reading(
     workers: int = 0,
     collate: Collate | None = None,
     ahead: int = 2,
+    per_step: int = 1,
     pin_memory: bool = False,
     timeout: float = 120.0,
     clock: ReadClock | None = None,
@@ -32,6 +33,7 @@ def open_reading(
         ahead: micro-batches that may be read ahead by all workers together; each is kept busy with two at
             least.
         pin_memory: deliver tensors in page-locked memory.
+        per_step: micro-batches of a step that this process reads; see ``Reading.at_a_time``.
         timeout: seconds to wait for one micro-batch of a worker.
         clock: notes when each micro-batch is read.
     """
@@ -39,11 +41,13 @@ def open_reading(
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
     reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
     if workers == 0 or reader.in_memory:
-        return InlineReading(reader, pin_memory=pin_memory)
+        return InlineReading(reader, at_a_time=per_step, pin_memory=pin_memory)
+    at_a_time = -(-per_step // workers)  # a step is shared by all workers, and each answers once
     return WorkerReading(
         SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
         workers=workers,
-        ahead=max(2, -(-ahead // workers)),
+        ahead=max(2, -(-ahead // (workers * at_a_time))),
+        at_a_time=at_a_time,
         pin_memory=pin_memory,
         timeout=timeout,
     )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
@@ -22,6 +23,7 @@ from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import look_through, sample_error
 from lockstep.data.plain_tensors import plain_tensors
 from lockstep.data.read_clock import ReadClock
+from lockstep.data.together import Together, rows_alone
 from lockstep.errors import DataError
 from lockstep.permutation import Indices
 
@@ -74,6 +76,7 @@ class SampleReader:
         self._seed = seed
         self._collate = None if collate is default_collate else collate
         self._keep, self._clock = keep_generators, clock
+        self._stand_alone = False
         self._read = self._choose()
 
     @property
@@ -90,10 +93,29 @@ class SampleReader:
         with self._clock.noting(epoch, indices):
             return self._read(SampleKeys(self._seed, epoch, indices))
 
+    def read_together(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> Together:
+        """Several micro-batches of a step, in one go where every row stands for itself.
+
+        Args:
+            epoch: of the samples' keys.
+            indices: the samples of all of them.
+            sizes: samples of each; empty for a single one.
+        """
+        if len(sizes) < 2:
+            return Together([self.read(epoch, indices)], None)
+        if self._stand_alone:
+            return Together(self.read(epoch, indices), sizes)
+        with self._kept_over_all():
+            parts = np.split(indices, np.cumsum(sizes)[:-1])
+            return Together([self.read(epoch, part) for part in parts], None)
+
     def _choose(self) -> Callable[[SampleKeys], Any]:
-        if self._collate is None and plain_tensors(self._dataset) is not None:
+        tensors = plain_tensors(self._dataset) if self._collate is None else None
+        if tensors is not None:
+            self._stand_alone = all(tensor.layout is torch.strided for tensor in tensors)
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
+            self._stand_alone = rows_alone(self._dataset)
             return self._read_whole
         if getattr(self._dataset, "__getitems__", None) is not None:
             return self._read_items
@@ -143,14 +165,12 @@ class SampleReader:
                     raise sample_error(self._given, int(keys.indices[position]), error) from error
             return self._collated(samples, keys)
 
-    def at_once(self) -> AbstractContextManager[None]:
-        """Several micro-batches are read inside: the generators get their state back after the last of them."""
-        if not self._keep or self._read not in (self._read_items, self._read_each):
-            return nullcontext()
-        return self._kept_over_all()
-
     @contextmanager
     def _kept_over_all(self) -> Iterator[None]:
+        """Where several micro-batches are read inside, the generators get their state back after the last of them."""
+        if not self._keep or self._read not in (self._read_items, self._read_each):
+            yield
+            return
         with generators_kept():
             self._keep = False
             try:

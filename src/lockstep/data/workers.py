@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,8 @@ class WorkerReading:
     Args:
         reader: reads one micro-batch; used in the workers only.
         workers: number of processes, at least 1.
-        ahead: micro-batches each worker may be ahead of what was asked for.
+        ahead: requests each worker may be ahead of what was asked for.
+        at_a_time: how many micro-batches of a step one request should ask for.
         pin_memory: deliver tensors in page-locked memory.
         timeout: seconds to wait for one micro-batch before the loader counts as stuck.
     """
@@ -49,9 +50,11 @@ class WorkerReading:
         *,
         workers: int,
         ahead: int = 2,
+        at_a_time: int = 1,
         pin_memory: bool = False,
         timeout: float = 120.0,
     ) -> None:
+        self.at_a_time = at_a_time
         self._requests = _Requests()
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
@@ -72,7 +75,7 @@ class WorkerReading:
             )
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Yields the collated samples of each request, in the order of the requests; workers begin at once.
+        """Yields the collated samples of each micro-batch, in the order of the requests; workers begin at once.
 
         ``DataError`` for a sample that cannot be read, ``RankError`` for a worker that was killed,
         ``StallError`` after ``timeout``. A second call ends the iteration of the first one.
@@ -95,11 +98,7 @@ class WorkerReading:
             if isinstance(result, _Failure):
                 self.close()
                 raise DataError(result.message) from _InWorker(result.trace)
-            yield result
-
-    def at_once(self) -> AbstractContextManager[None]:
-        """Nothing: workers have a random state of their own."""
-        return nullcontext()
+            yield from result.apart()
 
     @property
     def sound(self) -> bool:
@@ -129,7 +128,8 @@ class WorkerReading:
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         """The next result; looks at the workers while it waits, and gives up after the time limit."""
-        deadline = time.monotonic() + self._timeout
+        asked = self._requests.waiting[0].micro_batches if self._requests.waiting else 1
+        deadline = time.monotonic() + self._timeout * asked
         while True:
             try:
                 return next(iterator)
@@ -175,7 +175,7 @@ class _Reads(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Any:
         try:
-            return self._reader.read(request.epoch, request.indices)
+            return self._reader.read_together(request.epoch, request.indices, request.sizes)
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
 
