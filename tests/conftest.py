@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 _GRACE_SECONDS = 2.0
+_WRITTEN_SECONDS = 10.0
 _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
@@ -43,6 +44,13 @@ def pytest_runtest_setup(item):
         found = torch.cuda.device_count()
         if found < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Lets checkpoints that are on their way be written before the test's folder goes."""
+    if unfinished := sys.modules.get("lockstep.launch.unfinished"):
+        unfinished.wait_for_unfinished(_WRITTEN_SECONDS)
 
 
 class ShortFolders:
