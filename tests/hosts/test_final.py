@@ -23,7 +23,7 @@ def victim(rank):
 
 
 def ended(ends, reason=NONE, **said):
-    return conclude(ends, reason, **{"lost": {}, "logs": Path("/tmp/logs"), **said})
+    return conclude(ends, reason, **{"lost": {}, "logs": Path("logs"), **said})
 
 
 def test_a_run_that_ended_well_says_nothing():

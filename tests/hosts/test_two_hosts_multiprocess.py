@@ -129,11 +129,16 @@ def test_a_rank_that_leaves_early_ends_the_run_on_both_hosts(two_hosts):
     two_hosts.wait_until_nothing_runs()
 
 
+def train_to_a_checkpoint(hosts, folder):
+    """Starts the small job on all hosts and comes back when it can be gone on with."""
+    hosts.start("train", *job(folder, "checkpoint.every_steps=5", epochs=8))
+    wait_until(lambda: list(folder.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(two_hosts, tmp_path, node):
-    two_hosts.start("train", *job(tmp_path, "checkpoint.every_steps=5", epochs=8))
-    wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+    train_to_a_checkpoint(two_hosts, tmp_path)
     (directory,) = (two_hosts[node].folder / "runtime").iterdir()
     os.kill(read_beat(directory, node).pid, signal.SIGKILL)
     for host, (code, lines) in zip(two_hosts.hosts, two_hosts.end(120), strict=True):
@@ -148,8 +153,7 @@ def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(tw
 def test_of_three_hosts_the_two_that_are_left_go_on_to_the_same_fingerprint(tmp_path):
     hosts = Hosts(tmp_path, prefixes=((), (), ()))
     try:
-        hosts.start("train", *job(tmp_path, "checkpoint.every_steps=5", epochs=8))
-        wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+        train_to_a_checkpoint(hosts, tmp_path)
         hosts[1].process.kill()
         assert [code for code, _ in hosts.end(120)] == [0, -signal.SIGKILL, 0], hosts[2].stderr
         for node in (0, 2):
