@@ -111,3 +111,8 @@ def test_large_worlds_fit_the_terminal_and_say_what_is_left_out():
 def test_numbers_that_do_not_fit_are_refused(numbers, said):
     with pytest.raises(ConfigError, match=said):
         explain_traffic(**numbers)
+
+
+def test_sizes_that_read_alike_are_said_once():
+    said = traffic_text(explain_traffic(ranks=8, servers=3, parameters=7 * 10**9))
+    assert "push: 9.33 GB a message" in said and "9.33 GB to" not in said

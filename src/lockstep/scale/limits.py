@@ -60,10 +60,10 @@ def sentence(alone: Row, many: Row, machine: Machine) -> str:
     share = f"{many.label} reaches {100 * many.efficiency.median:.0f} % of an ideal speed-up"
     busy = many.devices * machine.threads
     if busy > machine.cores:
+        most = max(1, machine.cores // machine.threads)
         return (
-            f"{share}: too few cores, since {many.devices} devices with {machine.threads} threads each need {busy} and "
-            f"there are {machine.cores}. Use at most {max(1, machine.cores // machine.threads)} devices here, or "
-            "more cores."
+            f"{share}: too few cores, since {many.devices} devices with {_counted(machine.threads, 'thread')} each "
+            f"need {busy} and there are {machine.cores}. Use at most {_counted(most, 'device')} here, or more cores."
         )
     lost = lost_seconds(alone, many, machine)
     cause = max(lost, key=lambda name: lost[name])
@@ -139,3 +139,7 @@ _SAID: dict[str, Callable[[str, Row, Row, Machine], str]] = {
 
 def _sum(phases: Mapping[str, float], names: tuple[str, ...]) -> float:
     return sum(phases.get(name, 0.0) for name in names)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

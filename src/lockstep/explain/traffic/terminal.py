@@ -81,7 +81,8 @@ def _moment_lines(way: Way, moment: Moment) -> list[str]:
 def sizes(moment: Moment) -> str:
     """Bytes of the messages of a moment."""
     least, most = (choose(message.bytes for message in moment.messages) for choose in (min, max))
-    return amount(most) if least == most else f"{amount(least)} to {amount(most)}"
+    few, many = amount(least), amount(most)
+    return many if few == many else f"{few} to {many}"
 
 
 def _short(name: str) -> str:
