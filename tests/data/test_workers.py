@@ -3,6 +3,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,8 +33,7 @@ class Numbers(Dataset):
 
 
 def stuck_in_reading():
-    while True:
-        time.sleep(60)
+    threading.Event().wait()
 
 
 def loader_of(dataset, **options):
