@@ -5,13 +5,15 @@ import json
 import shutil
 
 import torch
+from tests.checkpoint.shards import save
 from tests.fuzz.damage import damaged_bytes, damaged_value
 from tests.run.jobs import begin, dataset, train_step
 from torch import nn
 
 from lockstep.checkpoint import read, read_best, write_best
+from lockstep.checkpoint.files import RECORD
 from lockstep.checkpoint.folder import Best
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, RECORD, Manifest, seal
+from lockstep.checkpoint.manifest import MANIFEST, Manifest, seal
 
 
 def begun(folder, **options):
@@ -39,14 +41,19 @@ class Attempt:
 
     Args:
         folder: a place of its own for the sound run.
+        sharded: whether several processes have written its checkpoint.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, sharded=False):
         run, _, optimizer, _ = begun(folder)
         run.extra = {"best": (0.9, float("inf")), 3: None}
         with contextlib.closing(run):
             train_on(run, optimizer)
             self.sound = run.save().parent
+        if sharded:
+            state = read(self.sound / "step-00000001")
+            shutil.rmtree(self.sound / "step-00000001")
+            save(self.sound, state, step=1)
         write_best(self.sound, Best(1, "loss", 0.5))
         (self.checkpoint,) = self.sound.glob("step-*")
         self.state = read(self.checkpoint)
@@ -80,12 +87,12 @@ class Attempt:
 
     @staticmethod
     def _change_records(path, rng):
-        kind = rng.randrange(5)
+        kind, files = rng.randrange(5), sorted(each.name for each in path.glob("*.safetensors"))
         if kind == 0:
-            name = rng.choice((MODEL, OPTIMIZER, RECORD))
+            name = rng.choice([*files, RECORD])
             (path / name).write_bytes(damaged_bytes((path / name).read_bytes(), rng))
         elif kind == 1:
-            _change_header(path / rng.choice((MODEL, OPTIMIZER)), rng)
+            _change_header(path / rng.choice(files), rng)
         elif kind == 2:
             best = path.parent / "best.json"
             body = damaged_value(json.loads(best.read_bytes())["body"], rng)

@@ -27,9 +27,10 @@ def test_damaged_job_files_are_jobs_or_are_refused(rounds, tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [40, pytest.param(1_000, marks=SLOW)])
+@pytest.mark.parametrize("sharded", [False, True], ids=["one writer", "three writers"])
 @pytest.mark.fault("K3", "K6", "K8")
-def test_damaged_checkpoints_go_on_or_are_refused(rounds, tmp_path_factory):
-    attempt = checkpoints.Attempt(tmp_path_factory.mktemp("sound"))
+def test_damaged_checkpoints_go_on_or_are_refused(sharded, rounds, tmp_path_factory):
+    attempt = checkpoints.Attempt(tmp_path_factory.mktemp("sound"), sharded)
     explored = explore(attempt, rounds=rounds, seed=SEED, folder=tmp_path_factory.mktemp("damaged"))
     held(explored, "gone on")
 

@@ -1,11 +1,13 @@
 """Saving in the background changes no bit of the run or of its checkpoints, and a failure is not overlooked."""
 
 import json
+import logging
 import os
 import resource
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network, train_step
 
@@ -54,6 +56,68 @@ def test_checkpoints_written_in_the_background_have_the_bytes_of_those_that_trai
     assert all(each == found[0] for each in found[1:])
 
 
+def test_ranks_that_hold_rows_write_them_themselves_and_the_whole_is_the_same(tmp_path):
+    """Also in the background; a pipeline's stages, and a pipeline of sharded stages, likewise."""
+    settings = {
+        "ddp": {"strategy": "ddp"},
+        "fsdp": {"strategy": "fsdp"},
+        "fsdp, waited for": {"strategy": "fsdp", "save_in_background": False},
+        "pipeline": {"strategy": "pipeline"},
+        "hybrid": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
+    }
+    run_ranks(train_all, 4, tmp_path, settings)
+    assert contents(tmp_path / "fsdp") == contents(tmp_path / "fsdp, waited for")
+    for name in settings:
+        paths = committed(tmp_path / name)
+        assert len(paths) == 6
+        for path, expected in zip(paths, committed(tmp_path / "ddp")):
+            assert len(list(path.glob("model*"))) == (1 if name == "ddp" else 4)
+            require_equal(read(path), read(expected), name)
+    fsdp = committed(tmp_path / "fsdp")[0]
+    rows = [load_file(path)["0.weight"].shape[0] for path in sorted(fsdp.glob("model*"))]
+    assert rows == [2, 2, 2, 2]
+
+
+def require_equal(found, wanted, name):
+    for one, other in ((found.model, wanted.model), (found.optimizer, wanted.optimizer)):
+        assert one.keys() == other.keys()
+        different = [key for key in one if not torch.equal(one[key], other[key])]
+        assert not different, f"{name}: {different}"
+    assert found.optimizer_records == wanted.optimizer_records
+    assert found.progress["position"] == wanted.progress["position"]
+    assert found.progress["fingerprint"] == wanted.progress["fingerprint"]
+
+
+def train_apart(world, folder):
+    """The run folder is a relative path, and the processes have no common working directory, as on two hosts."""
+    own = folder / f"host{world.rank}"
+    own.mkdir()
+    os.chdir(own)
+    said = []
+    monitor = logging.Handler()
+    monitor.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(monitor)
+    run, _, optimizer = begin(strategy="fsdp", directory="run")
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+        run.save()
+    run.close()
+    return said
+
+
+def test_without_a_common_folder_rank_0_writes_for_all_and_says_so(tmp_path):
+    said = run_ranks(train_apart, 2, tmp_path)
+    names = [sorted(path.name for path in own.glob("run/**/*.safetensors")) for own in hosts(tmp_path)]
+    assert names == [3 * ["model.safetensors"] + 3 * ["optimizer.safetensors"], []]
+    assert all(read(path).model for path in committed(tmp_path / "host0" / "run"))
+    warned = [sum("The hosts do not share the folder run" in text for text in each) for each in said]
+    assert warned == [1, 0]
+
+
+def hosts(folder):
+    return [folder / f"host{rank}" for rank in range(2)]
+
+
 @pytest.mark.fault("K2")
 def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -67,7 +131,7 @@ def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
                 try:
                     run.save()
-                    run._writer._thread.join()
+                    run._writer._background._thread.join()
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert steps == [0]

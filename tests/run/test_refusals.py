@@ -10,7 +10,8 @@ from torch.nn.parallel import DataParallel
 
 import lockstep
 from lockstep.checkpoint import latest
-from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest
+from lockstep.checkpoint.files import RECORD
+from lockstep.checkpoint.manifest import MANIFEST, Manifest
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
 
 cross_entropy = nn.functional.cross_entropy

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from lockstep.checkpoint.sharded import ShardedOrder
 from lockstep.checkpoint.snapshot import Snapshot, snapshot
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order, prepare
@@ -56,8 +57,12 @@ class BackgroundWriter:
             owned: whether the tensors belong to the caller alone and will not change, so that no copy is needed.
         """
         self.finish()
-        order = prepare(directory, state, step=step, keep=keep, protect=protect)
-        self._thread = _Writing(order, Snapshot(state) if owned else snapshot(state))
+        return self.carry_out(prepare(directory, state, step=step, keep=keep, protect=protect), owned=owned)
+
+    def carry_out(self, order: Order | ShardedOrder, *, owned: bool = False) -> Path:
+        """Begins to carry out a prepared order; as ``write``, which prepares one."""
+        self.finish()
+        self._thread = _Writing(order, Snapshot(order.state) if owned else snapshot(order.state))
         atexit.register(self._finish_at_exit)
         self._thread.start()
         return order.path
@@ -92,7 +97,7 @@ class BackgroundWriter:
 class _Writing(Unfinished):
     """The thread of one checkpoint."""
 
-    def __init__(self, order: Order, taken: Snapshot) -> None:
+    def __init__(self, order: Order | ShardedOrder, taken: Snapshot) -> None:
         super().__init__(name=f"checkpoint of step {order.step}")
         self._order, self._taken = order, taken
         self.error: Exception | None = None

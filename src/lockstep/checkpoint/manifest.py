@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.encoding import JSON, canonical
+from lockstep.checkpoint.files import RECORD, tensor_files
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-RECORD = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 _FILE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}\.(?:safetensors|json)")
-_SMALL = 1 << 20
+_SMALL = 1 << 22
 _LARGEST_RECORD = 1 << 28
 
 
@@ -30,6 +28,11 @@ class FileEntry:
 
     size: int
     sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """Reads the size and the digest of a file."""
+        return cls(path.stat().st_size, digest(path))
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,9 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Path, step: int) -> Manifest:
-        """Reads the sizes and digests of the files in ``folder``."""
-        names = (MODEL, OPTIMIZER, RECORD)
-        return cls(
-            step, {name: FileEntry((folder / name).stat().st_size, digest(folder / name)) for name in names}
-        )
+        """Reads the sizes and digests of all files in ``folder``."""
+        names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+        return cls(step, {name: FileEntry.of(folder / name) for name in names})
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``."""
@@ -72,7 +73,7 @@ class Manifest:
 
     def verify(self, folder: Path) -> None:
         """Reads all bytes of every file; ``CheckpointError`` names the first that is not as stated."""
-        if set(self.files) != {MODEL, OPTIMIZER, RECORD}:
+        if tensor_files(self.files) is None:
             raise CheckpointError(
                 f"{folder / MANIFEST} lists other files than a checkpoint has: {sorted(self.files)}."
             )

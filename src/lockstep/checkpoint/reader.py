@@ -10,13 +10,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.files import RECORD, load_tensors, tensor_files
 from lockstep.checkpoint.folder import committed, step_of
-from lockstep.checkpoint.manifest import MODEL, OPTIMIZER, RECORD, Manifest
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
 from lockstep.launch.unfinished import wait_for_unfinished
@@ -60,11 +60,11 @@ def read(path: Path | str, *, map_location: torch.device | str = "cpu") -> Check
         map_location: device of the tensors.
     """
     path = Path(path)
-    verify(path)
+    files = tensor_files(verify(path).files)
+    assert files is not None  # the manifest was verified
     device = str(torch.device(map_location))
     try:
-        model = safetensors.torch.load_file(path / MODEL, device=device)
-        optimizer = safetensors.torch.load_file(path / OPTIMIZER, device=device)
+        model, optimizer = (load_tensors([path / name for name in names], device) for names in files)
         record = json.loads((path / RECORD).read_bytes())
         progress, aliases, records = decode(record["progress"]), record["aliases"], record["optimizers"]
         sound = all(isinstance(part, dict) for part in (progress, aliases, records))

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.checkpoint.encoding import canonical, encode
+from lockstep.checkpoint.files import RECORD, file_names
 from lockstep.checkpoint.folder import name_of, prune
-from lockstep.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, RECORD, Manifest
+from lockstep.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.temporary import clean, file_aside, folder_aside, make_durable
 from lockstep.errors import CheckpointError, ConfigError
@@ -53,16 +55,31 @@ class Order:
 
         On any failure what was there before is untouched and nothing new is left.
         """
-        directory = self.path.parent
-        try:
-            with folder_aside(self.path) as aside:
-                _write_files(aside, self.state, self.record, self.step)
-                aside.rename(self.path)
-                make_durable(directory)
-        except (OSError, SafetensorError) as error:
-            raise _not_written(self.step, directory, error) from error
-        _prune_or_warn(directory, self.keep, {self.step, *self.protect})
+        with not_written(self.step, self.path.parent), folder_aside(self.path) as aside:
+            self.commit(aside, write_tensors(aside, self.state, file_names()))
+        self.prune()
         return self.path
+
+    def commit(self, aside: Path, files: Mapping[str, FileEntry]) -> None:
+        """Adds the record and the manifest to a hidden folder, and gives it the checkpoint's name.
+
+        Args:
+            aside: the folder.
+            files: the tensors in it, which are durable.
+        """
+        record = _write_bytes(aside / RECORD, self.record)
+        _write_bytes(aside / MANIFEST, Manifest(self.step, {**files, RECORD: record}).to_bytes())
+        make_durable(aside)
+        aside.rename(self.path)
+        make_durable(self.path.parent)
+
+    def prune(self) -> None:
+        """Deletes older checkpoints; where that fails the log says so."""
+        directory, protect = self.path.parent, {self.step, *self.protect}
+        try:
+            prune(directory, keep=self.keep, protect=protect)
+        except (OSError, CheckpointError) as error:
+            logger.warning("Older checkpoints in %s were not removed: %s", directory, error)
 
 
 def write(
@@ -95,8 +112,17 @@ def prepare(
     step: int,
     keep: int | None = None,
     protect: Collection[int] = (),
+    tensor_bytes: int | None = None,
 ) -> Order:
     """The first part of ``write``, to which its arguments belong: refuses what cannot be written.
+
+    Args:
+        directory: as for ``write``.
+        state: as for ``write``.
+        step: as for ``write``.
+        keep: as for ``write``.
+        protect: as for ``write``.
+        tensor_bytes: size of all tensors, where ``state`` holds only some of them.
 
     Raises:
         ConfigError: the state holds something that a checkpoint cannot.
@@ -107,7 +133,8 @@ def prepare(
             f"keep={keep} checkpoints cannot be kept: the one being written is one. Use 1 or more."
         )
     directory = Path(directory)
-    _require_dense({**state.model, **state.optimizer})
+    require_dense({**state.model, **state.optimizer})
+    needed = state.tensor_bytes if tensor_bytes is None else tensor_bytes
     record = canonical(
         {
             "progress": encode(state.progress, "progress"),
@@ -115,21 +142,24 @@ def prepare(
             "optimizers": state.optimizer_records,
         }
     )
-    try:
+    with not_written(step, directory):
         directory.mkdir(parents=True, exist_ok=True)
         clean(directory)
-        require_space(directory, state.tensor_bytes + len(record))
+        require_space(directory, needed + len(record))
         path = name_of(directory, step)
-    except OSError as error:
-        raise _not_written(step, directory, error) from error
     return Order(path=path, state=state, record=record, step=step, keep=keep, protect=frozenset(protect))
 
 
-def _not_written(step: int, directory: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint of step {step} could not be written to {directory}: {error}. "
-        "What was there before is untouched; make room or choose another folder."
-    )
+@contextmanager
+def not_written(step: int, directory: Path) -> Iterator[None]:
+    """Turns what the system says of a disk into one ``CheckpointError``."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"The checkpoint of step {step} could not be written to {directory}: {error}. "
+            "What was there before is untouched; make room or choose another folder."
+        ) from error
 
 
 def require_space(directory: Path, needed: int) -> None:
@@ -163,20 +193,28 @@ def export(path: Path | str, tensors: Mapping[str, Tensor], aliases: Mapping[str
     return path
 
 
-def _write_files(folder: Path, state: CheckpointState, record: bytes, step: int) -> None:
-    _write_tensors(folder / MODEL, state.model)
-    _write_tensors(folder / OPTIMIZER, state.optimizer)
-    (folder / RECORD).write_bytes(record)
-    manifest = Manifest.of(folder, step)
-    for name in manifest.files:
+def write_tensors(folder: Path, state: CheckpointState, names: tuple[str, str]) -> dict[str, FileEntry]:
+    """Writes the tensors of a state, durably; returns what a manifest says of the files.
+
+    Args:
+        folder: where to.
+        state: whole, or a process's rows.
+        names: of the files, from ``file_names``.
+    """
+    for name, tensors in zip(names, (state.model, state.optimizer)):
+        _write_tensors(folder / name, tensors)
         make_durable(folder / name)
-    (folder / MANIFEST).write_bytes(manifest.to_bytes())
-    make_durable(folder / MANIFEST)
-    make_durable(folder)
+    return {name: FileEntry.of(folder / name) for name in names}
+
+
+def _write_bytes(path: Path, content: bytes) -> FileEntry:
+    path.write_bytes(content)
+    make_durable(path)
+    return FileEntry.of(path)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    _require_dense(tensors)
+    require_dense(tensors)
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     try:
@@ -188,7 +226,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def _require_dense(tensors: Mapping[str, Tensor]) -> None:
+def require_dense(tensors: Mapping[str, Tensor]) -> None:
+    """Raises ``ConfigError`` that names the tensors that are sparse, which no checkpoint holds."""
     odd = [f"{name} ({tensor.layout})" for name, tensor in tensors.items() if tensor.layout != torch.strided]
     if odd:
         raise ConfigError(f"A checkpoint holds dense tensors only, and these are not: {shorten(odd)}.")
@@ -202,13 +241,6 @@ def _plain(tensor: Tensor, seen: set[int]) -> Tensor:
         return values.clone()
     seen.add(memory.data_ptr())
     return values
-
-
-def _prune_or_warn(directory: Path, keep: int | None, protect: set[int]) -> None:
-    try:
-        prune(directory, keep=keep, protect=protect)
-    except (OSError, CheckpointError) as error:
-        logger.warning("Older checkpoints in %s were not removed: %s", directory, error)
 
 
 def _readable(size: int) -> str:

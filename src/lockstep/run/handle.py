@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep import checkpoint
 from lockstep.collectives import let_go_of_groups
 from lockstep.data.batch import Batch
 from lockstep.data.decoding import decoded_as
@@ -38,6 +37,7 @@ from lockstep.run.scaling import ScaledStep
 from lockstep.run.session import Session
 from lockstep.run.skipping import SkippedSamples
 from lockstep.run.unread import Unread
+from lockstep.run.writing import Writer
 from lockstep.strategies import Strategy, open_strategy
 from lockstep.strategy_options import devices_per_process
 from lockstep.timeline.timeline import Timeline
@@ -76,7 +76,7 @@ class Run:
         self._timeline: Timeline | None = None
         self._pending = Pending()
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
-        self._writer = checkpoint.BackgroundWriter()
+        self._writer = Writer(options, world)
         self._unread = Unread(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(self._session.group, self.device, self.position)
         self._skipped = SkippedSamples(self._session.group, self.device, options.seed, self.is_main)
@@ -125,6 +125,7 @@ class Run:
         self._saved = saving.Saved(
             parts, placed, self.strategy, group, self._precision, self.position, context, self.world.run_id
         )
+        self._writer.join(self._saved)
         if resuming.take_up(self._saved, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = self._saved.extra
             self._agreed_data.resume()
@@ -263,16 +264,7 @@ class Run:
         self._scaled_step.settle()
         self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         fingerprint, saved.extra = self.fingerprint(), self.extra
-        if not self.is_main and self.strategy.replicated:
-            return None
-        self._writer.finish()
-        state, step = saved.capture(fingerprint, keep=self.is_main), self.position.step
-        if not self.is_main:
-            return None
-        directory, keep, owned = self.options.directory, self.options.keep, not self.strategy.replicated
-        if wait or not self.options.save_in_background:
-            return checkpoint.write(directory, state, step=step, keep=keep)
-        return self._writer.write(directory, state, step=step, keep=keep, owned=owned)
+        return self._writer.write(self.options.directory, saved, fingerprint, wait=wait)
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
@@ -310,6 +302,7 @@ class Run:
         if self._writer.busy:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
         self._writer.finish()
+        self._writer.release()
         self.strategy.release()
         let_go_of_groups(
             self._agreed_data, self._skipped, *([self._saved] if self._saved is not None else [])

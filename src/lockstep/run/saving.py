@@ -18,11 +18,12 @@ from lockstep.data.decoding import jpeg_decoder
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.fingerprint import Context
 from lockstep.precision import Precision
-from lockstep.run import whole_state
 from lockstep.run.parts import Parts
 from lockstep.run.placing import Placed
 from lockstep.run.position import Position
+from lockstep.run.whole_state import Record, SharedOptimizer, require_elements, share_out
 from lockstep.strategies import Strategy
+from lockstep.strategies.elementwise import is_elementwise
 
 logger = logging.getLogger(__name__)
 
@@ -71,32 +72,34 @@ class Saved:
             fingerprint: of the model as it stands.
             keep: whether this process needs it; without, it only helps others to gather theirs.
         """
-        scaler = self.precision.scaler
-        state = CheckpointState(
-            model={
-                name: t for name, t in self.model_state(keep=keep).items() if name not in self.placed.aliases
-            },
-            optimizer={},
-            progress={
-                "position": self.position.as_dict(),
-                "fingerprint": fingerprint,
-                "context": self.context.as_dict(),
-                "scaler": scaler.state_dict() if scaler is not None else {},
-                "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
-                "modules": len(self.parts.modules),
-                "extra": self.extra,
-                "run": self.run_id,
-            },
-            aliases=self.placed.aliases,
-        )
+        state = self._without_tensors(fingerprint)
+        state.model.update(self._without_aliases(self.model_state(keep=keep)))
         for number, optimizer in enumerate(self.parts.optimizers):
-            tensors, state.optimizer_records[str(number)] = self._optimizer_state(number, optimizer, keep)
-            state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        for number, module in enumerate(self.parts.modules):
-            tensors, _ = checkpoint.model_state(module)
-            if not self.strategy.replicated:
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
+            if self.strategy.replicated:
+                tensors, record = checkpoint.optimizer_state(optimizer, self._names())
+            else:
+                shared = self._shared_state(number, optimizer)
+                tensors, record = shared.gathered(self.strategy, keep=keep), shared.record
+            _add_optimizer(state, number, tensors, record)
+        self._add_modules(state)
+        return state
+
+    def capture_rows(self, fingerprint: str, rows: Mapping[str, Tensor], *, first: bool) -> CheckpointState:
+        """What this process writes of a checkpoint that all write; shares memory with the run. Collective.
+
+        Args:
+            fingerprint: of the model as it stands.
+            rows: from ``Strategy.own_rows``.
+            first: whether this process writes what no other holds a part of, such as step counters.
+        """
+        state = self._without_tensors(fingerprint)
+        state.model.update(self._without_aliases(rows))
+        for number, optimizer in enumerate(self.parts.optimizers):
+            shared = self._shared_state(number, optimizer)
+            tensors = shared.own(rows) | (shared.others if first else {})
+            _add_optimizer(state, number, tensors, shared.record)
+        if first:
+            self._add_modules(state)
         return state
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
@@ -140,25 +143,45 @@ class Saved:
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
 
-    def _optimizer_state(
-        self, number: int, optimizer: Optimizer, keep: bool
-    ) -> tuple[dict[str, Tensor], whole_state.Record]:
-        if self.strategy.replicated:
-            return checkpoint.optimizer_state(optimizer, self._names())
+    def _without_tensors(self, fingerprint: str) -> CheckpointState:
+        scaler = self.precision.scaler
+        progress = {
+            "position": self.position.as_dict(),
+            "fingerprint": fingerprint,
+            "context": self.context.as_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
+            "modules": len(self.parts.modules),
+            "extra": self.extra,
+            "run": self.run_id,
+        }
+        return CheckpointState({}, {}, progress, self.placed.aliases)
+
+    def _without_aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if name not in self.placed.aliases}
+
+    def _shared_state(self, number: int, optimizer: Optimizer) -> SharedOptimizer:
         members = self.placed.members[number]
-        return whole_state.gather_optimizer(
-            optimizer, self._names(), members, self.strategy, self.group, keep=keep
-        )
+        return SharedOptimizer.of(optimizer, self._names(), members, self.strategy, self.group)
+
+    def _add_modules(self, state: CheckpointState) -> None:
+        for number, module in enumerate(self.parts.modules):
+            tensors, _ = checkpoint.model_state(module)
+            if not self.strategy.replicated:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
 
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
         if not isinstance(record, dict):
             raise CheckpointError("The checkpoint's optimizer record is not one. Use another checkpoint.")
         members = None
+        shapes = {name: tensor.shape for name, tensor in state.model.items()}
+        if is_elementwise(optimizer):
+            require_elements(tensors, shapes)
         if not self.strategy.replicated:
             members = self.placed.members[number]
-            shapes = {name: tensor.shape for name, tensor in state.model.items()}
-            tensors = whole_state.share_out(tensors, shapes, self.strategy)
+            tensors = share_out(tensors, shapes, self.strategy)
         checkpoint.load_optimizer_state(optimizer, self._names(), tensors, record, members)
 
     def _names(self) -> dict[Tensor, str]:
@@ -192,6 +215,13 @@ class Saved:
                 raise CheckpointMismatch(
                     f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
                 )
+
+
+def _add_optimizer(
+    state: CheckpointState, number: int, tensors: Mapping[str, Tensor], record: Record
+) -> None:
+    state.optimizer_records[str(number)] = record
+    state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -204,6 +204,14 @@ class Strategy(ABC):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Sets all parameters and buffers that are held here from whole ones. Collective."""
 
+    def own_rows(self) -> Mapping[str, Tensor] | None:
+        """What this process writes of a checkpoint that all processes write: tensors of the whole model by name.
+
+        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; where one gives it, it is
+        whole. None: a checkpoint is gathered by ``state`` and ``whole``, and written by the main process.
+        """
+        return None
+
     def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Puts a tensor together that is held as the parameter ``name`` is, such as its momentum. Collective.
 

@@ -10,12 +10,17 @@ from lockstep.strategy_options import ELEMENTWISE
 _KINDS = tuple(getattr(optim, name) for name in ELEMENTWISE)
 
 
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether an optimizer's state is a number, or one for each element, as far as is known."""
+    return type(optimizer) in _KINDS or bool(getattr(optimizer, "elementwise", False))
+
+
 def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
     """Raises ``ConfigError`` for an optimizer that is not known to be elementwise.
 
     A class of one's own that is says so with an attribute ``elementwise = True``.
     """
-    if type(optimizer) in _KINDS or getattr(optimizer, "elementwise", False):
+    if is_elementwise(optimizer):
         return
     known = ", ".join(sorted(ELEMENTWISE))
     raise ConfigError(

@@ -57,6 +57,13 @@ class Holding:
             else:
                 yield name, buffers[name]
 
+    def own_rows(self) -> dict[str, Tensor]:
+        """This rank's rows of each parameter where it has some; what has none at all, and buffers, on rank 0."""
+        first = self._rank == 0
+        found = {n: p.held.detach() for n, p in self.parameters.items() if first or p.held.numel()}
+        buffers = dict(self._model.named_buffers(remove_duplicate=False)) if first else {}
+        return found | {name: buffers[name] for name, _ in self._state_names if name in buffers}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's rows, and all buffers."""
         buffers = dict(self._model.named_buffers(remove_duplicate=False))

@@ -145,6 +145,10 @@ class FullyShardedDataParallel(Strategy):
         """Whole parameters, gathered one at a time, and buffers. Collective."""
         return self._holding.state()
 
+    def own_rows(self) -> Mapping[str, Tensor]:
+        """This rank's rows of each parameter; buffers from rank 0."""
+        return self._holding.own_rows()
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's rows, and all buffers."""
         self._holding.load(state)

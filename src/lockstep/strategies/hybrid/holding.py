@@ -42,6 +42,10 @@ class ShardedHolding(Holding):
             part = gather_rows(part.detach().to(device), self._forms[name].shape, self._group)
         return super().give(name, part, dtype, device)
 
+    def own_rows(self, holder: int) -> dict[str, Tensor]:
+        """See ``Holding.own_rows``; each of the ranks writes its rows of parameters."""
+        return {n: t for n, t in self._held.items() if holder == 0 or (n in self._shared and t.numel())}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copies what is held here from whole tensors."""
         super().load({name: self.part(name, state[name]) for name in self._held})

@@ -60,6 +60,14 @@ class Holding:
         for name, form in self._forms.items():
             yield name, self.give(name, self._held.get(name), form.dtype, device)
 
+    def own_rows(self, holder: int) -> dict[str, Tensor]:
+        """What one of the ranks that hold the same stages writes of them to a checkpoint.
+
+        Args:
+            holder: number of the rank among these.
+        """
+        return dict(self._held) if holder == 0 else {}
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values of what is held here from whole tensors."""
         with torch.no_grad():

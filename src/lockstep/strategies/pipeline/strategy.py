@@ -172,6 +172,10 @@ class Pipeline(Strategy):
         """See ``Strategy.state``: each tensor from the rank of its stage."""
         return self._holding.state(self.device)
 
+    def own_rows(self) -> Mapping[str, Tensor]:
+        """The tensors of this rank's stages, from the first of their replicas."""
+        return self._holding.own_rows(self._groups.coordinate(self.axis))
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into this rank's stages."""
         self._holding.load(state)
