@@ -8,42 +8,14 @@ one copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.buffers.finding import find, names
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import digest_tensors
-
-_COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
-"""Forward passes that advance ``num_batches_tracked`` whenever they change the statistics."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """A buffer, and the module's dictionary that holds it."""
-
-    name: str
-    buffer: Tensor
-    holder: dict[str, Tensor | None]
-    key: str
-
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Buffers that are used together, and what tells whether they were."""
-
-    places: list[_Place]
-    counter: _Place | None = None
-    """A counter that advances exactly when they change; otherwise their values are compared."""
-
-    @property
-    def numel(self) -> int:
-        return sum(place.buffer.numel() for place in self.places)
 
 
 class RunningBuffers:
@@ -52,15 +24,15 @@ class RunningBuffers:
     Args:
         model: the model, on its device; its running buffers become views of one flat tensor.
         declared: name patterns of further floating-point buffers to average (``["ema.*"]``).
+        on: take only the buffers on this device; None for all.
     """
 
     def __init__(
         self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
     ) -> None:
         self._model = model
-        groups, counters = _find(model, declared)
-        self._known = {place.name for group in groups for place in group.places}
-        self._known |= {place.name for place in counters}
+        groups, counters = find(model, declared)
+        self._known = names(groups, counters)
         groups = [group for group in groups if on in (None, group.places[0].buffer.device)]
         counters = [place for place in counters if on in (None, place.buffer.device)]
         averaged = [place for group in groups for place in group.places]
@@ -150,8 +122,7 @@ class RunningBuffers:
     @staticmethod
     def names(model: nn.Module, declared: Sequence[str] = ()) -> set[str]:
         """The names of a model's running buffers and their counters."""
-        groups, counters = _find(model, declared)
-        return {place.name for group in groups for place in group.places} | {place.name for place in counters}
+        return names(*find(model, declared))
 
     def take_over(self, other: RunningBuffers) -> None:
         """Sets the values to those of the same model's buffers elsewhere."""
@@ -179,115 +150,6 @@ class RunningBuffers:
 
     def _digest_others(self) -> dict[str, str]:
         return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})
-
-
-class RunningBuffersOnDevices(RunningBuffers):
-    """The running buffers of a model whose layers lie on several devices, seen as one.
-
-    Args:
-        model: the model, its layers in their places.
-        declared: as for ``RunningBuffers``.
-    """
-
-    def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
-        names = RunningBuffers.names(model, declared)
-        devices = dict.fromkeys(b.device for name, b in model.named_buffers() if name in names)
-        self._parts = [RunningBuffers(model, declared, device) for device in devices or [None]]
-        self._sizes = [part.numel for part in self._parts]
-
-    @property
-    def numel(self) -> int:
-        """See ``RunningBuffers``."""
-        return sum(self._sizes)
-
-    @property
-    def counters(self) -> int:
-        """See ``RunningBuffers``."""
-        return sum(part.counters for part in self._parts)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``RunningBuffers``."""
-        return self._parts[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where what ``take`` gives is: the first of the devices."""
-        return self._parts[0].device
-
-    def begin_step(self) -> None:
-        """See ``RunningBuffers``."""
-        for part in self._parts:
-            part.begin_step()
-
-    def begin_micro_batch(self) -> None:
-        """See ``RunningBuffers``."""
-        for part in self._parts:
-            part.begin_micro_batch()
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """See ``RunningBuffers``; the devices' values one after the other."""
-        taken = [part.take() for part in self._parts]
-        return tuple(torch.cat([each.to(self.device) for each in kind]) for kind in zip(*taken))  # type: ignore[return-value]  # two
-
-    def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
-        """See ``RunningBuffers``."""
-        counts = torch.split(advanced, [part.counters for part in self._parts])
-        for part, values, own in zip(self._parts, torch.split(total, self._sizes), counts):
-            part.finish_step(values.to(part.device), leaves, own.to(part.device))
-
-    def remember_others(self) -> None:
-        """See ``RunningBuffers``."""
-        self._parts[0].remember_others()
-
-    def refuse_changed_others(self) -> None:
-        """See ``RunningBuffers``."""
-        self._parts[0].refuse_changed_others()
-
-
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether a model computes statistics over the rows of a micro-batch, which needs at least two of them."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-
-
-def _find(model: nn.Module, declared: Sequence[str]) -> tuple[list[_Group], list[_Place]]:
-    """The groups of buffers that are averaged, and the integer counters."""
-    groups: list[_Group] = []
-    counters: list[_Place] = []
-    buffers = {place.name: place for place in _buffers(model)}
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        names = (f"{path}running_mean", f"{path}running_var", f"{path}num_batches_tracked")
-        mean, variance, counter = (buffers.get(name) for name in names)
-        if isinstance(module, _NormBase) and mean is not None and variance is not None:
-            counters += [counter] if counter is not None else []
-            groups.append(_Group([mean, variance], counter if type(module).forward in _COUNTING else None))
-    found = {place.name for group in groups for place in group.places} | {place.name for place in counters}
-    for pattern in declared:
-        matched = [name for name in buffers if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ConfigError(f"running_buffers names {pattern!r}, which no buffer of the model matches.")
-        groups += [_Group([buffers[name]]) for name in matched if name not in found]
-        found.update(matched)
-    averaged = [place for group in groups for place in group.places]
-    wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
-    for place in averaged:
-        if place.buffer.dtype != wide:
-            raise ConfigError(
-                f"The running buffer {place.name!r} is {place.buffer.dtype}; running buffers can be averaged if all "
-                "are float32, or all float64."
-            )
-    return groups, counters
-
-
-def _buffers(model: nn.Module) -> Iterator[_Place]:
-    """Every buffer once, under its first name, as ``named_buffers`` has it."""
-    seen: set[Tensor] = set()
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer not in seen:
-                seen.add(buffer)
-                yield _Place(f"{prefix}.{key}" if prefix else key, buffer, module._buffers, key)
 
 
 def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:
