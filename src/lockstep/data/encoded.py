@@ -18,6 +18,7 @@ from lockstep.data.image_transforms import ImageTransform
 from lockstep.data.images import decode_into
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.reader import BrokenSample
+from lockstep.data.rooms import room_for_pictures
 from lockstep.errors import DataError
 from lockstep.permutation import Indices
 
@@ -80,7 +81,7 @@ class EncodedPairs(Dataset[Any], ABC):
         return pictures, default_collate(targets)
 
     def _pictures(self, indices: Indices, transform: ImageTransform, uniforms: Any) -> Tensor:
-        pictures = torch.empty(len(indices), 3, transform.size, transform.size, dtype=torch.uint8)
+        pictures = room_for_pictures(len(indices), transform.size)
         for position, index in enumerate(indices.tolist()):
             try:
                 decode_into(

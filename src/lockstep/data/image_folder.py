@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from lockstep.data.finish import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from lockstep.data.folders import Split, find_photos
@@ -19,6 +19,7 @@ from lockstep.data.images import decode_into, decode_rgb
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.photo_cache import PhotoCache, Tell, default_folder, open_cache
 from lockstep.data.reader import BrokenSample
+from lockstep.data.rooms import room_for_pictures
 from lockstep.permutation import Indices
 
 
@@ -42,6 +43,8 @@ class ImageFolder(Dataset[Any]):
         seed: another seed holds out other photos; training and validation need the same one.
         split_by: ``auto`` as said under ``root``, or ``folders`` or ``seed`` to insist on one.
     """
+
+    rows_alone = True
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class ImageFolder(Dataset[Any]):
         transform = self.transform
         assert isinstance(transform, ImageTransform)
         uniforms = keys.uniforms(transform.draws)
-        pictures = _room(len(indices), transform.size)
+        pictures = room_for_pictures(len(indices), transform.size)
         for position, (index, numbers) in enumerate(zip(indices.tolist(), uniforms, strict=True)):
             try:
                 self._cut_into(index, transform, numbers, pictures[position])
@@ -139,12 +142,3 @@ class ImageFolder(Dataset[Any]):
         if self.cache is None:
             return decode_rgb(f"{self.root}/{self.paths[index]}")
         return Image.fromarray(self.cache.photo(index).pixels())
-
-
-def _room(count: int, size: int) -> Tensor:
-    """Memory for pictures; in a worker it is shared with the training process, which then needs no copy."""
-    shape = (count, 3, size, size)
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)  # type: ignore[no-untyped-call]  # torch
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)

@@ -13,20 +13,25 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
+from lockstep.data.rooms import Answer, Room, Rooms
+from lockstep.data.together import Together
 from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatch
 from lockstep.errors import DataError, StallError
 
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the workers while nothing comes; a dead one is found within this time."""
+
+_HELD_ROOMS = 3
+"""Rooms of a worker for what the rank holds: of this step and the one before it, and one in between."""
 
 _FAILED = (RuntimeError, OSError, EOFError)
 """What torch raises, depending on where a worker was when it died, or that a time limit is over."""
@@ -58,9 +63,11 @@ class WorkerReading:
         self._requests = _Requests()
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
+        self._reads = _Reads(reader)
+        self._rooms_each = 0 if pin_memory else ahead + _HELD_ROOMS  # page-locking copies anyway
         with _hints_silenced():
             self._loader: DataLoader[Any] = DataLoader(
-                _Reads(reader),
+                self._reads,
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=workers,
@@ -98,7 +105,9 @@ class WorkerReading:
             if isinstance(result, _Failure):
                 self.close()
                 raise DataError(result.message) from _InWorker(result.trace)
-            yield from result.apart()
+            for data in (result if isinstance(result, Together) else self._reads.opened(result)).apart():
+                self._requests.check(turn)
+                yield data
 
     @property
     def sound(self) -> bool:
@@ -112,6 +121,7 @@ class WorkerReading:
         self._requests.replace(iter(()))
         if iterator is not None:
             iterator._shutdown_workers()
+        self._reads.close()
 
     def _start(self) -> Iterator[Any]:
         if self._loader._iterator is not None:
@@ -121,6 +131,7 @@ class WorkerReading:
                 requests = self._requests.requests
                 self.close()
                 self._requests.replace(requests)
+        self._reads.open(self._loader.num_workers, self._rooms_each)
         with _hints_silenced(), signals_held():
             iterator = iter(self._loader)
             unwatch(iterator)
@@ -170,14 +181,40 @@ class _InWorker(Exception):
 
 
 class _Reads(Dataset[Any]):
+    """What workers do with a request, and what the rank does with their answers."""
+
     def __init__(self, reader: SampleReader) -> None:
         self._reader = reader
+        self._rooms: Rooms | None = None
+        self.room: Room | None = None
+        """In a worker, while it reads: the memory that its tensors are going to be sent in."""
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Request) -> Together | Answer | _Failure:
+        worker = get_worker_info()
+        self.room = self._rooms.room(worker.id) if self._rooms is not None and worker is not None else None
         try:
-            return self._reader.read_together(request.epoch, request.indices, request.sizes)
+            found = self._reader.read_together(request.epoch, request.indices, request.sizes)
+            return found if self.room is None else self.room.answer(found)
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
+        finally:
+            self.room = None
+
+    def open(self, workers: int, each: int) -> None:
+        """Makes rooms for workers that are about to be forked, where the process may."""
+        with suppress(OSError):
+            self._rooms = Rooms(workers, each) if each else None
+
+    def opened(self, answer: Answer) -> Together:
+        """An answer's micro-batches."""
+        assert self._rooms is not None
+        return self._rooms.open(answer)
+
+    def close(self) -> None:
+        """Lets go of the rooms. Tensors in them stay."""
+        if self._rooms is not None:
+            self._rooms.close()
+            self._rooms = None
 
 
 class _Requests(Sampler[Request]):

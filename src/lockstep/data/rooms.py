@@ -1,0 +1,181 @@
+"""Memory that a rank shares with its workers, in pieces that are used again and again.
+
+New shared memory costs more than what is written into it: the kernel zeroes each page for the worker, maps it again for
+the rank, and takes it back after the step. A room stays mapped, and its pages stay where they are:
+
+    worker   finds a room of its own free | writes a request's tensors into it | sends where they lie
+    rank                                                                        | tensors there | gone: room is free
+
+A room is marked in a byte that both see: the worker sets it, the rank clears it when the last tensor there has gone,
+whoever held it. Where no room is free, or one is too small, tensors travel as torch sends them; no value depends on it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from lockstep.data.together import Together
+
+_SIZE = 256 << 20
+"""Bytes of a room. Pages that are never written take no memory."""
+_SMALL = 16 << 10
+"""Tensors of up to so many bytes are sent by value, so that labels that somebody collects occupy no room."""
+_ALIGNMENT = 64
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor on its way: where it lies in the room, or its bytes."""
+
+    place: int | bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker read, with its tensors on their way."""
+
+    room: int
+    found: Together
+
+
+class Rooms:
+    """Some rooms for each worker. Made before the workers are forked.
+
+    Args:
+        workers: how many there are.
+        each: rooms of a worker: for what it has read ahead, and what the rank still holds.
+
+    Raises:
+        OSError: the process may not have so many addresses.
+    """
+
+    def __init__(self, workers: int, each: int) -> None:
+        self._each = each
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
+        self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
+        self._held: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        """In the rank: the rooms that have tensors."""
+        self._kept: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        """In a worker: those that are being filled, and any whose tensors a data set keeps."""
+
+    def room(self, worker: int) -> Room | None:
+        """In a worker: one of its rooms that nobody uses, neither the rank nor anything that was kept here."""
+        for number in range(worker * self._each, (worker + 1) * self._each):
+            if not self._taken[number] and number not in self._kept:
+                content = self._kept[number] = self._bytes(number)
+                return Room(number, content, self._taken)
+        return None
+
+    def open(self, answer: Answer) -> Together:
+        """In the rank: what was read. The room is free again when the last of the tensors in it has gone."""
+        content = self._held[answer.room] = self._bytes(answer.room)
+        weakref.finalize(content, self._taken.__setitem__, answer.room, 0).atexit = False
+        return answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
+
+    def close(self) -> None:
+        """Gives the memory of rooms without tensors back, also where another process still has it mapped."""
+        for number in range(len(self._taken)):
+            if number not in self._held:
+                self._memory.madvise(mmap.MADV_REMOVE, number * _SIZE, _SIZE)
+
+    def _bytes(self, number: int) -> Bytes:
+        """All of a room; tensors in it keep this array, and so tell whether there are any."""
+        return np.frombuffer(self._memory, dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
+
+
+class Room:
+    """Where a worker puts the tensors of one request.
+
+    Args:
+        number: of the room.
+        content: its bytes.
+        taken: the marks of all rooms.
+    """
+
+    def __init__(self, number: int, content: Bytes, taken: Bytes) -> None:
+        self._number, self._content, self._taken = number, content, taken
+        self._used = 0
+
+    def empty(self, *shape: int) -> Tensor | None:
+        """A ``uint8`` tensor here that is to be filled; None where it does not fit."""
+        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        end = begin + int(np.prod(shape, dtype=np.int64))
+        if end > _SIZE:
+            return None
+        self._used = end
+        return torch.from_numpy(self._content[begin:end]).view(shape)
+
+    def answer(self, found: Together) -> Answer:
+        """What was read, to be sent; tensors that do not lie here yet are copied."""
+        self._taken[self._number] = 1
+        return Answer(self._number, found.map(lambda data: _changed(data, Tensor, self._sent)))
+
+    def _sent(self, tensor: Tensor) -> Tensor | _Sent:
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
+            return tensor
+        if not tensor.is_contiguous() or not tensor.numel():
+            return tensor
+        shape, size = tuple(tensor.shape), tensor.nbytes
+        if size <= _SMALL:
+            return _Sent(tensor.view(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, shape)
+        offset = tensor.data_ptr() - self._content.ctypes.data
+        if not 0 <= offset < _SIZE:
+            place = self.empty(size)
+            if place is None:
+                return tensor
+            place.copy_(tensor.view(-1).view(torch.uint8))
+            offset = place.data_ptr() - self._content.ctypes.data
+        return _Sent(offset, tensor.dtype, shape)
+
+
+def room_for_pictures(count: int, size: int) -> Tensor:
+    """Memory for ``uint8`` pictures (count, 3, size, size); in a worker the rank has it too, and needs no copy."""
+    shape = (count, 3, size, size)
+    worker = get_worker_info()
+    if worker is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    room: Room | None = getattr(
+        worker.dataset, "room", None
+    )  # of our workers; a DataLoader of the user's has none
+    pictures = None if room is None else room.empty(*shape)
+    if pictures is not None:
+        return pictures
+    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)  # type: ignore[no-untyped-call]  # torch
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def _received(sent: _Sent, content: Bytes) -> Tensor:
+    if isinstance(sent.place, bytes):
+        return torch.frombuffer(bytearray(sent.place), dtype=sent.dtype).view(sent.shape)
+    size = int(np.prod(sent.shape, dtype=np.int64)) * sent.dtype.itemsize
+    return torch.from_numpy(content[sent.place : sent.place + size]).view(sent.dtype).view(sent.shape)
+
+
+def _changed(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts with every value of a kind changed."""
+    if isinstance(data, kind):
+        return change(data)
+    if type(data) is dict:
+        return {name: _changed(value, kind, change) for name, value in data.items()}
+    if type(data) is list:
+        return [_changed(value, kind, change) for value in data]
+    if isinstance(data, tuple):
+        values = [_changed(value, kind, change) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
+    return data
