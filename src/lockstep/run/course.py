@@ -5,11 +5,15 @@
                                                  ^ a checkpoint here holds (epoch 1, 2 steps done, inside)
 
 Leaving the steps early ends the epoch if the loop over ``epochs`` goes on, and else is a place to resume at.
+
+What comes after the last step of an epoch, such as an evaluation, can be done again: ``go_back`` moves to where a
+resumed run has no step left to do in the epoch, and does all that follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError
@@ -29,6 +33,7 @@ class Course:
         self._walk = 0
         self._in_epochs = self._left_early = False
         self._last_epoch = self._finished_epoch = -1
+        self._back: Position | None = None
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``."""
@@ -38,6 +43,7 @@ class Course:
                 yield self.position.epoch
                 self.count_step()
                 self._next_epoch()
+                self._back = replace(self.position)
         except GeneratorExit:
             self.position.inside = self.position.inside or self._left_early
             raise
@@ -56,7 +62,7 @@ class Course:
         self._require_first_pass()
         self._walk += 1
         walk = self._walk
-        position.inside, self._left_early = True, False
+        position.inside, self._left_early, self._back = True, False, None
         try:
             for batch in read(position.epoch, position.done):
                 self._require_newest(walk)
@@ -69,9 +75,20 @@ class Course:
             if walk == self._walk:
                 self._leave_early()
             raise
+        self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         if not self._in_epochs:
             self._next_epoch()
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether all since the end of the steps, or of the epoch, can be done again by a run that is resumed."""
+        return self._back is not None
+
+    def go_back(self) -> None:
+        """Moves there; the parameters must still be those of that moment."""
+        assert self._back is not None, "the run stands within the steps of an epoch"
+        vars(self.position).update(vars(self._back))
 
     @property
     def next_epoch(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
 from lockstep.randomness import KeyedRandomness
 from lockstep.run.compute import Compute
+from lockstep.run.leaving import Leaving
 from lockstep.run.loss import exact, sum_and_weight
 from lockstep.strategies import Strategy
 from lockstep.sums import fold_rows
@@ -45,6 +47,7 @@ class Evaluation:
         forward: Callable[[Any], Any] | None,
         finish: Callable[[Tensor], Tensor] | None,
         note: Callable[[MicroBatch], None],
+        leaving: Leaving | None = None,
     ) -> Any:
         """The mean of the metric, or of each by name; see ``Run.evaluate``. Collective."""
         evaluated = self._compute.model if model is None else model
@@ -57,7 +60,7 @@ class Evaluation:
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
         try:
             with evaluating(evaluated):
-                values = evaluate(loader, metrics, outputs, self._strategy)
+                values = evaluate(loader, metrics, outputs, self._strategy, leaving)
         finally:
             self._randomness.end_step(-1 - step)
         return values if isinstance(metric, Mapping) else values["metric"]
@@ -77,7 +80,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    loader: EvaluationLoader, metrics: Mapping[str, Metric], forward: Forward, strategy: Strategy
+    loader: EvaluationLoader,
+    metrics: Mapping[str, Metric],
+    forward: Forward,
+    strategy: Strategy,
+    leaving: Leaving | None = None,
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
@@ -86,6 +93,10 @@ def evaluate(
         metrics: functions of (output, target); see ``loss.sum_and_weight`` for what they may return.
         forward: runs the model.
         strategy: where the results of all processes are gathered.
+        leaving: how the ranks agree to leave early; None: they stay to the end.
+
+    Raises:
+        EvaluationLeft: they have left, all after the same number of micro-batches.
     """
     if loader.count == 0:
         raise ConfigError(
@@ -96,7 +107,11 @@ def evaluate(
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
-    for place, micro_batch in enumerate(loader):
+    for place, micro_batch in enumerate(_padded(loader, longest)):
+        if leaving is not None:
+            leaving.agree(place, rows[place - 1])
+        if micro_batch is None:
+            continue
         output, target = forward(micro_batch)
         if micro_batch.k >= loader.count:
             continue  # a spare, run because the forward pass is collective
@@ -110,6 +125,12 @@ def evaluate(
         ordered[held] = part[: len(held)]
     ordered = ordered[: loader.count]
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
+
+
+def _padded(loader: EvaluationLoader, rounds: int) -> Iterator[MicroBatch | None]:
+    """This process's micro-batches, then None until there have been as many as any process has."""
+    yield from loader
+    yield from repeat(None, rounds - len(loader))
 
 
 def _mean(name: str, rows: Tensor) -> float:

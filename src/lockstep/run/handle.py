@@ -26,6 +26,7 @@ from lockstep.run.context import describe
 from lockstep.run.course import Course
 from lockstep.run.evaluation import Evaluation, Metric
 from lockstep.run.feeding import Feeder, smallest_micro_batch
+from lockstep.run.leaving import EvaluationLeft, Leaving
 from lockstep.run.loss import exact
 from lockstep.run.optimizer import PreparedOptimizer
 from lockstep.run.options import RunOptions
@@ -217,6 +218,7 @@ class Run:
         model: nn.Module | None = None,
         forward: Callable[[Any], Any] | None = None,
         workers: int | None = None,
+        repeatable: bool = False,
     ) -> Any:
         """The mean of a metric over every sample, each counted once. Collective.
 
@@ -226,6 +228,9 @@ class Run:
             model: another model than the trained one, such as a moving average of its weights.
             forward: as in ``backward``.
             workers: as in ``batches``.
+            repeatable: a request to stop ends the evaluation, and a resumed run does again all that came after the last
+                step of the epoch. For loops in which nothing since then changes what a checkpoint holds, such as a
+                schedule; otherwise the evaluation goes on to its end, and the run stops at the next step.
 
         Returns:
             A float, or floats by name.
@@ -236,9 +241,27 @@ class Run:
         noted = partial(note, self._session.heartbeat, "evaluate", epoch, step)
         noted()
         loader, finish = self._feeder.evaluation(data, workers), self._feeder.source(data).finish
-        return self._evaluation.run(
-            loader, metric, step=step, model=model, forward=forward, finish=finish, note=noted
-        )
+        leaving = Leaving(self.strategy, self._session.heartbeat) if repeatable and self._can_leave else None
+        try:
+            return self._evaluation.run(
+                *(loader, metric),
+                step=step,
+                model=model,
+                forward=forward,
+                finish=finish,
+                note=noted,
+                leaving=leaving,
+            )
+        except EvaluationLeft as left:
+            if self.options.directory is not None:
+                self._course.go_back()
+                self.save(wait=True)
+            raise Stopped(left.reason) from None
+
+    @property
+    def _can_leave(self) -> bool:
+        """Whether the run as it stands can be saved so that a resumed one does again what it is at."""
+        return self.options.directory is None or (self._course.can_go_back and not self._pending)
 
     def save(self, *, wait: bool = False) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.

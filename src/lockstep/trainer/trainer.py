@@ -17,6 +17,7 @@ from lockstep.data.batch import Batch
 from lockstep.levels import Level
 from lockstep.loggers import Logger
 from lockstep.run import Run
+from lockstep.trainer.epoch_means import EpochMeans
 from lockstep.trainer.meter import Meter, accuracy
 from lockstep.trainer.progress import Progress
 from lockstep.trainer.watcher import Watcher
@@ -116,6 +117,8 @@ class Trainer:
         self._samples, self._seconds = 0, 0.0
         self._first_step = run.position.step
         self._saved_step = run.position.step if run.position.step else -1
+        self._is_within_epoch = run.position.inside  # what follows the steps is not in that checkpoint
+        self._means = EpochMeans(run.position.epoch)
         self.watcher: Watcher | None = None
         """Gets the gradients computed, if there is one."""
 
@@ -135,7 +138,7 @@ class Trainer:
         run, batches = self._run, self.batches()
         start = run.position.step - run.position.done
         self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self.steps_per_epoch)
-        readings: list[dict[str, float]] = []
+        self._means = EpochMeans(epoch, run.extra.get("epoch"))
         began = time.monotonic()
         self._meter.restart_clock()
         last = self.steps_per_epoch - 1
@@ -144,13 +147,12 @@ class Trainer:
             self._samples += batch.plan.samples
             if (batch.plan.step + 1) % self._rhythm.log_every == 0 or batch.plan.position == last:
                 with run.span("log"):
-                    readings.append(self._meter.read())
-                    self._logger.log(batch.plan.step + 1, readings[-1])
+                    self._logger.log(batch.plan.step + 1, self._read())
             every = self._rhythm.save_every_steps
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)
         self._seconds += time.monotonic() - began
-        return _means(readings)
+        return self._means.means()
 
     @property
     def run(self) -> Run:
@@ -174,6 +176,18 @@ class Trainer:
             return self._run.backward(batch, self._meter.observed_loss)
         follows_save = batch.plan.step == self._saved_step
         return self.watcher.backward(batch, self._meter.observed_loss, follows_save=follows_save)
+
+    def _read(self) -> dict[str, float]:
+        """The meter since the last reading; what is stored beside a checkpoint includes it. Collective."""
+        reading = self._meter.read()
+        self._means.add(reading)
+        self._store()
+        return reading
+
+    def _store(self) -> None:
+        """Says what goes beside the checkpoints from here on."""
+        extra = {"trainer": self._progress.as_dict(), "values": self._values}
+        self._run.extra = {**extra, "epoch": self._means.as_dict()}
 
     def batches(self) -> Any:
         """The steps of an epoch. Collective."""
@@ -217,15 +231,16 @@ class Trainer:
         metrics: dict[str, Callable[..., Any]] = {"validation_loss": self._parts.loss}
         if self._parts.classifies:
             metrics["validation_accuracy"] = accuracy
-        results = self._run.evaluate(self._parts.validation_set, metrics, workers=self._parts.workers)
+        data, workers = self._parts.validation_set, self._parts.workers
+        results = self._run.evaluate(data, metrics, workers=workers, repeatable=True)
         return dict(results)
 
     def _save(self, step: int) -> None:
-        if self._run.options.directory is None or step == self._saved_step:
+        if self._run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
             return
-        self._run.extra = {"trainer": self._progress.as_dict(), "values": self._values}
+        self._store()
         self._run.save()
-        self._saved_step = step
+        self._saved_step, self._is_within_epoch = step, False
 
     def _is_over(self) -> bool:
         patience = self._settings.early_stop
@@ -262,8 +277,3 @@ class Trainer:
             bytes_per_step=bytes_per_step,
             remarks=remarks,
         )
-
-
-def _means(readings: list[dict[str, float]]) -> dict[str, float]:
-    names = readings[0] if readings else {}
-    return {name: sum(reading[name] for reading in readings) / len(readings) for name in names}
