@@ -3,7 +3,7 @@
 1. How is the model placed?                                    ``place``, ``share``
 2. How do local micro-batches become reduced gradients?        ``backward``
 3. How is the optimizer stepped?                               ``after_step``, ``squares``, ``any_rank``
-4. How is the full state taken and given?                      ``state``, ``load_state``, ``whole``, ``part``
+4. How is the full state taken and given?                      ``state``, ``own_rows``, ``load_state``, ``whole``, ``part``
 5. Which level does it promise?                                ``level``
 
 The training loop never asks which strategy it has.
