@@ -23,16 +23,17 @@ from typing import Any
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.attaching import is_debugged
 from lockstep.launch.ending import Ending
-from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason, read_beat
+from lockstep.launch.heartbeat import Beat, Control, StopReason, read_beat
 from lockstep.launch.hosts import Company
 from lockstep.launch.hosts.shared_pace import SharedPace
+from lockstep.launch.leavers import Leavers
 from lockstep.launch.memory import MemoryWatch
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.records import read_record
 from lockstep.launch.server_process import ServerProcess
 from lockstep.launch.signal_inbox import SignalInbox, drain
 from lockstep.launch.slow_ranks import SlowRanks
-from lockstep.launch.stalls import Stall, StallWatch, ask_all, describe
+from lockstep.launch.stalls import Stall, StallWatch, describe
 from lockstep.launch.stop_signals import REASONS
 from lockstep.launch.verdict import RankEnd
 from lockstep.launch.windows import Windows
@@ -41,9 +42,6 @@ _TICK = 0.5
 _NOTICE = 0.25
 _FORCE = 3.0
 _INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
-_COMPANY = 2.0
-_STUCK, _STUCK_KILL = 2.0, 1.0
-_TRAINING = ("forward", "backward", "reduce", "update", "wait")
 
 
 class Watch:
@@ -82,7 +80,7 @@ class Watch:
         self._ending = Ending()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
-        self._leaving_since = self._look_again = time.monotonic()
+        self._leavers = Leavers(directory, options.stall_limit)
         self._memory, self._windows = MemoryWatch(), Windows(directory)
         self._pace: SlowRanks | SharedPace = SlowRanks() if company is None else company.pace
         self._stall_watch = StallWatch(directory, options.stall_limit, is_part=company is not None)
@@ -184,26 +182,10 @@ class Watch:
         """Ends a run that waits for a rank which has left, or which is leaving while another still trains."""
         if self._ending.is_decided or not self._running:
             return
-        now = time.monotonic()
-        if any(
-            end.left_company and end.was_in_group and now - end.time > _COMPANY
-            for end in self._ended.values()
-        ):
-            self._ending.within(0.0, _FORCE)
-            return
-        beats = self._beats()
         elsewhere = self._company is not None and self._company.others_leave
-        if not elsewhere and not any(beat.membership is Membership.LEAVING for beat in beats):
-            self._leaving_since, self._look_again = now, now + _STUCK
-        elif now > self._look_again and any(_is_stuck(beat, now) for beat in beats):
-            self._look_again = now + _STUCK
-            if self._is_awaited() or 0 < self._options.stall_limit < now - self._leaving_since:
-                self._ending.within(0.0, _STUCK_KILL)
-
-    def _is_awaited(self) -> bool:
-        """Whether a rank that still trains waits for those that leave; it may also be at work on its own."""
-        sights = ask_all(self._directory, self._running, {})
-        return any(sight.waits_in and sight.beat.membership is Membership.JOINED for sight in sights)
+        due = self._leavers.look(self._ended.values(), self._running, self._beats(), elsewhere=elsewhere)
+        if due is not None:
+            self._ending.within(*due)
 
     def _look_for_stalls(self) -> None:
         """Ends a run in which ranks wait for one that does not come; only mentions one that is merely slow."""
@@ -248,7 +230,3 @@ class Watch:
         for rank in lost:
             self._told.add(rank)
             self._note_end(rank, -signal.SIGKILL, time.monotonic())
-
-
-def _is_stuck(beat: Beat, now: float) -> bool:
-    return beat.membership is Membership.JOINED and beat.phase in _TRAINING and now - beat.time > _STUCK
