@@ -3,7 +3,8 @@
 1. How is the model placed?                                    ``place``, ``share``
 2. How do local micro-batches become reduced gradients?        ``backward``
 3. How is the optimizer stepped?                               ``after_step``, ``squares``, ``any_rank``
-4. How is the full state taken and given?                      ``state``, ``own_rows``, ``load_state``, ``whole``, ``part``
+4. How is the full state taken and given?                      ``state``, ``load_state``, ``whole``, ``part``,
+                                                               ``own_rows``
 5. Which level does it promise?                                ``level``
 
 The training loop never asks which strategy it has.
@@ -207,8 +208,8 @@ class Strategy(ABC):
     def own_rows(self) -> Mapping[str, Tensor] | None:
         """What this process writes of a checkpoint that all processes write: tensors of the whole model by name.
 
-        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; where one gives it, it is
-        whole. None: a checkpoint is gathered by ``state`` and ``whole``, and written by the main process.
+        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; what one rank alone gives
+        is whole. None: a checkpoint is gathered by ``state`` and ``whole``, and written by the main process.
         """
         return None
 
