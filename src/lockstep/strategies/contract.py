@@ -208,8 +208,8 @@ class Strategy(ABC):
     def own_rows(self) -> Mapping[str, Tensor] | None:
         """What this process writes of a checkpoint that all processes write: tensors of the whole model by name.
 
-        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; what one rank alone gives
-        is whole. None: a checkpoint is gathered by ``state`` and ``whole``, and written by the main process.
+        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; what one alone gives is
+        whole. None: a checkpoint is gathered by ``state`` and ``whole``, and written by the main process.
         """
         return None
 
