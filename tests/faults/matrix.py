@@ -51,9 +51,11 @@ SECTIONS = {
         Row(
             "P7",
             "a request to stop that arrives in evaluation, while saving, loading data or starting",
-            "it is kept and acted on at the next step, in every phase",
-            open="an evaluation is not cut short, since a checkpoint there would lack what follows it, a schedule say; "
-            "one that outlasts the grace ends the run at its last checkpoint",
+            "it is kept and acted on at the next step, in every phase; the evaluation of a job is left within seconds, "
+            "and done again by the resumed run",
+            open="in a loop of one's own an evaluation is left only where it says `repeatable=True`, because a resumed "
+            "run does again what stands between it and the last step, a schedule say; elsewhere one that outlasts the "
+            "grace ends the run at its last checkpoint",
         ),
         Row(
             "P8",

@@ -7,6 +7,7 @@ import pytest
 from tests.launch.command import Command
 
 SCRIPT = Path(__file__).with_name("phased_training.py")
+LONG_EVALUATION = SCRIPT.with_name("long_evaluation.py")
 SLOW = pytest.mark.slow
 
 
@@ -57,6 +58,23 @@ def test_a_request_to_stop_in_any_phase_is_kept_and_nothing_is_lost(command, und
     assert f"step-{stopped:08}" in {path.name for path in (command.folder / "run").iterdir()}
     assert command.start(SCRIPT, command.folder, devices="cpu:2").end()[0] == 0
     assert command.stdout == undisturbed
+
+
+@pytest.mark.fault("P7", "P5")
+def test_a_long_evaluation_is_left_within_seconds_and_done_again(command, tmp_path):
+    (tmp_path / "undisturbed").mkdir()
+    one = Command(tmp_path / "undisturbed")
+    assert one.start(LONG_EVALUATION, one.folder, devices="cpu:1").end() == (0, [])
+    code, lines = command.start(LONG_EVALUATION, command.folder, "slow", devices="cpu:4").end()
+    assert time.monotonic() - float((command.folder / "disturbed").read_text()) < 8, (
+        "the evaluation takes 20 s"
+    )
+    assert (code, lines) == (75, ["Preempted: 4 ranks stopped at step 40. Exit code 75."])
+    before = command.stdout
+    assert command.start(LONG_EVALUATION, command.folder, devices="cpu:2").end()[0] == 0
+    assert before + command.stdout == one.stdout
+    assert before.count("epoch") == command.stdout.count("epoch") == 1
+    command.wait_until_nothing_runs()
 
 
 @SLOW

@@ -109,3 +109,52 @@ def test_two_loops_at_once_are_refused():
     course = Course()
     with pytest.raises(ConfigError, match="at once"):
         list(zip(steps(course), steps(course)))
+
+
+def taken_up(course):
+    """As a run that was resumed where this one went back to; see ``resuming.take_up``."""
+    course.go_back()
+    other = Course()
+    other.position.take_up(course.position.as_dict())
+    return other
+
+
+def test_what_follows_the_last_step_of_an_epoch_can_be_done_again():
+    course = Course()
+    for epoch in course.epochs(2):
+        assert not course.can_go_back or epoch == 1
+        for _ in steps(course):
+            assert not course.can_go_back
+        if epoch == 1:
+            break
+    again = taken_up(course)
+    assert [(epoch, list(steps(again))) for epoch in again.epochs(2)] == [(1, [])]
+    assert place(again) == (2, 0, 2 * STEPS, False)
+
+
+def test_without_epochs_going_back_is_to_the_epoch_whose_steps_are_done():
+    course = Course()
+    list(steps(course))
+    assert place(course) == (1, 0, STEPS, False)
+    again = taken_up(course)
+    assert place(again) == (0, STEPS, STEPS, True)
+    assert list(steps(again)) == []
+    assert list(steps(again)) == [(1, position) for position in range(STEPS)]
+
+
+def test_what_follows_all_epochs_can_be_done_again_without_any_of_them():
+    course = Course()
+    for _ in course.epochs(2):
+        list(steps(course))
+    again = taken_up(course)
+    assert [list(steps(again)) for _ in again.epochs(2)] == []
+
+
+def test_from_an_epoch_that_was_left_early_there_is_no_way_back():
+    course = Course()
+    for _ in course.epochs(1):
+        walk = steps(course)
+        next(walk)
+        course.end_backward()
+        walk.close()
+        assert not course.can_go_back
