@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import safetensors.torch
 import torch
 from tests.ranks import run_ranks
 from torch import nn
@@ -55,6 +56,41 @@ def measure(world, again=True, watched=()):
     found = live_bytes(), max(seen, default=0)
     run.close()
     return found
+
+
+def measure_save(world, folder):
+    """The most that a rank has while the files of a checkpoint are written, and what it has afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Rows(), *[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+    optimizer, seen = torch.optim.AdamW(model.parameters()), []
+    run = Run(
+        RunOptions.of(global_batch=8, micro_batches=4, threads=1, strategy="fsdp", directory=folder), world
+    )
+    model, optimizer = run.prepare(model, optimizer)
+    genuine = safetensors.torch.save_file
+
+    def save_file(*arguments, **settings):
+        gc.collect()
+        seen.append(live_bytes())
+        return genuine(*arguments, **settings)
+
+    safetensors.torch.save_file = save_file
+    for batch in run.batches(TensorDataset(torch.arange(8), torch.arange(8) % WIDTH)):
+        run.backward(batch, nn.CrossEntropyLoss())
+        optimizer.step()
+        optimizer.zero_grad()
+        run.save(wait=True)
+    gc.collect()
+    found = max(seen), live_bytes()
+    run.close()
+    return found
+
+
+def test_no_rank_gathers_the_model_to_save_it(tmp_path):
+    """Parameters and two moments of its rows, and a copy of a file's tensors on their way to it."""
+    for most, after in run_ranks(measure_save, 4, str(tmp_path)):
+        assert after == 3 * WHOLE // 4
+        assert most <= 5 * WHOLE // 4
 
 
 def test_all_that_a_rank_has_between_steps_falls_with_the_number_of_ranks():
