@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ConfigError, nearest
-from lockstep.reduce import shared_memory
 from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
 from lockstep.reduce.contract import BucketShape, Holding, Reducer
+from lockstep.reduce.host_memory import can_share_memory
 from lockstep.reduce.ordered import OrderedReducer
 from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.ring import RingReducer
@@ -67,7 +67,7 @@ def open_reducer(
         return PowerSgdReducer(group, device, powersgd_rank, exact=exact, left=left, right=right)
     if name != "ordered":
         raise ConfigError(f"reduce {name!r} is not known.{nearest(name, REDUCERS)}")
-    if shared and shared_memory.is_possible(group, device):
+    if shared and can_share_memory(group, device):
         return SharedMemoryReducer(group, timeout)
     return OrderedReducer(group, _second_group(group), device)
 

@@ -11,9 +11,6 @@ a shard is folded there only if the others are found to be ready. A step waits o
 more only if it has a sharded bucket; each wait costs a turn of the scheduler where ranks outnumber cores. Buckets that
 everyone folds have two sets of slots, used in turn, since a rank that is ahead may write the next step's nodes while
 another still reads this step's.
-
-The memory belongs to no file: it is an anonymous one that rank 0 opens and the others reach through /proc, so nothing
-is left behind whatever kills the ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +18,16 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import gather_json
 from lockstep.errors import StallError
 from lockstep.levels import Level
 from lockstep.reduce import futex
 from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
+from lockstep.reduce.host_memory import share_memory
 from lockstep.tree import fold
 
 _LINE = 64
@@ -66,7 +62,7 @@ class SharedMemoryReducer(Reducer):
         headers = layout.add(2 * self._ranks * header * 8)
         slots = most_slots(leaves, self._ranks)
         places = [layout.add(_Bucket.size(shape, self._ranks, slots)) for shape in buckets]
-        memory = _share_memory(layout.size, self._group)
+        memory = share_memory(layout.size, self._group)
         view = memoryview(memory)
         counters = [futex.Word(view[place : place + 4]) for place in words]
         self._written, self._reduced, self._announced = (counters[i::3] for i in range(3))
@@ -218,56 +214,3 @@ class _Layout:
 def _boundary(numel: int, ranks: int, edge: int) -> int:
     """Where shard ``edge`` begins, in elements, on a multiple of sixteen."""
     return numel if edge == ranks else min(numel, -(-numel // ranks) * edge // 16 * 16)
-
-
-def is_possible(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks are on one host and can share memory. Collective."""
-    if device.type != "cpu":
-        return False
-    seen = gather_json(_host_identity(), group, device)
-    if not all(host and host == seen[0] for host in seen):
-        return False
-    first = dist.get_rank(group) == 0
-    probe = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC) if first else -1
-    owner, number = gather_json([os.getpid(), probe], group, device)[0]
-    reached = gather_json(first or _can_open(owner, number), group, device)
-    if first:
-        os.close(probe)
-    return all(reached)
-
-
-def _can_open(owner: int, descriptor: int) -> bool:
-    try:
-        os.close(os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
-    except OSError:
-        return False
-    return True
-
-
-def _host_identity() -> str:
-    """Equal for two processes of one host, that see each other under /proc; empty where memory cannot be shared.
-
-    What has a network of its own counts as a host of its own.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = [Path("/proc/self/ns", kind).readlink() for kind in ("pid", "net")]
-    except OSError:
-        return ""
-    return f"{boot} {spaces} {os.getuid()}" if futex.is_available() and hasattr(os, "memfd_create") else ""
-
-
-def _share_memory(size: int, group: dist.ProcessGroup) -> mmap.mmap:
-    """Zeroed memory that all ranks of the group map; the first rank opens it. Collective."""
-    first = dist.get_rank(group) == 0
-    descriptor = -1
-    if first:
-        descriptor = os.memfd_create("lockstep-reduce", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-    owner, number = gather_json([os.getpid(), descriptor], group, torch.device("cpu"))[0]
-    if not first:
-        descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    memory = mmap.mmap(descriptor, size)
-    dist.barrier(group=group)
-    os.close(descriptor)
-    return memory

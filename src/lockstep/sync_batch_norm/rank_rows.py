@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lockstep.collectives import all_gather_flat, let_go_of_groups
 from lockstep.errors import ConfigError
-from lockstep.reduce import SharedMemoryReducer, shared_memory
+from lockstep.reduce import SharedMemoryReducer
+from lockstep.reduce.host_memory import can_share_memory
 
 
 class RankRows:
@@ -36,7 +37,7 @@ class RankRows:
             shared: whether shared memory may be used, where all ranks are CPU ranks of one host.
         """
         own = dist.new_group(dist.get_process_group_ranks(group))
-        possible = shared and shared_memory.is_possible(own, device)
+        possible = shared and can_share_memory(own, device)
         return cls(own, SharedMemoryReducer(own, timeout) if possible else None)
 
     def make_room(self, width: int) -> None:
