@@ -9,14 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from lockstep.checks import (
-    Checked,
-    at_least,
-    devices,
-    more_than,
-    one_of,
-    plain_name,
-)
+from lockstep.checks import Checked, at_least, devices, more_than, one_of, plain_name
 from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config_reader import read_table, to_table
