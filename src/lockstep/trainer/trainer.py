@@ -3,92 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.data.batch import Batch
-from lockstep.levels import Level
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.trainer.epoch_means import EpochMeans
 from lockstep.trainer.meter import Meter, accuracy
+from lockstep.trainer.outcome import Outcome
+from lockstep.trainer.parts import Prepared, Rhythm, Settings
 from lockstep.trainer.progress import Progress
 from lockstep.trainer.watcher import Watcher
-
-
-class Settings(Protocol):
-    """How long and how often; the trainer's part of a job."""
-
-    @property
-    def epochs(self) -> int: ...  # noqa: D102  # fields of the job's [training]
-    @property
-    def clip_norm(self) -> float | None: ...  # noqa: D102
-    @property
-    def drop_last(self) -> bool: ...  # noqa: D102
-    @property
-    def evaluate_every(self) -> int: ...  # noqa: D102
-    @property
-    def early_stop(self) -> int: ...  # noqa: D102
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rhythm:
-    """When a trainer saves and reads its meters."""
-
-    save_every_epochs: int = 1
-    """Epochs between checkpoints; 0: at the end only."""
-    save_every_steps: int = 0
-    """Steps between checkpoints, beside those of the epochs; 0: none."""
-    log_every: int = 10
-    """Steps between readings of loss and accuracy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """What is trained, ready to be called."""
-
-    model: torch.nn.Module
-    optimizer: Optimizer
-    scheduler: Any
-    loss: Callable[..., Any]
-    classifies: bool
-    """Whether the model's outputs are class scores, so that accuracy means something."""
-    training_set: Sized
-    validation_set: Sized | None
-    workers: int
-    """Loader processes of each rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a finished run came to."""
-
-    fingerprint: str
-    values: dict[str, float]
-    """Results of the last evaluation."""
-    best: float | None
-    best_epoch: int
-    metric: str
-    samples_per_second: float
-    """Over all training steps of this process, evaluation and checkpoints left out."""
-    seconds: float
-    """Spent on training steps."""
-    weights: Path | None
-    """The exported weights of the last step."""
-    skipped_steps: int
-    level: Level = Level.BITWISE
-    """What the strategy promises of the fingerprint."""
-    bytes_per_step: float = 0.0
-    """Bytes of gradients that a rank gave to others in a step, on average; of the rank that gave most."""
-    remarks: dict[str, str] = field(default_factory=dict)
-    """What the strategy says of the run, by name."""
 
 
 class Trainer:
@@ -103,13 +34,8 @@ class Trainer:
     """
 
     def __init__(self, run: Run, parts: Prepared, settings: Settings, rhythm: Rhythm, logger: Logger) -> None:
-        self._run, self._parts, self._settings, self._rhythm, self._logger = (
-            run,
-            parts,
-            settings,
-            rhythm,
-            logger,
-        )
+        self._run, self._parts, self._logger = run, parts, logger
+        self._settings, self._rhythm = settings, rhythm
         self._meter = Meter(run.strategy, parts.loss, parts.classifies)
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
         self._progress.take_up(run.extra.get("trainer", {}))
