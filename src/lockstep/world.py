@@ -13,6 +13,8 @@ from lockstep.slurm import meeting_place
 
 RENDEZVOUS = "LOCKSTEP_RENDEZVOUS"
 """Variable with the place where the ranks meet; our launcher sets it, and so does ``--rendezvous``."""
+DEBUG_RANK = "LOCKSTEP_DEBUG_RANK"
+"""Variable with the rank that a debugger may hold up; set on every rank of such a run."""
 PROFILE = "LOCKSTEP_PROFILE"
 """Variable with the steps of which a script's run is to write a timeline; ``lockstep run --profile`` sets it."""
 
@@ -78,7 +80,8 @@ class World:
         the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
         """
         variables = os.environ if environment is None else environment
-        return replace(cls._of_launcher(variables), profile=variables.get(PROFILE, ""))
+        world = cls._of_launcher(variables)
+        return replace(world, profile=variables.get(PROFILE, ""), is_debugged=DEBUG_RANK in variables)
 
     @classmethod
     def _of_launcher(cls, variables: Mapping[str, str]) -> World:
@@ -98,7 +101,6 @@ class World:
                 run_id=variables.get("LOCKSTEP_RUN_ID", ""),
                 run_directory=variables.get("LOCKSTEP_RUN_DIRECTORY", ""),
                 restart=read.number("LOCKSTEP_RESTART", default=0),
-                is_debugged="LOCKSTEP_DEBUG_RANK" in variables,
             )
         if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:
             return _from_slurm(variables, read)

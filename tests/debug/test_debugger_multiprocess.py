@@ -6,12 +6,14 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.debug.adapter_client import DebugClient
 from tests.debug.held_training import LIMIT
+from tests.hosts.host import Hosts
 from tests.launch.command import COMMAND, LOOP, Command, wait_until
 
 from lockstep.launch.heartbeat import read_beat
@@ -23,7 +25,7 @@ LINE = 1 + SCRIPT.read_text().splitlines().index(
     "            run.backward(batch, nn.functional.mse_loss)  # stop here"
 )
 LOOP_LINE = 1 + LOOP.read_text().splitlines().index(
-    "            self.heartbeat.samples([10 * step + self.world.rank])"
+    "            self.heartbeat.samples(np.array([10 * step + self.world.rank]))"
 )
 OPTIONS = ("--debug-rank", "1", "--debug-port", "0", "--stall-limit", str(LIMIT))
 
@@ -33,6 +35,13 @@ def command(tmp_path):
     one = Command(tmp_path)
     yield one
     one.clean_up()
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    hosts = Hosts(tmp_path)
+    yield hosts
+    hosts.clean_up()
 
 
 def port_of(command):
@@ -62,6 +71,67 @@ def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(com
         f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)
     ]
     command.wait_until_nothing_runs()
+
+
+def test_a_rank_of_another_host_is_debugged_by_the_same_option_on_every_host(two_hosts):
+    for node in (0, 1):
+        options = two_hosts.options(node, *OPTIONS)
+        two_hosts[node].begin_command(["run", *options, SCRIPT])
+    with DebugClient(port_of(two_hosts[1])) as client:
+        client.attach({SCRIPT: [LINE]})
+        thread, frame = client.stopped_at()
+        assert client.value("run.world.rank", frame) == "1"
+        _wait_until_rank_0_has_waited(two_hosts[0], 3 * LIMIT)
+        client.request("setBreakpoints", source={"path": str(SCRIPT)}, breakpoints=[])
+        client.request("continue", threadId=thread)
+        assert [host.end()[0] for host in two_hosts.hosts] == [0, 0]
+    assert "waits for a debugger" not in two_hosts[0].stderr
+    assert [host.stdout for host in two_hosts.hosts] == [
+        f"rank {rank} trained 2 steps, {10 + rank}\n" for rank in (0, 1)
+    ]
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_ask_for_the_same_rank_or_for_none_that_is_there_are_refused(two_hosts):
+    for asked, said in (((1, 0), "debug-rank is 1 on host 0, 0 on host 1"), ((2, 2), "the ranks 0 to 1")):
+        for node, rank in enumerate(asked):
+            options = two_hosts.options(node, "--debug-rank", rank, "--debug-port", 0)
+            two_hosts[node].begin_command(["run", *options, SCRIPT])
+        assert [host.end()[0] for host in two_hosts.hosts] == [2, 2]
+        assert all(said in host.stderr for host in two_hosts.hosts)
+
+
+@pytest.mark.slow
+def test_a_rank_that_torchrun_started_is_debugged_too(command):
+    (command.folder / "runtime").mkdir()
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
+    words = [*torchrun, *COMMAND, "--debug-rank", "1", "--debug-port", "0", SCRIPT]
+    with (command.folder / "stdout").open("w") as stdout, (command.folder / "stderr").open("w") as stderr:
+        command.process = subprocess.Popen(
+            list(map(str, words)),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    with DebugClient(port_of(command)) as client:
+        client.attach({SCRIPT: [LINE]})
+        thread, frame = client.stopped_at()
+        assert client.value("run.world.rank", frame) == "1"
+        assert client.value("run.options.timeout, run.world.patience(0.5)", frame) == "(0.5, 2592000.0)"
+        client.request("setBreakpoints", source={"path": str(SCRIPT)}, breakpoints=[])
+        client.request("continue", threadId=thread)
+        assert command.end()[0] == 0, command.stderr
+    assert sorted(command.stdout.splitlines()) == [
+        f"rank {rank} trained 2 steps, {10 + rank}" for rank in (0, 1)
+    ]
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """What is checked before a rank waits for a debugger, and which limits are lifted meanwhile."""
 
+import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -8,10 +10,11 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions, parse_devices
 from lockstep.launch.attaching import ask_to_listen, is_debugged
-from lockstep.launch.debugger import lift_default_limit, with_debugger
+from lockstep.launch.debugger import lift_default_limit, take_part_in_debugging, with_debugger
 from lockstep.launch.heartbeat import Heartbeat
+from lockstep.launch.place import Place
 from lockstep.launch.runs import RunOnHost
-from lockstep.world import World
+from lockstep.world import DEBUG_RANK, World
 
 MONTH = 30 * 86400.0
 
@@ -34,6 +37,38 @@ def test_a_port_that_is_taken_is_refused(options):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} cannot be had: Address already in use"):
             with_debugger(options, 1, port)
+
+
+@pytest.mark.parametrize(("place", "has_rank"), [({"first_rank": 2}, True), ({"first_rank": 0}, False)])
+def test_over_hosts_only_the_one_that_has_the_rank_needs_the_port(options, place, has_rank):
+    place = Place(run_id="", world_size=4, nodes=2, **place)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot be had") if has_rank else nullcontext():
+            assert with_debugger(options, 3, port, place).debug_rank == 3
+
+
+def test_over_hosts_ranks_are_those_of_all_of_them(options):
+    place = Place(run_id="", world_size=4, nodes=2)
+    with pytest.raises(ConfigError, match="rank 4 was asked for, and the run has the ranks 0 to 3"):
+        with_debugger(options, 4, 0, place)
+
+
+def test_a_rank_of_another_launcher_does_not_wait_where_there_is_no_such_rank(monkeypatch):
+    monkeypatch.delenv(DEBUG_RANK, raising=False)
+    world = World(rank=1, world_size=2, local_world_size=2, rendezvous="env://", launcher="torchrun")
+    with pytest.raises(ConfigError, match="rank 2 was asked for, and the run has the ranks 0 to 1"):
+        take_part_in_debugging(world, 2, 0)
+    assert DEBUG_RANK not in os.environ
+
+
+def test_every_launcher_s_ranks_are_told_that_one_is_debugged():
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
+    for variables in ({}, slurm, {"RANK": "0", "WORLD_SIZE": "1"}):
+        assert World.from_environment({**variables, DEBUG_RANK: "0"}).is_debugged
+        assert not World.from_environment(variables).is_debugged
 
 
 def test_every_rank_of_a_run_with_a_debugger_waits_for_a_month():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions
-from lockstep.launch.debugger import DEFAULT_PORT, with_debugger
+from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
+from lockstep.launch.place import Place
+from lockstep.world import World
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,22 +28,28 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_debug_arguments(options: LaunchOptions, arguments: argparse.Namespace) -> LaunchOptions:
-    """The options, with a debugger where one was asked for; ``ConfigError`` where it cannot be had."""
+def with_debug_arguments(
+    options: LaunchOptions, arguments: argparse.Namespace, place: Place | None = None
+) -> LaunchOptions:
+    """The options, with a debugger where one was asked for; ``ConfigError`` where it cannot be had.
+
+    Args:
+        options: of this host.
+        arguments: of the command.
+        place: of this host among several.
+    """
     if arguments.debug_rank is None:
         return options
-    if (arguments.nnodes or 1) > 1:
-        raise ConfigError(
-            "--debug-rank was asked for with --nnodes. It works on one host; on several, start without it and then ask "
-            "a rank of this host by 'lockstep debug --attach'."
-        )
-    return with_debugger(options, arguments.debug_rank, arguments.debug_port)
+    return with_debugger(options, arguments.debug_rank, arguments.debug_port, place)
 
 
-def refuse_debugger(arguments: argparse.Namespace, launcher: str) -> None:
-    """Raises ``ConfigError`` where a debugger was asked for and this command does not start the ranks itself."""
-    if arguments.debug_rank is not None:
-        raise ConfigError(
-            f"--debug-rank was asked for in a world that {launcher} started. It works where Lockstep starts the ranks: "
-            f"leave out {launcher}, or attach to the process of a running rank."
-        )
+def debug_setting(arguments: argparse.Namespace) -> tuple[str, str]:
+    """What must be equal on all hosts, as name and value: each must know that it waits."""
+    return "debug-rank", "none" if arguments.debug_rank is None else str(arguments.debug_rank)
+
+
+def debugged(world: World, arguments: argparse.Namespace) -> World:
+    """The world that another launcher has started; its rank waits here where a debugger was asked for on it."""
+    if arguments.debug_rank is None:
+        return world
+    return take_part_in_debugging(world, arguments.debug_rank, arguments.debug_port)

@@ -10,7 +10,12 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
+from lockstep.cli.debug_options import (
+    add_debug_arguments,
+    debug_setting,
+    debugged,
+    with_debug_arguments,
+)
 from lockstep.cli.host_options import (
     add_host_arguments,
     add_rendezvous_argument,
@@ -90,9 +95,8 @@ def main(arguments: argparse.Namespace) -> int:
     target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
     world = take_rendezvous(arguments, World.from_environment())
     if world.launcher != "python":
-        refuse_debugger(arguments, world.launcher)
         refuse_hosts(arguments, world.launcher)
-        return _join(target, world, has_place=bool(arguments.rendezvous), profile=arguments.profile)
+        return _join(target, world, arguments)
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
         threads=arguments.threads,
@@ -104,13 +108,12 @@ def main(arguments: argparse.Namespace) -> int:
         restart_world=arguments.restart_world,
         profile=arguments.profile,
     )
-    options = with_debug_arguments(options, arguments)
     hosts = host_options(arguments)
     if hosts is None:
-        return supervise(target, options)
-    settings = common_settings(options.devices.kind, _of_script(target, options))
+        return supervise(target, with_debug_arguments(options, arguments))
+    settings = common_settings(options.devices.kind, [*_of_script(target, options), debug_setting(arguments)])
     with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
-        return supervise(target, options, joined)
+        return supervise(target, with_debug_arguments(options, arguments, joined.place), joined)
 
 
 def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, str]]:
@@ -125,13 +128,14 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
     ]
 
 
-def _join(target: ScriptTarget, world: World, *, has_place: bool, profile: str) -> int:
+def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> int:
     """Runs the script in this process, which torchrun, SLURM or MPI has made a rank already."""
     tie_to_launcher(world)
     arm_future_children()
-    if profile:
-        os.environ[PROFILE] = profile
-    if has_place:
+    world = debugged(world, arguments)
+    if arguments.profile:
+        os.environ[PROFILE] = arguments.profile
+    if arguments.rendezvous:
         from lockstep.rendezvous import answer_env
 
         answer_env(world)

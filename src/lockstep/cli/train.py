@@ -9,7 +9,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from lockstep.cli.debug_options import add_debug_arguments, refuse_debugger, with_debug_arguments
+from lockstep.cli.debug_options import (
+    add_debug_arguments,
+    debug_setting,
+    debugged,
+    with_debug_arguments,
+)
 from lockstep.cli.host_options import (
     add_host_arguments,
     add_rendezvous_argument,
@@ -29,6 +34,7 @@ from lockstep.job.config_rules import machine_problems
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
 from lockstep.launch.hosts import Joined, join_hosts
+from lockstep.launch.parent_death import tie_to_launcher
 from lockstep.mesh import Mesh
 from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
 from lockstep.timeline import file
@@ -94,13 +100,13 @@ def main(arguments: argparse.Namespace) -> int:
     config = load_job(arguments.job, overrides(arguments))
     world, command = take_rendezvous(arguments, World.from_environment()), ["lockstep", *sys.argv[1:]]
     if world.launcher != "python" and not arguments.dry_run:
-        refuse_debugger(arguments, world.launcher)
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
         _refuse(machine_problems(config, count))
         from lockstep.cli.joined_rank import join
 
-        join(config, world, ENTRY, command, arguments.profile)
+        tie_to_launcher(world)
+        join(config, debugged(world, arguments), ENTRY, command, arguments.profile)
         return EXIT_DONE
     devices = resolve_devices(config, hosts=arguments.nnodes or 1)
     config = with_devices_of_process(config, devices)
@@ -178,17 +184,18 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
         restart_world=config.run.restart_world,
         fits=lambda ranks: not machine_problems(config, ranks * devices.per_rank, devices.kind),
     )
-    options = with_debug_arguments(options, arguments)
     hosts = host_options(arguments)
     if hosts is None:
+        options = with_debug_arguments(options, arguments)
         return _start(choose_run_folder(config), options, command, arguments.profile)
 
     def decide(world_size: int) -> str:
         _refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
         return choose_run_folder(config).to_json()
 
-    settings = common_settings(devices.kind, _of_job(config))
+    settings = common_settings(devices.kind, [*_of_job(config), debug_setting(arguments)])
     with join_hosts(hosts, ranks=devices.count, settings=settings, decide=decide) as joined:
+        options = with_debug_arguments(options, arguments, joined.place)
         return _start(JobConfig.from_json(joined.shared), options, command, arguments.profile, joined)
 
 

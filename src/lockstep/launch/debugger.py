@@ -19,7 +19,8 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.launch.options import LaunchOptions
-from lockstep.world import World
+from lockstep.launch.place import Place
+from lockstep.world import DEBUG_RANK, World
 
 DEFAULT_PORT = 5678
 """The one that debuggers offer first."""
@@ -27,15 +28,26 @@ _HOST = "127.0.0.1"
 _MOST_PORT = 65535
 
 
-def with_debugger(options: LaunchOptions, rank: int, port: int = DEFAULT_PORT) -> LaunchOptions:
+def with_debugger(
+    options: LaunchOptions, rank: int, port: int = DEFAULT_PORT, place: Place | None = None
+) -> LaunchOptions:
     """The options of a run in which ``rank`` waits for a debugger, no rank is hurried, and nothing starts again.
 
+    Args:
+        options: of this host.
+        rank: of all hosts' ranks.
+        port: on loopback of the host that has the rank.
+        place: of this host among several.
+
     Raises:
-        ConfigError: there is no such rank, debugpy is not installed, or the port cannot be had.
+        ConfigError: there is no such rank; or it is on this host, and debugpy is not installed or the port is taken.
     """
-    check_rank_and_port(rank, options.devices.count, port)
-    require_debugpy()
-    _require_free(port)
+    count = options.devices.count
+    check_rank_and_port(rank, count if place is None else place.world_size, port)
+    first = 0 if place is None else place.first_rank
+    if first <= rank < first + count:
+        require_debugpy()
+        _require_free(port)
     return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0, restarts=0)
 
 
@@ -60,6 +72,28 @@ def check_rank_and_port(rank: int, ranks: int, port: int) -> None:
         raise ConfigError(
             f"The port {port} was asked for; ports are numbers from 1 to {_MOST_PORT}, or 0 for any free one."
         )
+
+
+def take_part_in_debugging(world: World, rank: int, port: int) -> World:
+    """The same for a world that another launcher has started. Every rank must call this, before the process group.
+
+    Args:
+        world: who this process is.
+        rank: the one that waits here until a debugger has attached; the others wait for it without a limit.
+        port: on loopback of that rank's host.
+
+    Raises:
+        ConfigError: there is no such rank; or it is this one, and debugpy is not installed or the port is taken.
+    """
+    check_rank_and_port(rank, world.world_size, port)
+    os.environ[DEBUG_RANK] = str(rank)
+    world = dataclasses.replace(world, is_debugged=True)
+    importlib.import_module("torch.distributed")
+    lift_default_limit(world)
+    if world.rank == rank:
+        require_debugpy()
+        wait_for_debugger(rank, port)
+    return world
 
 
 def wait_for_debugger(rank: int, port: int) -> None:

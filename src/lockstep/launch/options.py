@@ -11,7 +11,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError, nearest
 from lockstep.launch.devices import Devices
 from lockstep.launch.place import LOOPBACK, Place
-from lockstep.world import PROFILE
+from lockstep.world import DEBUG_RANK, PROFILE
 
 RESTART_WORLDS = ("same", "left")
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
@@ -109,7 +109,7 @@ def world_environment(
     )
     environment[PROFILE] = options.profile
     if options.debug_rank is not None:
-        environment.update(LOCKSTEP_DEBUG_RANK=str(options.debug_rank))
+        environment.update(**{DEBUG_RANK: str(options.debug_rank)})
     return environment
 
 
