@@ -76,8 +76,8 @@ SECTIONS = {
             "P11",
             "a rank is slower than the others",
             "a warning that names it",
-            open="under strategies that exchange within the forward pass or the optimizer's step (fsdp, tensor, pipeline, "
-            "parameter_server) the time that a rank waits cannot be told from its work",
+            open="under strategies that exchange within the forward pass or the optimizer's step (fsdp, tensor, "
+            "pipeline, parameter_server) the time that a rank waits cannot be told from its work",
         ),
         Row(
             "P12",
