@@ -14,6 +14,7 @@ from lockstep.job.history import one_recipe, read_starts
 from lockstep.job.record import record
 from lockstep.job.run_folder import run_folder
 from lockstep.levels import Level
+from lockstep.run.unused_options import mention_unused_options
 from lockstep.timeline.window import Window
 from lockstep.trainer import Outcome
 from lockstep.world import World
@@ -39,6 +40,8 @@ def main(payload: Any) -> None:
         level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
     trainer = assemble(config, world, profile=payload.get("profile", ""))
+    if world.is_main:
+        mention_unused_options(trainer.run.options)
     record(trainer, config, run_folder(config))
     starts = read_starts(run_folder(config)) if world.is_main else []
     outcome = trainer.fit()

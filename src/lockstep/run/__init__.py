@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.run.handle import Run
 from lockstep.run.options import RunOptions
+from lockstep.run.unused_options import mention_unused_options
 
 __all__ = ["Run", "RunOptions", "init"]
 
@@ -22,4 +23,7 @@ def init(*, global_batch: int, micro_batches: int = 8, seed: int = 0, **options:
     Raises:
         ConfigError: an option is not known or does not fit the others.
     """
-    return Run(RunOptions.of(global_batch=global_batch, micro_batches=micro_batches, seed=seed, **options))
+    run = Run(RunOptions.of(global_batch=global_batch, micro_batches=micro_batches, seed=seed, **options))
+    if run.is_main:
+        mention_unused_options(run.options)
+    return run
