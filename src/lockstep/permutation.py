@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
+_BY_30, _BY_27, _BY_31 = np.uint64(30), np.uint64(27), np.uint64(31)
+_TIMES = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 _TABLE_PAYS = 4
 """Where the domain has at most so many elements for each one that is wanted, all of it is computed at once."""
@@ -37,8 +39,8 @@ class Permutation:
             raise ValueError(f"a permutation needs at least one element, got {size}")
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        keys = [(key + (i + 1) * _GOLDEN) & _MASK for i in range(_ROUNDS)]
-        self._round_keys = mix(np.array(keys, dtype=np.uint64)[:, None])
+        keys = [_mix_int((key + (i + 1) * _GOLDEN) & _MASK) for i in range(_ROUNDS)]
+        self._round_keys = np.array(keys, dtype=np.uint64)[:, None]
 
     def __call__(self, positions: npt.ArrayLike) -> Indices:
         """The elements at ``positions`` (int, any shape, each in ``0 .. size-1``), as int64."""
@@ -93,9 +95,16 @@ class Permutation:
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014), of an array of one dimension or more."""
-    x = x ^ (x >> np.uint64(30))
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = x ^ (x >> _BY_30)
+    x *= _TIMES[0]
+    x ^= x >> _BY_27
+    x *= _TIMES[1]
+    x ^= x >> _BY_31
     return x
+
+
+def _mix_int(x: int) -> int:
+    """The same of one number; NumPy would cost more for six."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)

@@ -163,16 +163,20 @@ class SamplePlan:
         """The plan of step ``position`` of ``epoch``; needs no other step to be known."""
         if not 0 <= position < self.steps_per_epoch:
             raise IndexError(f"epoch {epoch} has steps 0 to {self.steps_per_epoch - 1}, not {position}")
-        first = position * self.shape.global_batch
-        last = min(first + self.shape.global_batch, self._used_samples)
-        order = self._order(epoch, first, last)
-        size = self.shape.micro_batch_size
-        return StepPlan(
-            epoch=epoch,
-            step=epoch * self.steps_per_epoch + position,
-            position=position,
-            indices=tuple(order[i : i + size] for i in range(0, len(order), size)),
-        )
+        return self.steps(epoch, position, position + 1)[0]
+
+    def steps(self, epoch: int, first: int, last: int) -> list[StepPlan]:
+        """The plans of steps ``first`` to ``last - 1``, which exist; many cost hardly more than one."""
+        batch, size, k = self.shape.global_batch, self.shape.micro_batch_size, self.shape.micro_batches
+        order = self._order(epoch, first * batch, min(last * batch, self._used_samples))
+        parts = tuple([order[i : i + size] for i in range(0, len(order), size)])
+        begun = epoch * self.steps_per_epoch
+        return [
+            StepPlan(
+                epoch=epoch, step=begun + n, position=n, indices=parts[(n - first) * k : (n - first + 1) * k]
+            )
+            for n in range(first, last)
+        ]
 
     def _order(self, epoch: int, first: int, last: int) -> Indices:
         positions = np.arange(first, last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ class Reading(Protocol):
 
     @property
     def at_a_time(self) -> int:
-        """How many micro-batches of a step one request should ask for."""
+        """How many micro-batches one request should ask for: some of a step, or those of as many steps as they fill."""
 
     @property
     def sound(self) -> bool:
@@ -50,20 +50,30 @@ class InlineReading:
 
     Args:
         reader: reads the micro-batches.
-        at_a_time: how many of them a step has here; they are read together.
+        per_step: how many of them a step has here.
+        steps: how many steps are read together, unless somebody writes into the set meanwhile.
         pin_memory: deliver tensors in page-locked memory.
     """
 
-    def __init__(self, reader: SampleReader, *, at_a_time: int = 1, pin_memory: bool = False) -> None:
+    def __init__(
+        self, reader: SampleReader, *, per_step: int = 1, steps: int = 1, pin_memory: bool = False
+    ) -> None:
         self._reader = reader
-        self.at_a_time = at_a_time
+        self._per_step, self.at_a_time = per_step, per_step * steps
         self._pin_memory = pin_memory
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields the collated samples of each micro-batch, in the order of the requests."""
         for request in requests:
-            found = self._reader.read_together(request.epoch, request.indices, request.sizes)
-            yield from (found.map(pinned) if self._pin_memory else found).apart()
+            parts = self._parts(request)
+            for number in range(request.micro_batches):
+                if number and number % self._per_step == 0 and not self._reader.unchanged:
+                    parts = self._parts(request)
+                yield parts[number]
+
+    def _parts(self, request: Request) -> Sequence[Any]:
+        found = self._reader.read_together(request.epoch, request.indices, request.sizes)
+        return (found.map(pinned) if self._pin_memory else found).apart()
 
     @property
     def sound(self) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import tee
+from itertools import islice, tee
 from typing import Any
 
 import numpy as np
 
 from lockstep.data.ahead import Begun
-from lockstep.data.alignment import aligned
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.inline import Request
 from lockstep.data.keyed import EVALUATION_EPOCH
@@ -25,6 +24,8 @@ from lockstep.permutation import Indices
 from lockstep.plan import SamplePlan, Share, StepPlan
 
 _ALL = Share()
+_Held = tuple[StepPlan, list[tuple[int, Indices]]]
+"""A step, and number and samples of each of a holder's micro-batches; a spare has the samples of micro-batch 0."""
 
 
 class StepLoader:
@@ -69,11 +70,12 @@ class StepLoader:
             collate=collate,
             ahead=prefetch * per_step,
             per_step=max(1, per_step),
+            rows=plan.shape.micro_batch_size,
             pin_memory=pin_memory,
             timeout=timeout,
             clock=clock,
         )
-        self._begun: Begun[tuple[int, int], tuple[Iterator[StepPlan], Iterator[Any]]] = Begun(self._reading)
+        self._begun: Begun[tuple[int, int], tuple[Iterator[_Held], Iterator[Any]]] = Begun(self._reading)
 
     def batches(
         self, epoch: int, first: int = 0, at_end: Callable[[], None] | None = None
@@ -91,10 +93,10 @@ class StepLoader:
             yield from (Batch(step, ()) for step in planned_steps(self._plan, epoch, first))
             return  # and start no workers
         steps, results = self._begun.take((epoch, first)) or self._open(epoch, first)
-        for step in steps:
-            held = _parts(step, self._share)
-            parts = tuple([MicroBatch(k, indices, aligned(next(results))) for k, indices in held])
-            if at_end is not None and step.position == self._plan.steps_per_epoch - 1:
+        last = self._plan.steps_per_epoch - 1
+        for step, held in steps:
+            parts = tuple([MicroBatch(k, indices, next(results)) for k, indices in held])
+            if at_end is not None and step.position == last:
                 at_end()
             yield Batch(step, parts)
 
@@ -103,9 +105,9 @@ class StepLoader:
         if self._share.holder is not None:
             self._begun.keep((epoch, first), lambda: self._open(epoch, first))
 
-    def _open(self, epoch: int, first: int) -> tuple[Iterator[StepPlan], Iterator[Any]]:
-        ahead, steps = tee(planned_steps(self._plan, epoch, first))
-        return steps, self._reading.read(_requests(ahead, self._share, self._reading.at_a_time))
+    def _open(self, epoch: int, first: int) -> tuple[Iterator[_Held], Iterator[Any]]:
+        ahead, steps = tee(_held(planned_steps(self._plan, epoch, first), self._share))
+        return steps, self._reading.read(_requests(ahead, self._reading.at_a_time))
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""
@@ -173,7 +175,7 @@ class EvaluationLoader:
             return  # and start no workers
         results = self._begun.take(None) or self._open()
         for part in self._parts():
-            yield MicroBatch(part.k, part.indices, aligned(next(results)))
+            yield MicroBatch(part.k, part.indices, next(results))
 
     def begin(self) -> None:
         """Lets the workers, which must be free, read the first micro-batches before they are asked for."""
@@ -207,20 +209,26 @@ class _Slice:
         return np.arange(first, min(first + self.size, self.samples), dtype=np.int64)
 
 
-def _requests(steps: Iterator[StepPlan], share: Share, at_a_time: int) -> Iterator[Request]:
-    """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
+def _held(steps: Iterator[StepPlan], share: Share) -> Iterator[_Held]:
+    numbers, of = share.of(0), 0
     for step in steps:
-        held = [indices for _, indices in _parts(step, share)]
-        for first in range(0, len(held), at_a_time):
-            some = held[first : first + at_a_time]
+        if step.leaves != of:
+            of = step.leaves
+            numbers = share.of(of)
+        yield step, [(k, step.indices[k if k < of else 0]) for k in numbers]
+
+
+def _requests(steps: Iterator[_Held], at_a_time: int) -> Iterator[Request]:
+    """The micro-batches of one holder, in order. Knows no loader, so a forgotten loader is freed at once."""
+    for step, held in steps:
+        parts = [indices for _, indices in held]
+        room = max(0, at_a_time // max(1, len(held)) - 1)
+        for _, further in islice(steps, room):
+            parts += [indices for _, indices in further]
+        for first in range(0, len(parts), at_a_time):
+            some = parts[first : first + at_a_time]
             indices = some[0] if len(some) == 1 else np.concatenate(some)
             yield Request(step.epoch, indices, tuple(map(len, some)))
-
-
-def _parts(step: StepPlan, share: Share) -> list[tuple[int, Indices]]:
-    """Number and samples of each of a holder's micro-batches; a spare has those of micro-batch 0."""
-    leaves = step.leaves
-    return [(k, step.indices[k if k < leaves else 0]) for k in share.of(leaves)]
 
 
 def _size(dataset: Any) -> int:

@@ -10,6 +10,9 @@ from lockstep.data.reader import Collate, SampleReader
 from lockstep.data.workers import WorkerReading
 from lockstep.errors import ConfigError
 
+_READ_AHEAD = 1 << 19
+"""Bytes of small steps that are taken from memory at once; what is read fits into a core's cache."""
+
 
 def open_reading(
     dataset: Any,
@@ -19,6 +22,7 @@ def open_reading(
     collate: Collate | None = None,
     ahead: int = 2,
     per_step: int = 1,
+    rows: int = 1,
     pin_memory: bool = False,
     timeout: float = 120.0,
     clock: ReadClock | None = None,
@@ -34,6 +38,7 @@ def open_reading(
             least.
         pin_memory: deliver tensors in page-locked memory.
         per_step: micro-batches of a step that this process reads; see ``Reading.at_a_time``.
+        rows: samples of a micro-batch.
         timeout: seconds to wait for one micro-batch of a worker.
         clock: notes when each micro-batch is read.
     """
@@ -41,7 +46,9 @@ def open_reading(
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
     reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
     if workers == 0 or reader.in_memory:
-        return InlineReading(reader, at_a_time=per_step, pin_memory=pin_memory)
+        return InlineReading(
+            reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
+        )
     at_a_time = -(-per_step // workers)  # a step is shared by all workers, and each answers once
     return WorkerReading(
         SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
@@ -51,3 +58,8 @@ def open_reading(
         pin_memory=pin_memory,
         timeout=timeout,
     )
+
+
+def _steps(reader: SampleReader, rows: int) -> int:
+    """How many steps of so many rows are read at once, where the set is in memory and that is known to cost less."""
+    return max(1, _READ_AHEAD // (reader.row_bytes * rows)) if reader.row_bytes else 1

@@ -77,6 +77,7 @@ class SampleReader:
         self._collate = None if collate is default_collate else collate
         self._keep, self._clock = keep_generators, clock
         self._stand_alone = False
+        self._seen: list[tuple[torch.Tensor, int]] = []
         self._read = self._choose()
 
     @property
@@ -84,6 +85,24 @@ class SampleReader:
         """Whether reading is so cheap that worker processes would only slow it down."""
         return self._read == self._read_tensors or (
             self._read == self._read_whole and bool(getattr(self._dataset, "in_memory", False))
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known."""
+        if self._read != self._read_tensors or not self._stand_alone or self._clock is not None:
+            return 0
+        return sum(tensor[:1].nbytes for tensor in plain_tensors(self._dataset) or ())
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the tensors that were read last are still the set's, and nobody has written into them."""
+        if not self._seen:
+            return True
+        tensors = plain_tensors(self._dataset) or ()
+        return len(tensors) == len(self._seen) and all(
+            tensor is seen and tensor._version == version
+            for tensor, (seen, version) in zip(tensors, self._seen, strict=True)
         )
 
     def read(self, epoch: int, indices: Indices) -> Any:
@@ -112,7 +131,7 @@ class SampleReader:
     def _choose(self) -> Callable[[SampleKeys], Any]:
         tensors = plain_tensors(self._dataset) if self._collate is None else None
         if tensors is not None:
-            self._stand_alone = all(tensor.layout is torch.strided for tensor in tensors)
+            self._stand_alone = all(_is_ordinary(tensor) for tensor in tensors)
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
             self._stand_alone = rows_alone(self._dataset)
@@ -129,6 +148,7 @@ class SampleReader:
         if tensors is None:  # its owner has given it a transform since
             self._read = self._choose()
             return self._read(keys)
+        self._seen = [(tensor, tensor._version) for tensor in tensors] if self._stand_alone else []
         rows = torch.from_numpy(self._rows(keys))
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
 
@@ -201,3 +221,8 @@ def _numbers(keys: SampleKeys) -> str:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether rows can be cut apart without a copy, and writing into the tensor is counted."""
+    return tensor.layout is torch.strided and not tensor.is_inference()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.alignment import aligned
 from lockstep.data.pinning import pinned
 
 
@@ -37,7 +38,10 @@ class Together:
         return self.map(pinned)
 
     def apart(self) -> Sequence[Any]:
-        """The data of each micro-batch, views of the same memory where they were read as one."""
+        """The data of each micro-batch, aligned; views of the same memory where they were read as one."""
+        return [aligned(part) for part in self._parts()]
+
+    def _parts(self) -> Sequence[Any]:
         return self.data if self.sizes is None else split_rows(self.data, self.sizes)
 
 

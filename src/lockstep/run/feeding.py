@@ -34,6 +34,7 @@ class Feeder:
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
         self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
+        self._plans: dict[_Key, SamplePlan] = {}
         self._training: dict[_Key, StepLoader] = {}
         self._evaluation: dict[_Key, EvaluationLoader] = {}
         self._lately: set[_Key] = set()
@@ -61,14 +62,17 @@ class Feeder:
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
         source = self.source(data)
-        return SamplePlan(
-            samples=len(source.dataset),
-            shape=self._options.shape,
-            seed=self._options.seed,
-            shuffle=shuffle if source.shuffle is None else source.shuffle,
-            drop_last=drop_last or bool(source.drop_last),
-            smallest_micro_batch=smallest,
-        )
+        key = (id(data), len(source.dataset), shuffle, drop_last, smallest)
+        if key not in self._plans:
+            self._plans[key] = SamplePlan(
+                samples=len(source.dataset),
+                shape=self._options.shape,
+                seed=self._options.seed,
+                shuffle=shuffle if source.shuffle is None else source.shuffle,
+                drop_last=drop_last or bool(source.drop_last),
+                smallest_micro_batch=smallest,
+            )
+        return self._plans[key]
 
     def training(
         self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
@@ -150,6 +154,7 @@ class Feeder:
         for loaders in (self._training, self._evaluation):
             for key in [key for key in loaders if key[0] == data]:
                 loaders.pop(key).close()
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
 
     def _clock(self, name: str, workers: int) -> ReadClock | None:
         if self.clocks is None:
