@@ -233,9 +233,11 @@ def hold(world):
         "optimized": sum(len(group["params"]) for group in own.param_groups),
         "elsewhere": sum(parameter.is_meta for parameter in original.parameters()),
         "state": {name: tensor.clone() for name, tensor in run.strategy.state()},
-        "output": model(rows().tensors[0][:3]),
+        "output": model(rows().tensors[0][:3]).detach(),
         "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),
     }
+    with pytest.raises(ConfigError, match=r"in none of them\. Call run\.backward\(batch, loss_fn\)"):
+        model(rows().tensors[0][:3]).sum().backward()
     whole = torch.arange(1200.0).view(300, 4)
     part = run.strategy.part("0.weight", whole)
     given = run.strategy.whole("0.weight", part, torch.float32)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from lockstep.strategies.pipeline.channel import Channel
+from lockstep.strategies.pipeline.no_backward import refusing_backward
 from lockstep.strategies.pipeline.stage import Passes
 
 
@@ -46,7 +47,7 @@ class PlacedPipeline(nn.Module):
         self._passes, self._answers, self._whole = passes, answers, whole
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the whole model, without a graph. Collective over the ranks of the pipeline."""
+        """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
         with self._whole(), torch.no_grad():
@@ -63,4 +64,4 @@ class PlacedPipeline(nn.Module):
             each.neighbours.flush()
         for channel in channels:
             channel.flush()
-        return output
+        return refusing_backward(output)
