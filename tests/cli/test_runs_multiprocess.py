@@ -10,6 +10,8 @@ import pytest
 from tests.launch.command import Command, wait_until
 
 from lockstep.cli import main
+from lockstep.doctor.finding import Grade
+from lockstep.doctor.host import look_at_host
 from lockstep.launch.run_directory import run_directory
 from lockstep.launch.runs import choose_run, find_runs, write_note
 
@@ -87,7 +89,7 @@ def test_stop_now_ends_every_process_of_the_run_and_no_other(command):
 
 
 @pytest.mark.fault("M2")
-def test_clean_ends_what_a_killed_command_left_behind(command, capsys):
+def test_clean_ends_what_a_killed_command_left_behind_and_doctor_names_it(command, capsys):
     """A process that outlived its launcher: it carries the run's id, and nobody holds the directory's lock."""
     (command.folder / "runtime").mkdir()
     with run_directory(command.folder / "runtime") as directory:
@@ -100,6 +102,10 @@ def test_clean_ends_what_a_killed_command_left_behind(command, capsys):
         run = choose_run("20260101-000000-abcdef")
         wait_until(lambda: [p.pid for p in run.processes()] == [orphan.pid], 10, "the process to show")
         assert not run.is_supervised
+        (said,) = [each for each in look_at_host({}) if "20260101-000000-abcdef" in each.found]
+        assert (said.grade, said.subject) == (Grade.WARNING, "left over")
+        assert str(orphan.pid) in said.found
+        assert said.advice.endswith("lockstep clean.")
         assert main(["clean", "--dry-run"]) == 0
         assert orphan.poll() is None
         assert main(["clean"]) == 0

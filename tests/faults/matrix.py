@@ -147,6 +147,8 @@ SECTIONS = {
             "C3",
             "ranks give different types of number",
             "the models are compared before the first step, types too",
+            open="what a script of one's own gives to collectives that it calls itself is not looked at, and torch "
+            "mixes types silently",
         ),
         Row(
             "C4", "ranks sum in another order or by another operation", "replicas are compared every n steps"
@@ -197,6 +199,7 @@ SECTIONS = {
             "K2",
             "the disk is full",
             "what was there stays; a sentence with the place and the sizes; no temporary file stays",
+            open="the run ends then; there is no setting to go on without checkpoints",
         ),
         Row(
             "K3",

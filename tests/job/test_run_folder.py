@@ -98,6 +98,16 @@ def test_a_directory_that_is_a_file_is_a_config_error(job, tmp_path):
 
 
 @pytest.mark.fault("M8")
+@pytest.mark.parametrize("name", ["", "run.name=mine"])
+def test_a_place_where_nothing_can_be_made_is_a_config_error(job, name):
+    """The kernel refuses new folders there whoever asks, as on a disk that is mounted to be read only."""
+    with pytest.raises(
+        ConfigError, match=r"No run folder can be made in '/proc/runs': .+\. Set run.directory"
+    ):
+        choose_run_folder(job("run.directory=/proc/runs", *filter(None, [name])))
+
+
+@pytest.mark.fault("M8")
 def test_a_folder_in_use_is_refused_and_free_again_when_its_process_ended(tmp_path):
     code = (
         "import sys; from pathlib import Path; from lockstep.job.run_folder import locked\n"

@@ -104,7 +104,8 @@ def test_eight_runs_at_once_all_succeed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.fault("S3")
-def test_fifty_runs_at_once_all_succeed(tmp_path):
+@pytest.mark.parametrize("batch", range(4))
+def test_two_hundred_runs_fifty_at_once_all_succeed(tmp_path, batch):
     start_at_once(50, tmp_path)
 
 
@@ -128,7 +129,7 @@ def start_at_once(number, folder):
 def test_a_forgotten_destroy_never_turns_a_good_run_into_a_failure(command):
     script = command.folder / "plain.py"
     script.write_text(PLAIN)
-    assert [command.start(script).end() for _ in range(40)] == [(0, [])] * 40
+    assert [command.start(script).end() for _ in range(100)] == [(0, [])] * 100
 
 
 def test_a_script_under_torchrun_joins_its_world(tmp_path):
