@@ -65,8 +65,8 @@ class Permutation:
         One that began outside may never end; nobody asks for it.
         """
         ends = self._encrypt(np.arange(4**self._half_bits, dtype=np.int64), rounds)
-        while len(outside := np.nonzero(ends >= self.size)[0]) and outside[0] < self.size:
-            ends[outside] = ends[ends[outside]]
+        while len(outside := (ends >= self.size).nonzero()[0]) and outside[0] < self.size:
+            ends[outside] = ends.take(ends.take(outside))
         return ends
 
     def _encrypt(self, values: Indices, rounds: list[_Round]) -> Indices:

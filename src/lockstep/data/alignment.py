@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-_BYTES = 64
+ALIGNMENT = 64
+"""Bytes that the first element of a tensor is to be a multiple of."""
 
 
 def aligned(data: Any) -> Any:
     """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not."""
     if isinstance(data, Tensor):
-        return data.clone() if data.data_ptr() % _BYTES and data.device.type == "cpu" else data
+        return data.clone() if data.data_ptr() % ALIGNMENT and data.device.type == "cpu" else data
     if isinstance(data, dict):
         return {name: aligned(value) for name, value in data.items()}
     if isinstance(data, list):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.alignment import aligned
+from lockstep.data.alignment import ALIGNMENT, aligned
 from lockstep.data.pinning import pinned
 
 
@@ -39,10 +39,7 @@ class Together:
 
     def apart(self) -> Sequence[Any]:
         """The data of each micro-batch, aligned; views of the same memory where they were read as one."""
-        return [aligned(part) for part in self._parts()]
-
-    def _parts(self) -> Sequence[Any]:
-        return self.data if self.sizes is None else split_rows(self.data, self.sizes)
+        return aligned(self.data) if self.sizes is None else split_rows(self.data, self.sizes)
 
 
 def rows_alone(dataset: Any) -> bool:
@@ -54,13 +51,17 @@ def rows_alone(dataset: Any) -> bool:
 
 
 def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
-    """Data in tuples, lists and dicts of any depth, whose tensors are cut into so many rows each.
+    """Data in tuples, lists and dicts of any depth, whose tensors are cut into so many rows each, aligned.
 
     The parts of a tensor share memory and nothing else: one may be changed in place between another's forward and
     backward pass, which with ordinary views would be an error.
     """
     if isinstance(data, Tensor):
-        return (data,) if len(sizes) == 1 else torch.unsafe_split_with_sizes(data, sizes)
+        parts = torch.unsafe_split_with_sizes(data, sizes)
+        fit = data.data_ptr() % ALIGNMENT == 0 and not any(
+            size * data.stride(0) * data.itemsize % ALIGNMENT for size in set(sizes)
+        )
+        return parts if fit else aligned(parts)
     if isinstance(data, dict):
         values = [split_rows(value, sizes) for value in data.values()]
         return [dict(zip(data, part, strict=True)) for part in zip(*values, strict=True)]

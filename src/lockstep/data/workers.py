@@ -9,20 +9,18 @@ ends.
 from __future__ import annotations
 
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Sampler
 
+from lockstep.data.answering import Failure, InWorker, Reads
 from lockstep.data.inline import Request
 from lockstep.data.reader import SampleReader
-from lockstep.data.rooms import Answer, Room, Rooms
 from lockstep.data.together import Together
 from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatch
 from lockstep.errors import DataError, StallError
@@ -63,7 +61,7 @@ class WorkerReading:
         self._requests = _Requests()
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
-        self._reads = _Reads(reader)
+        self._reads = Reads(reader)
         self._rooms_each = 0 if pin_memory else ahead + _HELD_ROOMS  # page-locking copies anyway
         with _hints_silenced():
             self._loader: DataLoader[Any] = DataLoader(
@@ -102,9 +100,9 @@ class WorkerReading:
             except _FAILED as error:
                 raise self._explained(error) from error
             self._requests.waiting.popleft()
-            if isinstance(result, _Failure):
+            if isinstance(result, Failure):
                 self.close()
-                raise DataError(result.message) from _InWorker(result.trace)
+                raise DataError(result.message) from InWorker(result.trace)
             for data in (result if isinstance(result, Together) else self._reads.opened(result)).apart():
                 self._requests.check(turn)
                 yield data
@@ -162,59 +160,6 @@ class WorkerReading:
             worker.terminate()
         self.close()
         return found
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What a worker sends in place of samples: exceptions of any kind do not survive the way between
-    processes."""
-
-    message: str
-    trace: str
-
-
-class _InWorker(Exception):
-    """Carries the traceback of the worker, as text, into the traceback of the training process."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
-
-
-class _Reads(Dataset[Any]):
-    """What workers do with a request, and what the rank does with their answers."""
-
-    def __init__(self, reader: SampleReader) -> None:
-        self._reader = reader
-        self._rooms: Rooms | None = None
-        self.room: Room | None = None
-        """In a worker, while it reads: the memory that its tensors are going to be sent in."""
-
-    def __getitem__(self, request: Request) -> Together | Answer | _Failure:
-        worker = get_worker_info()
-        self.room = self._rooms.room(worker.id) if self._rooms is not None and worker is not None else None
-        try:
-            found = self._reader.read_together(request.epoch, request.indices, request.sizes)
-            return found if self.room is None else self.room.answer(found)
-        except DataError as error:
-            return _Failure(str(error), traceback.format_exc())
-        finally:
-            self.room = None
-
-    def open(self, workers: int, each: int) -> None:
-        """Makes rooms for workers that are about to be forked, where the process may."""
-        with suppress(OSError):
-            self._rooms = Rooms(workers, each) if each else None
-
-    def opened(self, answer: Answer) -> Together:
-        """An answer's micro-batches."""
-        assert self._rooms is not None
-        return self._rooms.open(answer)
-
-    def close(self) -> None:
-        """Lets go of the rooms. Tensors in them stay."""
-        if self._rooms is not None:
-            self._rooms.close()
-            self._rooms = None
 
 
 class _Requests(Sampler[Request]):
