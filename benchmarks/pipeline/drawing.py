@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 WIDTH, ROW, LEFT, TOP = 900, 26, 110, 34
-FORWARD, BACKWARD, THEORY = "#4c8bd6", "#e08a3c", "#777777"
+FORWARD, BACKWARD = "#4c8bd6", "#e08a3c"
 _BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
 """Pages may be dark, and the words are black."""
 COLOURS = {"gpipe": "#4c8bd6", "1f1b": "#3f9d5c", "interleaved": "#c2527a"}

@@ -19,7 +19,7 @@ def test_equal_values_in_memory_of_their_own_are_not_tied():
     assert model_state(model)[1] == {}
 
 
-def test_loading_keeps_ties_strides_and_bits(tied):
+def test_loading_keeps_ties_strides_and_bits():
     source = nn.Conv2d(3, 4, 3)
     source.weight.data[0, 0, 0, 0] = float("nan")
     target = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)

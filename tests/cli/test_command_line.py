@@ -1,5 +1,8 @@
 """``lockstep``: finds the command, and says a mistake in one sentence."""
 
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.cli import command_line
@@ -60,10 +63,7 @@ def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monke
         command("train")
 
 
-def test_only_the_module_of_the_command_is_imported(process):
-    import subprocess
-    import sys
-
+def test_only_the_module_of_the_command_is_imported():
     code = (
         "import sys; from lockstep.cli import main; main(['run', '--help']);"
         "assert 'lockstep.cli.train' not in sys.modules, 'train'; assert 'torch' not in sys.modules, 'torch'"

@@ -110,7 +110,7 @@ def test_a_script_that_fails_says_so(verified):
     assert "2 processes did not run" in result.stdout
 
 
-def test_mistakes_are_refused_in_a_sentence(command, tmp_path):
+def test_mistakes_are_refused_in_a_sentence(command):
     for arguments, said in (
         (("--script",), "--script needs a script"),
         (("--script", "nowhere.py"), "is not a file"),

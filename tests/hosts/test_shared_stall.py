@@ -75,7 +75,7 @@ def test_what_was_seen_ends_when_a_rank_goes_on(stall, heartbeat):
     assert stall.to_json() == []
 
 
-def test_what_was_seen_ends_with_its_time(stall, tmp_path):
+def test_what_was_seen_ends_with_its_time(stall):
     stall.weigh(Stall(StallVerdict(Kind.NETWORK), ()), lasts=0.0)
     stall.withdraw()
     stall.judge([other(sight(1, ASLEEP))], is_done=False)

@@ -1,6 +1,7 @@
 """Objects from import paths: found, checked against the signature, made; every failure names its part."""
 
 import pickle
+import sys
 
 import pytest
 
@@ -80,9 +81,7 @@ def test_a_module_that_fails_while_it_is_imported_is_told_apart(tmp_path):
     assert "needs the module 'surely_not_installed'" in refusal(part("own_needs:x"))
 
 
-def test_folders_of_a_job_are_searched_in_their_order(tmp_path):
-    import sys
-
+def test_folders_of_a_job_are_searched_in_their_order():
     importable_from(["/first", "/second", "/first"])
     assert sys.path[:2] == ["/first", "/second"]
 

@@ -62,7 +62,7 @@ def test_resume_auto_takes_the_latest_run_that_has_a_checkpoint(job, tmp_path):
     assert chosen.checkpoint.resume == "auto"
 
 
-def test_resume_auto_starts_anew_where_there_is_nothing_to_resume(job, tmp_path):
+def test_resume_auto_starts_anew_where_there_is_nothing_to_resume(job):
     chosen = choose_run_folder(job("checkpoint.resume=auto"))
     assert (chosen.run.name, chosen.checkpoint.resume) == ("work-001", "")
 

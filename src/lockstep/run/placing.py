@@ -65,14 +65,12 @@ def place(
     placed = strategy.place(model)
     for module in parts.modules:
         module.to(device)
-    for number, optimizer in enumerate(parts.optimizers):
-        _point(optimizer, members[number], names, strategy)
+    for optimizer, own in zip(parts.optimizers, members):
+        _point(optimizer, own, strategy)
     return Placed(placed, randomness, smallest, tensors, aliases, members)
 
 
-def _point(
-    optimizer: Optimizer, members: list[list[str]], names: dict[Tensor, str], strategy: Strategy
-) -> None:
+def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:
     """Gives each group of an optimizer what the strategy holds of its parameters."""
     held = strategy.trainable()
     for group, group_names in zip(optimizer.param_groups, members):

@@ -70,34 +70,34 @@ def sentence(alone: Row, many: Row, machine: Machine) -> str:
     if many.efficiency.median >= _GOOD or lost[cause] <= 0.0:
         return f"{share}: nothing here limits scaling. Try more devices."
     part = f"{1000 * lost[cause]:.2g} ms of each step of {1000 * many.step.median:.3g} ms"
-    return f"{share}: what limits it is {_SAID[cause](part, alone, many, machine)}"
+    return f"{share}: what limits it is {_SAID[cause](part, many, machine)}"
 
 
 _GOOD = 0.95
 
 
-def _data(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _data(part: str, many: Row, machine: Machine) -> str:
     return (
         f"waiting for data ({part}). Raise data.workers above {machine.workers} where cores are free, or read data "
         "that is decoded already."
     )
 
 
-def _communication(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _communication(part: str, many: Row, machine: Machine) -> str:
     return (
         f"communication that computing does not hide ({part}). Give each device more to compute between two exchanges "
         '(a larger global_batch), send fewer bytes (reduce = "bf16"), or use a faster link.'
     )
 
 
-def _optimizer(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _optimizer(part: str, many: Row, machine: Machine) -> str:
     return (
         f"the optimizer, which every device runs over all parameters ({part}). Raise global_batch, use a fused "
         'optimizer, or share the parameters out (strategy "fsdp").'
     )
 
 
-def _micro_batches(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _micro_batches(part: str, many: Row, machine: Machine) -> str:
     k, rounds = machine.micro_batches, -(-machine.micro_batches // many.devices)
     return (
         f"that {many.devices} devices do not divide micro_batches = {k}: some compute {rounds} while others wait "
@@ -106,7 +106,7 @@ def _micro_batches(part: str, alone: Row, many: Row, machine: Machine) -> str:
     )
 
 
-def _imbalance(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _imbalance(part: str, many: Row, machine: Machine) -> str:
     return (
         f"rank {many.slowest}, for which the others wait ({part}): it is busy for "
         f"{1000 * work(many.ranks[many.slowest]):.3g} ms of a step. See what else runs on its device, or whether its "
@@ -114,7 +114,7 @@ def _imbalance(part: str, alone: Row, many: Row, machine: Machine) -> str:
     )
 
 
-def _computing(part: str, alone: Row, many: Row, machine: Machine) -> str:
+def _computing(part: str, many: Row, machine: Machine) -> str:
     wanted = many.devices * (machine.threads + machine.workers)
     if wanted > machine.cores:
         return (
@@ -127,7 +127,7 @@ def _computing(part: str, alone: Row, many: Row, machine: Machine) -> str:
     )
 
 
-_SAID: dict[str, Callable[[str, Row, Row, Machine], str]] = {
+_SAID: dict[str, Callable[[str, Row, Machine], str]] = {
     "data": _data,
     "communication": _communication,
     "optimizer": _optimizer,

@@ -42,7 +42,7 @@ class Trainer:
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._samples, self._seconds = 0, 0.0
         self._first_step = run.position.step
-        self._saved_step = run.position.step if run.position.step else -1
+        self._saved_step = run.position.step or -1
         self._is_within_epoch = run.position.inside  # what follows the steps is not in that checkpoint
         self._means = EpochMeans(run.position.epoch)
         self.watcher: Watcher | None = None

@@ -93,9 +93,8 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
     found = _context(reference, other) or _start(reference, other)
     if found is not None and found.step < 0 and found.cause is Cause.START:
         return found
-    for number, (mine, theirs) in enumerate(zip(reference.steps, other.steps)):
-        before = (reference.steps[number - 1], other.steps[number - 1]) if number else None
-        step = _step(mine, theirs, before, reference, other, repeats)
+    for mine, theirs in zip(reference.steps, other.steps):
+        step = _step(mine, theirs, reference, other, repeats)
         if step is not None:
             if found is not None and step.cause in _EXPLAINED_BY_CONTEXT:
                 return replace(step, cause=found.cause, detail=found.detail)
@@ -132,7 +131,6 @@ def _start(reference: Trace, other: Trace) -> Diagnosis | None:
 def _step(
     mine: StepTrace,
     theirs: StepTrace,
-    before: tuple[StepTrace, StepTrace] | None,
     reference: Trace,
     other: Trace,
     repeats: bool | None,

@@ -58,7 +58,7 @@ def unscaled_accumulation(script: Script) -> Iterator[Hit]:
         return
     divided = {script.text(part) for part in divisors(script)}
     for call in script.method_calls("step"):
-        if not _is_optimizer(script, call):
+        if not _is_optimizer(call):
             continue
         for ancestor, _ in script.ancestors(call):
             if isinstance(ancestor, ast.For | ast.While | ast.FunctionDef):
@@ -93,7 +93,7 @@ def gradients_never_cleared(script: Script) -> Iterator[Hit]:
             ancestor for ancestor, _ in script.ancestors(call) if isinstance(ancestor, ast.For | ast.While)
         ]
         near = [b for b in backwards if any(script.holds(loop, b) for loop in loops)]
-        if makers and near and _is_optimizer(script, call):
+        if makers and near and _is_optimizer(call):
             yield Hit(
                 call,
                 "the gradients of all earlier steps stay in the sum.",
@@ -122,7 +122,7 @@ def _passes(script: Script, node: ast.AST, model: str) -> bool:
     return script.text(node.func) == model or any(script.text(item) == model for item in node.args)
 
 
-def _is_optimizer(script: Script, call: ast.Call) -> bool:
+def _is_optimizer(call: ast.Call) -> bool:
     name = last_name(receiver(call)).lower()
     scaler = "scaler" in name and bool(call.args)
     return scaler or (("optim" in name or name == "opt") and "sched" not in name)
