@@ -69,13 +69,13 @@ def test_a_room_is_used_again_when_its_last_tensor_has_gone():
     first, second = rooms.room(1), rooms.room(1)
     assert first is not None and second is not None and rooms.room(1) is None and rooms.room(0) is not None
     data = {"x": torch.arange(LARGE), "y": torch.arange(LARGE) * 2.0}
-    answer = first.answer(Together(data, (8, LARGE - 8)))
+    answer = first.answer(Together(data, (16, LARGE - 16)))
     del first, second
     received = rooms.open(answer)
     assert rooms.room(1) is not None, "the second room was not used"
     one, other = received.apart()
-    assert other["y"].tolist() == [2.0 * number for number in range(8, LARGE)]
-    assert one["x"].tolist() == list(range(8))
+    assert other["y"].tolist() == [2.0 * number for number in range(16, LARGE)]
+    assert one["x"].tolist() == list(range(16))
     kept = other["y"][5:6]
     del received, one, other
     others = rooms.room(1)

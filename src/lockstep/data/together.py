@@ -59,7 +59,7 @@ def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
     if isinstance(data, Tensor):
         parts = torch.unsafe_split_with_sizes(data, sizes)
         fit = data.data_ptr() % ALIGNMENT == 0 and not any(
-            size * data.stride(0) * data.itemsize % ALIGNMENT for size in set(sizes)
+            size * data.stride(0) * data.itemsize % ALIGNMENT for size in set(sizes[:-1])
         )
         return parts if fit else aligned(parts)
     if isinstance(data, dict):
