@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.planned import planned_steps
+from lockstep.data.planned import Planner, planned_steps
 from lockstep.errors import ConfigError
 from lockstep.plan import BatchShape, SamplePlan
 
@@ -53,3 +53,16 @@ def test_a_first_step_behind_the_end_gives_nothing():
     assert list(planned_steps(plan, 0, 2)) == []
     with pytest.raises(ConfigError):
         replace(plan, samples=0)
+
+
+@pytest.mark.parametrize("samples", [8, 900, 4096, 4097, 9000])
+def test_epochs_planned_with_others_are_the_plans_in_whatever_order_they_are_asked_for(samples):
+    plan = SamplePlan(samples=samples, shape=BatchShape(global_batch=8, micro_batches=2), seed=3)
+    planner, last = Planner(plan), plan.steps_per_epoch - 1
+    for epoch, first in ((0, 0), (1, last), (9, last // 2), (2, 0), (10, last), (0, last)):
+        steps = list(planner.steps(epoch, first))
+        assert [step.position for step in steps] == list(range(first, plan.steps_per_epoch))
+        for step in (steps[0], steps[-1]):
+            wanted = plan.step(epoch, step.position)
+            assert (step.epoch, step.step) == (wanted.epoch, wanted.step)
+            assert all(np.array_equal(a, b) for a, b in zip(step.indices, wanted.indices, strict=True))

@@ -15,7 +15,7 @@ from lockstep.data.inline import Request
 from lockstep.data.keyed import EVALUATION_EPOCH
 from lockstep.data.naming import look_through
 from lockstep.data.opening import open_reading
-from lockstep.data.planned import planned_steps
+from lockstep.data.planned import Planner
 from lockstep.data.read_clock import ReadClock
 from lockstep.data.reader import Collate
 from lockstep.data.skipping import SkipBroken
@@ -61,7 +61,7 @@ class StepLoader:
         _check_size(dataset, plan.samples)
         self.counts_skipped = isinstance(look_through(dataset)[0], SkipBroken)
         """Whether broken samples are skipped and counted, epoch by epoch."""
-        self._plan, self._share = plan, share
+        self._plan, self._share, self._planner = plan, share, Planner(plan)
         per_step = len(share.of(plan.shape.micro_batches))
         self._reading = open_reading(
             dataset,
@@ -90,7 +90,7 @@ class StepLoader:
             at_end: called when the last step has been read and is about to be given: the workers are free.
         """
         if self._share.holder is None:
-            yield from (Batch(step, ()) for step in planned_steps(self._plan, epoch, first))
+            yield from (Batch(step, ()) for step in self._planner.steps(epoch, first))
             return  # and start no workers
         steps, results = self._begun.take((epoch, first)) or self._open(epoch, first)
         last = self._plan.steps_per_epoch - 1
@@ -106,7 +106,7 @@ class StepLoader:
             self._begun.keep((epoch, first), lambda: self._open(epoch, first))
 
     def _open(self, epoch: int, first: int) -> tuple[Iterator[_Held], Iterator[Any]]:
-        ahead, steps = tee(_held(planned_steps(self._plan, epoch, first), self._share))
+        ahead, steps = tee(_held(self._planner.steps(epoch, first), self._share))
         return steps, self._reading.read(_requests(ahead, self._reading.at_a_time))
 
     def close(self) -> None:
