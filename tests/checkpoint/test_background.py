@@ -1,13 +1,12 @@
 """Checkpoints written on a thread while the state they were taken from goes on changing."""
 
-import resource
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
 import torch
+from tests.checkpoint.full_disk import largest_file
 
 from lockstep.checkpoint import (
     BackgroundWriter,
@@ -38,17 +37,6 @@ def slow_disk(monkeypatch):
     yield asked, go_on
     go_on.set()
     wait_for_unfinished()
-
-
-@contextmanager
-def small_files(size):
-    """Lets no file of this process grow beyond ``size`` bytes, as a full disk would not."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_what_is_written_is_the_state_at_the_save_and_not_a_later_one(tmp_path, state_of, shown, slow_disk):
@@ -103,7 +91,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_form
     background = BackgroundWriter()
     background.write(tmp_path, state_of(1), step=1)
     background.finish()
-    with small_files(1 << 10):
+    with largest_file(1 << 10):
         background.write(tmp_path, state_of(2, 5000), step=2)
         wait_for_unfinished()
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*make room") as failure:

@@ -1,24 +1,11 @@
-import resource
-from contextlib import contextmanager
-
 import pytest
 import safetensors.torch
 import torch
+from tests.checkpoint.full_disk import largest_file
 from torch import nn
 
 from lockstep.checkpoint import CheckpointState, export, model_state, read, read_newest, write
 from lockstep.errors import CheckpointError, ConfigError
-
-
-@contextmanager
-def largest_file(size):
-    """Lets no file of this process grow beyond ``size``: writing fails as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def contents(directory):

@@ -1,14 +1,13 @@
 """``lockstep train`` as it is used: real processes, one result, one short report of what went wrong."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.printed import fingerprint_of
 
-FINGERPRINT = re.compile(r"^fingerprint\s+([0-9a-f]{16,})$", re.MULTILINE)
 SHORT = ("--epochs", "1", "--set", "log.tensorboard=false", "--set", "checkpoint.every_epochs=0")
 
 OWN_MODEL = """
@@ -27,11 +26,6 @@ def net(width=3):
 """
 
 
-def fingerprint(result):
-    assert result.returncode == 0, result.stderr
-    return FINGERPRINT.search(result.stdout).group(1)
-
-
 @pytest.fixture
 def own_job(tmp_path):
     from lockstep.job.config_file import BUILT_IN_JOBS
@@ -47,7 +41,7 @@ def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one
     on_three = process("train", "digits", *SHORT, "--devices", "cpu:3")
     on_one = process("train", "digits", *SHORT, "--devices", "cpu:1")
     alone = process("train", "digits", *SHORT, "--devices", "cpu:1", "--strategy", "single")
-    assert fingerprint(on_three) == fingerprint(on_one) == fingerprint(alone)
+    assert fingerprint_of(on_three) == fingerprint_of(on_one) == fingerprint_of(alone)
     assert "prove it" in on_three.stdout
 
 
@@ -58,13 +52,13 @@ def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint
         [*torchrun, "-m", "lockstep", "train", "digits", *SHORT],
         capture_output=True, text=True, cwd=tmp_path, env=environment,
     )  # fmt: skip
-    assert fingerprint(joined) == fingerprint(process("train", "digits", *SHORT, "--devices", "cpu:1"))
+    assert fingerprint_of(joined) == fingerprint_of(process("train", "digits", *SHORT, "--devices", "cpu:1"))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "digits-002"]
 
 
 def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):
     result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
-    assert fingerprint(result)
+    assert fingerprint_of(result)
 
 
 @pytest.mark.fault("M11")

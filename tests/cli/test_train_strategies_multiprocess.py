@@ -1,10 +1,8 @@
 """``lockstep train --strategy ...``: every strategy ends in the fingerprint of one device, from the command line."""
 
-import re
-
 import pytest
+from tests.printed import fingerprint_of
 
-FINGERPRINT = re.compile(r"^fingerprint\s+([0-9a-f]{64})$", re.MULTILINE)
 SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
 LAYOUTS = [
     ("dp", "cpu:3"),
@@ -16,11 +14,6 @@ LAYOUTS = [
 ]
 
 
-def fingerprint(result):
-    assert result.returncode == 0, result.stderr
-    return FINGERPRINT.search(result.stdout).group(1)
-
-
 @pytest.fixture(scope="module")
 def expected():
     return {}
@@ -29,12 +22,12 @@ def expected():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join([layout[0], *layout[3:]]))
 def test_a_strategy_ends_in_the_fingerprint_of_one_device(layout, process, expected):
     if not expected:
-        expected["alone"] = fingerprint(
+        expected["alone"] = fingerprint_of(
             process("train", "digits", *SHORT, "--strategy", "single", "--devices", "1")
         )
     strategy, devices, *more = layout
     found = process("train", "digits", *SHORT, "--strategy", strategy, "--devices", devices, *more)
-    assert fingerprint(found) == expected["alone"]
+    assert fingerprint_of(found) == expected["alone"]
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused_before_anything_starts(process):

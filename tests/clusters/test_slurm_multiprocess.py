@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.clusters import slurm
+from tests.printed import fingerprint
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -20,11 +21,6 @@ def cluster():
     with slurm.Cluster() as one:
         one.environment["PATH"] = f"{LOCKSTEP.parent}:{one.environment['PATH']}"
         yield one
-
-
-def fingerprint(text):
-    (line,) = [line for line in text.splitlines() if line.startswith("fingerprint")]
-    return line.split()[1]
 
 
 def submit(cluster, folder):

@@ -1,12 +1,12 @@
 """The formats and policies as a job file names them: import paths and nested tables."""
 
 import os
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from tests.printed import fingerprint_of
 
 from lockstep.job.component import Component
 from lockstep.job.instantiate import instantiate
@@ -82,6 +82,5 @@ def test_a_job_with_policies_ends_in_the_same_fingerprint_on_one_and_on_three_de
             text=True,
             timeout=120,
         )
-        assert finished.returncode == 0, finished.stderr
-        found.add(re.search(r"^fingerprint +([0-9a-f]{64})$", finished.stdout, re.MULTILINE)[1])
+        found.add(fingerprint_of(finished))
     assert len(found) == 1

@@ -6,9 +6,9 @@ import secrets
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from tests.launch.command import LOOP, Command
+from tests.printed import fingerprint
 
 LOCKSTEP = [sys.executable, "-c", "import sys; from lockstep.cli import main; sys.exit(main())"]
 LOOPBACK = "127.0.0.1"
@@ -121,15 +121,9 @@ def on_one_process(folder, **settings):
     host.begin_command(["train", *job(folder / "alone", **settings), "--devices", "cpu:1"])
     code, lines = host.end(120)
     assert code == 0, lines
-    return fingerprint(host)
+    return fingerprint(host.stdout)
 
 
 def said(lines):
     """The lines of the report, without what supervisors say on the way and torch of names that it cannot find."""
     return [line for line in lines if not line.startswith("lockstep: ") and "[c10d] The hostname" not in line]
-
-
-def fingerprint(host):
-    """The last fingerprint that a ``lockstep train`` has printed."""
-    lines = [line.split() for line in Path(host.folder / "stdout").read_text().splitlines()]
-    return next(words[1] for words in lines if words[:1] == ["fingerprint"])

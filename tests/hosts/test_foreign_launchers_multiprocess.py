@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.hosts.host import LOCKSTEP, LOOPBACK, Host, free_port, job, on_one_process
 from tests.launch.command import LOOP, wait_until
+from tests.printed import fingerprint
 
 MPIRUN = [
     "mpirun",
@@ -53,10 +54,6 @@ def call(words, folder, **environment):
     )
     assert done.returncode == 0, done.stderr
     return done
-
-
-def fingerprint(output):
-    return next(line.split()[1] for line in output.splitlines() if line.startswith("fingerprint"))
 
 
 @needs_mpi

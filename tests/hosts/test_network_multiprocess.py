@@ -4,15 +4,16 @@ import subprocess
 import time
 
 import pytest
-from tests.hosts.host import Hosts, fingerprint, job, on_one_process, said
+from tests.hosts.host import Hosts, job, on_one_process, said
 from tests.launch.command import wait_until
+from tests.printed import fingerprint
 
 
 def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_hosts, network, tmp_path, alone):
     before = network.bytes_sent()
     wired_hosts.start("train", *job(tmp_path), devices=("cpu:2", "cpu:1"))
     assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
-    assert fingerprint(wired_hosts[0]) == alone
+    assert fingerprint(wired_hosts[0].stdout) == alone
     sent = [now - then for now, then in zip(network.bytes_sent(), before, strict=True)]
     assert min(sent) > 1e6, "gradients go over the cable, not through memory that the two share"
     assert "fa with ranks 0-1, fb with rank 2; data over va" in wired_hosts[0].stderr
@@ -101,7 +102,7 @@ def test_a_lost_host_is_left_out_and_the_run_ends_in_the_same_fingerprint(wired_
     assert wired_hosts[0].end(120)[0] == 0, wired_hosts[0].stderr
     assert wired_hosts[1].end()[0] == 4
     assert "Restart 1 of 3" in wired_hosts[0].stderr
-    assert fingerprint(wired_hosts[0]) == on_one_process(tmp_path, epochs=8)
+    assert fingerprint(wired_hosts[0].stdout) == on_one_process(tmp_path, epochs=8)
     wired_hosts.wait_until_nothing_runs()
 
 
@@ -113,7 +114,7 @@ def test_a_slow_cable_that_loses_packets_changes_no_bit_and_is_named(network, tm
         try:
             hosts.start("train", *job(tmp_path, epochs=5))
             assert [code for code, _ in hosts.end(150)] == [0, 0], hosts[0].stderr
-            assert fingerprint(hosts[0]) == on_one_process(tmp_path, epochs=5)
+            assert fingerprint(hosts[0].stdout) == on_one_process(tmp_path, epochs=5)
             assert "data over wire" in hosts[1].stderr
             assert "lockstep: the exchange between the hosts limits this run" in hosts[0].stderr
         finally:

@@ -4,8 +4,9 @@ import os
 import signal
 
 import pytest
-from tests.hosts.host import Hosts, fingerprint, job, on_one_process, said
+from tests.hosts.host import Hosts, job, on_one_process, said
 from tests.launch.command import wait_until
+from tests.printed import fingerprint
 
 from lockstep.launch.heartbeat import read_beat
 
@@ -144,7 +145,7 @@ def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(tw
     for host, (code, lines) in zip(two_hosts.hosts, two_hosts.end(120), strict=True):
         assert code == 0, lines
         assert "Restart 1 of 3: the same 1 rank goes on from the last checkpoint." in host.stderr
-    assert fingerprint(two_hosts[0]) == on_one_process(tmp_path, epochs=8)
+    assert fingerprint(two_hosts[0].stdout) == on_one_process(tmp_path, epochs=8)
     two_hosts.wait_until_nothing_runs()
 
 
@@ -158,7 +159,7 @@ def test_of_three_hosts_the_two_that_are_left_go_on_to_the_same_fingerprint(tmp_
         assert [code for code, _ in hosts.end(120)] == [0, -signal.SIGKILL, 0], hosts[2].stderr
         for node in (0, 2):
             assert "Restart 1 of 3" in hosts[node].stderr
-        assert fingerprint(hosts[0]) == on_one_process(tmp_path, epochs=8)
+        assert fingerprint(hosts[0].stdout) == on_one_process(tmp_path, epochs=8)
         hosts.wait_until_nothing_runs()
     finally:
         hosts.clean_up()

@@ -1,15 +1,16 @@
 import os
-import re
 import subprocess
 import sys
+import tarfile
 import types
 
 import numpy as np
 import pytest
 from PIL import Image
+from tests.printed import fingerprint_of
 from torch.utils.data import Subset
 
-from lockstep.data import Digits, ImageFolder, Mixed, RandomResizedCrop
+from lockstep.data import Digits, ImageFolder, Mixed, RandomResizedCrop, TarShards
 from lockstep.errors import ConfigError
 from lockstep.job.component import Component
 from lockstep.job.config import DataConfig
@@ -105,6 +106,19 @@ def test_other_sets_are_refused_by_name():
         keep_photos(Digits("train"), "data.train", config(True), handle()[0])
 
 
+def test_photos_in_shards_are_kept_and_shards_without_photos_are_refused(photos, tmp_path):
+    with tarfile.open(tmp_path / "one.tar", "w") as tar:
+        for number in range(4):
+            (tmp_path / f"{number}.cls").write_text("0")
+            tar.add(photos / "a" / f"{number}.jpg", f"{number}.jpg")
+            tar.add(tmp_path / f"{number}.cls", f"{number}.cls")
+    inner = TarShards(tmp_path / "one.tar", transform=RandomResizedCrop(16))
+    keep_photos(inner, "data.train", config(str(tmp_path / "kept")), handle()[0])
+    assert inner.cache.file.parent == tmp_path / "kept"
+    with pytest.raises(ConfigError, match="kept of a TarShards whose transform is None"):
+        keep_photos(TarShards(tmp_path / "one.tar"), "data.train", config(True), handle()[0])
+
+
 def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):
     with pytest.raises(Stopped):
         keep_photos(ImageFolder(photos), "data.train", config(str(tmp_path)), handle(StopReason.PREEMPTED)[0])
@@ -141,8 +155,7 @@ def test_a_job_ends_in_the_same_fingerprint_with_and_without_a_cache(photos, tmp
             text=True,
             timeout=120,
         )
-        assert finished.returncode == 0, finished.stderr
-        found.add(re.search(r"^fingerprint +([0-9a-f]{64})$", finished.stdout, re.MULTILINE)[1])
+        found.add(fingerprint_of(finished))
     assert len(found) == 1
     assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [
         ".lock",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -98,9 +97,3 @@ class Jobs:
 
     def checkpoints(self, run="job-001"):
         return sorted((self.folder / "runs" / run).glob("step-*"))
-
-
-def fingerprint(finished):
-    """The fingerprint that a run ended with."""
-    assert finished.returncode == 0, finished.stderr
-    return re.search(r"^fingerprint +([0-9a-f]{64})$", finished.stdout, re.MULTILINE)[1]

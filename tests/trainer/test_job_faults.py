@@ -4,13 +4,14 @@ import hashlib
 import shutil
 
 import pytest
-from tests.trainer.jobs import Jobs, fingerprint
+from tests.printed import fingerprint_of
+from tests.trainer.jobs import Jobs
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The fingerprint of the job that nothing happened to, on one process."""
-    return fingerprint(Jobs(tmp_path_factory.mktemp("undisturbed")).train("--devices", "cpu:1"))
+    return fingerprint_of(Jobs(tmp_path_factory.mktemp("undisturbed")).train("--devices", "cpu:1"))
 
 
 def digests(folder):
@@ -25,7 +26,7 @@ def digests(folder):
 def test_a_killed_run_goes_on_by_itself_with_the_processes_that_are_left(jobs, undisturbed):
     jobs.fault("kill", rank=1, call=31)
     done = jobs.train("--devices", "cpu:3", "--restart-world", "left")
-    assert fingerprint(done) == undisturbed
+    assert fingerprint_of(done) == undisturbed
     said = done.stderr.splitlines()
     killed = next(number for number, line in enumerate(said) if line.startswith("rank 1 killed by SIGKILL"))
     assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3 go on from the last checkpoint."
@@ -64,7 +65,7 @@ def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_bef
     weights.write_bytes(weights.read_bytes()[:-1])
     resumed = jobs.train("--devices", "cpu:3", "--resume", "auto")
     assert "passed over" in resumed.stderr and newest.name in resumed.stderr
-    assert fingerprint(resumed) == undisturbed
+    assert fingerprint_of(resumed) == undisturbed
 
 
 @pytest.mark.fault("K6", "S8")
