@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from lockstep.data.image_arrays import Finish
 from lockstep.data.image_transforms import ImageTransform
 from lockstep.data.images import decode_into
 from lockstep.data.keyed import SampleKeys
+from lockstep.data.photo_cache import PhotoCache, StoredPhotos, Tell, default_folder, open_cache
 from lockstep.data.reader import BrokenSample
 from lockstep.data.rooms import room_for_pictures
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.permutation import Indices
 
 Transform = ImageTransform | Callable[[Any], Any]
@@ -28,9 +29,10 @@ Transform = ImageTransform | Callable[[Any], Any]
 class EncodedPairs(Dataset[Any], ABC):
     """Base of the sets whose samples are pairs of an input and a target, kept apart in their store.
 
-    A subclass gives ``__len__``, ``_input(index)``, ``_target(index)`` and, where it can, ``labels``. With one of our
-    image transforms the input is the bytes of a picture and becomes uint8 of shape (3, size, size), which ``finish``
-    normalises on the device; any other transform gets what ``_input`` gives; without one that itself is the input.
+    A subclass gives ``__len__``, ``_input(index)``, ``_target(index)``, ``_stored()`` and, where it can, ``labels``.
+    With one of our image transforms the input is the bytes of a picture and becomes uint8 of shape (3, size, size),
+    which ``finish`` normalises on the device; any other transform gets what ``_input`` gives; without one that itself
+    is the input.
 
     Args:
         transform: see above.
@@ -41,6 +43,7 @@ class EncodedPairs(Dataset[Any], ABC):
         own = isinstance(transform, ImageTransform)
         self.finish: Finish | None = Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
         self.decodes_photos = own
+        self.cache: PhotoCache | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -59,6 +62,32 @@ class EncodedPairs(Dataset[Any], ABC):
     def get_batch(self) -> Callable[[Indices, SampleKeys], tuple[Tensor, Tensor]] | None:
         """Decodes a whole micro-batch of pictures; ``None`` where samples are read one by one."""
         return self._read_batch if isinstance(self.transform, ImageTransform) else None
+
+    def use_cache(
+        self, folder: str | Path | None = None, *, workers: int = 0, tell: Tell = lambda done, count: None
+    ) -> Self:
+        """Reads decoded pictures from a file from now on, and makes that file if it is not there; no bit changes.
+
+        See ``ImageFolder.use_cache``; the file is made anew when the content of a picture has changed. A picture that
+        lies outside of the set, whose row has its path alone, is not kept.
+
+        Raises:
+            ConfigError: the set has none of our image transforms, or the folder has no room or cannot be written to.
+        """
+        if not isinstance(self.transform, ImageTransform):
+            raise ConfigError(
+                f"Decoded photos are to be kept of a {type(self).__name__} whose transform is {self.transform!r}. Give "
+                "it a transform of lockstep.data, such as RandomResizedCrop, or leave the cache out."
+            )
+        place = default_folder() if folder is None else Path(folder).expanduser()
+        name, files, words = self._stored()
+        photos = StoredPhotos(name, len(self), files, words, self._picture)
+        self.cache = open_cache(photos, self.transform, place, workers=workers, tell=tell)
+        return self
+
+    @abstractmethod
+    def _stored(self) -> tuple[str, list[Path], list[str]]:
+        """A name for files, the files that hold the inputs, and which of their contents the inputs are."""
 
     @abstractmethod
     def _input(self, index: int) -> Any:
@@ -80,13 +109,17 @@ class EncodedPairs(Dataset[Any], ABC):
                 raise BrokenSample(position) from error
         return pictures, default_collate(targets)
 
+    def _picture(self, index: int) -> bytes | Path:
+        return picture_bytes(self._input(index))
+
     def _pictures(self, indices: Indices, transform: ImageTransform, uniforms: Any) -> Tensor:
         pictures = room_for_pictures(len(indices), transform.size)
         for position, index in enumerate(indices.tolist()):
             try:
-                decode_into(
-                    picture_bytes(self._input(index)), transform, uniforms[position], pictures[position]
-                )
+                if self.cache is None:
+                    decode_into(self._picture(index), transform, uniforms[position], pictures[position])
+                else:
+                    self.cache.cut_into(index, transform, uniforms[position], pictures[position])
             except Exception as error:
                 raise BrokenSample(position) from error
         return pictures

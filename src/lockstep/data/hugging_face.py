@@ -75,6 +75,10 @@ class HuggingFace(EncodedPairs):
     def __repr__(self) -> str:
         return f"HuggingFace: {len(self):,} rows, {self.columns[0]} -> {self.columns[1]}"
 
+    def _stored(self) -> tuple[str, list[Path], list[str]]:
+        files = [Path(each["filename"]) for each in self._inputs.cache_files]
+        return "hugging-face", files, [self._inputs._fingerprint]
+
     def _input(self, index: int) -> Any:
         return as_value(self._inputs[index][self.columns[0]])
 

@@ -17,7 +17,7 @@ from lockstep.data.image_arrays import Finish
 from lockstep.data.image_transforms import CenterCrop, ImageTransform, RandomResizedCrop, Uniforms
 from lockstep.data.images import decode_into, decode_rgb
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.photo_cache import PhotoCache, Tell, default_folder, open_cache
+from lockstep.data.photo_cache import FolderPhotos, PhotoCache, Tell, default_folder, open_cache
 from lockstep.data.reader import BrokenSample
 from lockstep.data.rooms import room_for_pictures
 from lockstep.permutation import Indices
@@ -108,7 +108,8 @@ class ImageFolder(Dataset[Any]):
             ConfigError: the folder cannot be written to, or has not enough room.
         """
         place = default_folder() if folder is None else Path(folder).expanduser()
-        self.cache = open_cache(self.root, self.paths, self.transform, place, workers=workers, tell=tell)
+        photos = FolderPhotos(self.root, self.paths)
+        self.cache = open_cache(photos, self.transform, place, workers=workers, tell=tell)
         return self
 
     def sample_path(self, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -101,6 +102,10 @@ class TarShards(EncodedPairs):
         """The shard of a sample, and its path there without the ending."""
         shard = self.shards[int(self._index.shard[index])].name
         return f"{shard}, {self._index.keys[index].decode()}"
+
+    def _stored(self) -> tuple[str, list[Path], list[str]]:
+        chosen = hashlib.blake2b(self._inputs.tobytes(), digest_size=16).hexdigest()
+        return self.shards[0].parent.name or "shards", self.shards, [chosen]
 
     def _input(self, index: int) -> bytes:
         return self._content(index, int(self._inputs[index]))

@@ -60,8 +60,7 @@ class DataConfig(Checked):
     on_bad_sample: str = field(default="error", metadata={"check": one_of("error", "skip")})
     """A training sample that cannot be read: error ends the run; skip lists it and trains on another, up to 1 %."""
     cache: bool | str = False
-    """Decodes the photos of an ImageFolder once, into a folder: true for the user's cache folder, or a path. No bit
-    changes."""
+    """Decodes photos once, into a folder: true for the user's cache folder, or a path. No bit changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

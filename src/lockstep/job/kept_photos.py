@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data import ImageFolder
+from lockstep.data.encoded import EncodedPairs
 from lockstep.data.naming import look_through
 from lockstep.data.wrapping import Wrapping
 from lockstep.errors import ConfigError
@@ -24,13 +25,14 @@ def keep_photos(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
     alive, and stop when the run is asked to.
 
     Args:
-        data_set: an ``ImageFolder``, also within ``Subset`` and our data sets around data sets.
+        data_set: an ``ImageFolder``, ``ArrowFiles``, ``HuggingFace`` or ``TarShards``, also within ``Subset`` and our
+            data sets around data sets.
         name: its place in the job, for the error.
         config: the job's settings.
         run: the handle.
 
     Raises:
-        ConfigError: the set is no ``ImageFolder``, or its photos cannot be kept in that folder.
+        ConfigError: the set is none of photos, or its photos cannot be kept in that folder.
         Stopped: the run was asked to stop.
     """
     if config.cache is False or config.cache == "":
@@ -38,10 +40,10 @@ def keep_photos(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
     inner = look_through(data_set)[0]
     while isinstance(inner, Wrapping):
         inner = look_through(inner.dataset)[0]
-    if not isinstance(inner, ImageFolder):
+    if not isinstance(inner, (ImageFolder, EncodedPairs)):
         raise ConfigError(
-            f"data.cache is given, and {name} is a {type(inner).__name__}: only the photos of an ImageFolder are kept. "
-            "Leave data.cache out."
+            f"data.cache is given, and {name} is a {type(inner).__name__}: only photos are kept, of an ImageFolder, "
+            "ArrowFiles, HuggingFace or TarShards. Leave data.cache out."
         )
     heartbeat = run._session.heartbeat
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,11 @@ from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
 from lockstep.data.opening import open_reading
 from lockstep.data.photo_cache.forms import ABSENT, Form, joined
 from lockstep.data.photo_cache.record_file import ALIGNMENT, RecordWriter, writing
+from lockstep.data.photo_cache.sources import Photos
 from lockstep.errors import ConfigError
 from lockstep.permutation import Indices
 
 logger = logging.getLogger(__name__)
-
-States = npt.NDArray[np.int64]
-"""Of shape (photos, 2): bytes of each file, and its time of change in nanoseconds; -1 where there is none."""
 
 _AT_ONCE = 8
 _DIGEST = 16
@@ -38,19 +35,17 @@ _SPARE, _MOST_SPARE = 0.05, 10e9
 
 def fill(
     file: Path,
-    root: Path,
-    paths: Sequence[str],
+    photos: Photos,
     form: Form,
     *,
     workers: int,
     tell: Callable[[int, int], None],
 ) -> None:
-    """Writes the file for the photos ``paths`` below ``root``.
+    """Writes the file for some photos.
 
     Args:
         file: appears when it is whole.
-        root: folder of the photos.
-        paths: of the photos, below it.
+        photos: where they are found.
         form: what is kept of each.
         workers: processes that decode; 0 decodes here.
         tell: called with the number of photos done and of all.
@@ -58,35 +53,23 @@ def fill(
     Raises:
         ConfigError: the disk has not enough room.
     """
-    state = states(root, paths)
+    state, count = photos.states(), len(photos)
     rows: list[npt.NDArray[np.int64]] = []
     digests: list[npt.NDArray[np.uint8]] = []
-    logger.info("%d photos are decoded once, into %s", len(paths), file)
-    reading = open_reading(_Decoded(root, paths, form), seed=0, workers=workers)
+    logger.info("%d photos are decoded once, into %s", count, file)
+    reading = open_reading(_Decoded(photos, form), seed=0, workers=workers)
     try:
         with writing(file) as writer:
-            for content, sizes, table, digest in reading.read(_requests(len(paths))):
-                _check_room(file, writer, sum(map(len, rows)), len(paths))
+            for content, sizes, table, digest in reading.read(_requests(count)):
+                _check_room(file, writer, sum(map(len, rows)), count)
                 _append(writer, content.numpy(), sizes.tolist(), file)
                 rows.append(table.numpy())
                 digests.append(digest.numpy())
-                tell(sum(map(len, rows)), len(paths))
+                tell(sum(map(len, rows)), count)
             writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
             logger.info("The decoded photos take %.2f GB", writer.written / 1e9)
     finally:
         reading.close()
-
-
-def states(root: Path, paths: Sequence[str]) -> States:
-    """Size and time of change of each file."""
-    found = np.full((len(paths), 2), -1, dtype=np.int64)
-    for row, path in zip(found, paths, strict=True):
-        try:
-            state = os.stat(f"{root}/{path}")  # noqa: PTH116 - a third of the time, for each of a million files
-        except OSError:
-            continue
-        row[:] = state.st_size, state.st_mtime_ns
-    return found
 
 
 def content_digest(content: bytes) -> npt.NDArray[np.uint8]:
@@ -97,17 +80,17 @@ def content_digest(content: bytes) -> npt.NDArray[np.uint8]:
 class _Decoded(Dataset[Any]):
     """What is kept of each photo, read in blocks."""
 
-    def __init__(self, root: Path, paths: Sequence[str], form: Form) -> None:
-        self._root, self._paths, self._form = root, paths, form
+    def __init__(self, photos: Photos, form: Form) -> None:
+        self._photos, self._form = photos, form
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._photos)
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, ...]:
         """All bytes; their number, row and digest for each photo."""
         kept, rows, digests = [], [], []
         for index in indices.tolist():
-            content, row, digest = self._decode(self._root / self._paths[index])
+            content, row, digest = self._decode(index)
             kept.append(content)
             rows.append(row)
             digests.append(digest)
@@ -119,14 +102,14 @@ class _Decoded(Dataset[Any]):
             torch.from_numpy(np.stack(digests)),
         )
 
-    def _decode(self, path: Path) -> tuple[npt.NDArray[np.uint8], Any, npt.NDArray[np.uint8]]:
+    def _decode(self, index: int) -> tuple[npt.NDArray[np.uint8], Any, npt.NDArray[np.uint8]]:
         content = b""
         try:
-            content = path.read_bytes()
+            content = self._photos.content(index)
             parts, row = self._form.encode(open_photo(content))
         except MemoryError:
             raise
-        except Exception:  # whatever is wrong with the file, who reads it from there will be told
+        except Exception:  # whatever is wrong with the photo, who reads it from its store will be told
             return np.zeros(0, dtype=np.uint8), ABSENT, content_digest(content)
         return joined(parts, ALIGNMENT), row, content_digest(content)
 
