@@ -85,7 +85,7 @@ class ArrowFiles(EncodedPairs):
         return f"{self.files[file].name}, row {index - first}"
 
     def _stored(self) -> tuple[str, list[Path], list[str]]:
-        return self.files[0].stem, self.files, [self.columns[0]]
+        return self.files[0].parent.name or "tables", self.files, [self.columns[0]]
 
     def _input(self, index: int) -> Any:
         return as_value(self._cell(index, self.columns[0]))

@@ -76,7 +76,7 @@ class EncodedPairs(Dataset[Any], ABC):
         """
         if not isinstance(self.transform, ImageTransform):
             raise ConfigError(
-                f"Decoded photos are to be kept of a {type(self).__name__} whose transform is {self.transform!r}. Give "
+                f"Decoded photos are to be kept of {type(self).__name__}, whose transform is {self.transform!r}. Give "
                 "it a transform of lockstep.data, such as RandomResizedCrop, or leave the cache out."
             )
         place = default_folder() if folder is None else Path(folder).expanduser()

@@ -190,7 +190,7 @@ def test_a_set_without_pictures_is_refused(tmp_path, write):
     make = write(tmp_path / "set", photos())
     for transform in (None, np.asarray):
         with pytest.raises(
-            ConfigError, match=r"are to be kept of a \w+ whose transform is .*RandomResizedCrop"
+            ConfigError, match=r"are to be kept of \w+, whose transform is .*RandomResizedCrop"
         ):
             make(transform).use_cache(tmp_path / "kept")
     assert not (tmp_path / "kept").exists()

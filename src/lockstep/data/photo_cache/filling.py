@@ -67,7 +67,7 @@ def fill(
                 digests.append(digest.numpy())
                 tell(sum(map(len, rows)), count)
             writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
-            logger.info("The decoded photos take %.2f GB", writer.written / 1e9)
+            logger.info("The decoded photos take %.0f MB", writer.written / 1e6)
     finally:
         reading.close()
 
