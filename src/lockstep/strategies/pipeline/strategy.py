@@ -29,6 +29,7 @@ from lockstep.strategies.contract import Compute, StepResult, Strategy
 from lockstep.strategies.groups import Groups
 from lockstep.strategies.pipeline.cuts import Cuts
 from lockstep.strategies.pipeline.holding import Holding
+from lockstep.strategies.pipeline.losses import Losses
 from lockstep.strategies.pipeline.placed import PlacedPipeline, kind_of
 from lockstep.strategies.pipeline.schedule import Action, order_of
 from lockstep.strategies.pipeline.stage import Passes, Stage
@@ -36,9 +37,6 @@ from lockstep.strategies.pipeline.totals import Totals
 from lockstep.strategies.pipeline.wiring import Wiring
 from lockstep.strategy_options import PipelineOptions
 from lockstep.sums import fold_rows
-
-_LOSSES = "losses"
-"""The kind of what the last stage tells the others."""
 
 
 @dataclass(frozen=True)
@@ -103,15 +101,18 @@ class Pipeline(Strategy):
         self._holding = self._make_holding(model, modules, mine)
         self._passes: dict[int, Passes] = {}
         self._totals: dict[int, Totals] = {}
-        self._longest = self.share.longest(self._micro_batches)
+        answers = wiring.answers(names[-1])
+        self._losses = Losses(
+            *(self.share, self._micro_batches, self.device, list(answers.values())),
+            is_last=wiring.place == wiring.length - 1,
+        )
         for local, number in enumerate(mine):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, wiring.neighbours(number, names), parts[number][0].name)
             self._totals[number] = self._make_totals(stage, local)
         self._holding.keep([each.stage for each in self._passes.values()])
         self._trainable = {n: p for totals in self._totals.values() for n, p in totals.trainable.items()}
-        self._answers = wiring.answers(names[-1])
-        return PlacedPipeline(self._passes, self._answers, self._whole_stages)
+        return PlacedPipeline(self._passes, answers, self._whole_stages)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -122,7 +123,7 @@ class Pipeline(Strategy):
         for number, totals in self._totals.items():
             totals.begin(mine, leaves)
             self._passes[number].forget()
-        row = torch.zeros(2 * self._longest, dtype=torch.float64, device=self.device)
+        self._losses.begin(len(mine))
         kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
@@ -134,16 +135,18 @@ class Pipeline(Strategy):
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
             if action.forward:
-                self._forward(_Pass(action, micro_batch, kind, received), compute, scale, row)
-                self._tell(action, row, len(mine))
+                self._forward(_Pass(action, micro_batch, kind, received), compute, scale)
             else:
                 self._passes[action.stage].run_back(micro_batch.k, kind, received)
                 self._totals[action.stage].end_backward()
-        return self._finish(self._told(row, len(mine)), leaves, stop)
+        return self._finish(leaves, stop)
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
-        return self._everywhere(row)[self._last_ranks]
+        rows = torch.empty(self._groups.mesh.ranks, row.numel(), dtype=row.dtype, device=row.device)
+        assert self._groups.world is not None
+        all_gather_flat(rows.view(-1), row.contiguous(), self._groups.world)
+        return rows[self._last_ranks]
 
     def release(self) -> None:
         """See ``Strategy.release``."""
@@ -201,8 +204,8 @@ class Pipeline(Strategy):
     ) -> Totals:
         """The totals of this rank's stage number ``local``."""
         reducer = self._reducers[local] if self._reducers else None
-        k, row = self._micro_batches, 2 * self._longest
-        return Totals(stage, reducer, self.share, k, self._declared, self.device, row, held)
+        k, size = self._micro_batches, self._losses.size
+        return Totals(stage, reducer, self.share, k, self._declared, self.device, size, held)
 
     def _whole_stages(self) -> AbstractContextManager[None]:
         """A context in which this rank's stages have whole parameters."""
@@ -215,7 +218,7 @@ class Pipeline(Strategy):
             k = micro_batches[action.place].k
             self._passes[action.stage].expect(kinds[action.place], k, forward=action.forward)
 
-    def _forward(self, turn: _Pass, compute: Compute, scale: float, row: Tensor) -> None:
+    def _forward(self, turn: _Pass, compute: Compute, scale: float) -> None:
         place, k = turn.action.place, turn.micro_batch.k
         passes, totals = self._passes[turn.action.stage], self._totals[turn.action.stage]
         totals.begin_forward()
@@ -226,40 +229,19 @@ class Pipeline(Strategy):
             return
         with absent_parameters_explained(self.name):
             loss, weight = compute.loss(output, target, turn.micro_batch)
-            row[place], row[self._longest + place] = loss.detach(), weight
+            self._losses.put(place, loss, weight)
         passes.end_in(k, loss if scale == 1.0 else loss * scale)
+        self._losses.tell(place)
 
-    def _tell(self, action: Action, row: Tensor, count: int) -> None:
-        """Sends this holder's [losses, weights] to its other ranks, once the last stage has all of them."""
-        if self._passes[action.stage].is_last and action.place == count - 1:
-            for channel in self._answers.values():
-                channel.send(_LOSSES, row)
-
-    def _told(self, row: Tensor, count: int) -> Tensor:
-        """This holder's [losses, weights], on every one of its ranks."""
-        if not count or self._wiring.place == self._wiring.length - 1:
-            return row
-        (channel,) = self._answers.values()
-        return channel.receive(_LOSSES)[1][0]
-
-    def _finish(self, row: Tensor, leaves: int, stop: int) -> StepResult:
+    def _finish(self, leaves: int, stop: int) -> StepResult:
+        row = self._losses.told()
         rows, *_ = [totals.reduce(row) for totals in self._totals.values()]
-        pairs = [(each, len(self.share.of(leaves, holder))) for holder, each in enumerate(rows)]
-        losses = torch.cat([each[:size] for each, size in pairs])
-        weight = fold_rows(torch.cat([each[self._longest : self._longest + size] for each, size in pairs]))
+        losses, weight = self._losses.of_all(rows, leaves)
         parts = [part for totals in self._totals.values() for part in totals.finish(weight.float())]
         sums = torch.stack([losses.sum().float(), *(part.float() for part in parts)])
         flags = torch.stack([(~sums.isfinite().all()).long(), torch.tensor(stop, device=self.device)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         for passes in self._passes.values():
             passes.neighbours.flush()
-        for channel in self._answers.values():
-            channel.flush()
+        self._losses.flush()
         return StepResult(fold_rows(losses) / weight, losses, flags[1], flags[0] == 0)
-
-    def _everywhere(self, row: Tensor) -> Tensor:
-        """The rows of all ranks, shape (ranks, n). Collective over the world."""
-        rows = torch.empty(self._groups.mesh.ranks, row.numel(), dtype=row.dtype, device=row.device)
-        assert self._groups.world is not None
-        all_gather_flat(rows.view(-1), row.contiguous(), self._groups.world)
-        return rows
