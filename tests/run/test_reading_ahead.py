@@ -7,6 +7,7 @@ from tests.run.jobs import begin, correct, train_step
 from torch.utils.data import Dataset
 
 from lockstep.data import SkipBroken
+from lockstep.errors import ConfigError
 
 
 class Noisy(Dataset):
@@ -89,3 +90,9 @@ def test_the_next_epoch_is_read_while_the_last_step_computes(told):  # noqa: F81
 
 def rows(numbers):
     return numbers[:, None].float().expand(-1, 6)
+
+
+def test_reading_no_step_ahead_is_refused_with_its_name():
+    for prefetch in (0, -1):
+        with pytest.raises(ConfigError, match=f"prefetch={prefetch} must be at least 1"):
+            begin(prefetch=prefetch)

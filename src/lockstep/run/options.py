@@ -87,7 +87,7 @@ class RunOptions:
     evaluation_batch: int | None = None
     """Samples per forward pass of an evaluation; by default as many as in a training micro-batch."""
     prefetch: int = 2
-    """Steps that loader workers read ahead."""
+    """Steps that loader workers read ahead, at least 1; without workers nothing is."""
     loader_timeout: float = 120.0
     """Seconds after which a loader worker that gives nothing is an error."""
     timeout: float = 600.0
@@ -110,7 +110,7 @@ class RunOptions:
             )
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed} must be at least 0 and below 2^63.")
-        for name in ("threads", "powersgd_rank"):
+        for name in ("threads", "powersgd_rank", "prefetch"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.sync_batch_norm and self.strategy not in SYNC_BATCH_NORM:
