@@ -1,5 +1,8 @@
 """Memory that workers write into again and again: nothing is overwritten that somebody still holds."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -145,3 +148,21 @@ def assert_equal(found, wanted):
             assert_equal(one, other)
     else:
         assert found == wanted
+
+
+def test_closing_gives_the_memory_back_but_for_what_somebody_holds():
+    rooms = Rooms(workers=1, each=2)
+    first, second = rooms.room(0), rooms.room(0)
+    answers = [room.answer(Together([torch.full((LARGE,), 7)], None)) for room in (first, second)]
+    del first, second
+    kept = rooms.open(answers[1]).apart()[0]
+    before = shared_memory()
+    rooms.close()
+    assert before - shared_memory() >= LARGE * 8 // 1024 * 1024 - 8192
+    assert bool((kept == 7).all())
+
+
+def shared_memory():
+    """Bytes of shared memory that this process holds."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"^RssShmem:\s+(\d+) kB", status, re.MULTILINE)[1])

@@ -39,7 +39,7 @@ def open_reading(
         pin_memory: deliver tensors in page-locked memory.
         per_step: micro-batches of a step that this process reads; see ``Reading.at_a_time``.
         rows: samples of a micro-batch.
-        timeout: seconds to wait for one micro-batch of a worker.
+        timeout: seconds to wait for one answer of a worker: a micro-batch, or its part of a step that is read together.
         clock: notes when each micro-batch is read.
     """
     if workers < 0:
@@ -49,7 +49,7 @@ def open_reading(
         return InlineReading(
             reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
         )
-    at_a_time = -(-per_step // workers)  # a step is shared by all workers, and each answers once
+    at_a_time = -(-per_step // workers) if reader.stand_alone else 1  # then each worker answers once a step
     return WorkerReading(
         SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
         workers=workers,

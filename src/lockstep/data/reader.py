@@ -76,7 +76,8 @@ class SampleReader:
         self._seed = seed
         self._collate = None if collate is default_collate else collate
         self._keep, self._clock = keep_generators, clock
-        self._stand_alone = False
+        self.stand_alone = False
+        """Whether every row follows from its own number and key, so that micro-batches can be read together."""
         self._seen: list[tuple[torch.Tensor, int]] = []
         self._read = self._choose()
 
@@ -90,7 +91,7 @@ class SampleReader:
     @property
     def row_bytes(self) -> int:
         """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known."""
-        if self._read != self._read_tensors or not self._stand_alone or self._clock is not None:
+        if self._read != self._read_tensors or not self.stand_alone or self._clock is not None:
             return 0
         return sum(tensor[:1].nbytes for tensor in plain_tensors(self._dataset) or ())
 
@@ -122,7 +123,7 @@ class SampleReader:
         """
         if len(sizes) < 2:
             return Together([self.read(epoch, indices)], None)
-        if self._stand_alone:
+        if self.stand_alone:
             return Together(self.read(epoch, indices), sizes)
         with self._kept_over_all():
             parts = np.split(indices, np.cumsum(sizes)[:-1])
@@ -131,10 +132,10 @@ class SampleReader:
     def _choose(self) -> Callable[[SampleKeys], Any]:
         tensors = plain_tensors(self._dataset) if self._collate is None else None
         if tensors is not None:
-            self._stand_alone = all(_is_ordinary(tensor) for tensor in tensors)
+            self.stand_alone = all(_is_ordinary(tensor) for tensor in tensors)
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
-            self._stand_alone = rows_alone(self._dataset)
+            self.stand_alone = rows_alone(self._dataset)
             return self._read_whole
         if getattr(self._dataset, "__getitems__", None) is not None:
             return self._read_items
@@ -148,7 +149,7 @@ class SampleReader:
         if tensors is None:  # its owner has given it a transform since
             self._read = self._choose()
             return self._read(keys)
-        self._seen = [(tensor, tensor._version) for tensor in tensors] if self._stand_alone else []
+        self._seen = [(tensor, tensor._version) for tensor in tensors] if self.stand_alone else []
         rows = torch.from_numpy(self._rows(keys))
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
 

@@ -58,7 +58,7 @@ class Rooms:
 
     Args:
         workers: how many there are.
-        each: rooms of a worker: for what it has read ahead, and what the rank still holds.
+        each: rooms of a worker: for what it has read ahead, and as much again that the rank still holds.
 
     Raises:
         OSError: the process may not have so many addresses.

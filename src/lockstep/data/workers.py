@@ -28,9 +28,6 @@ from lockstep.errors import DataError, StallError
 _LOOK_EVERY = 1.0
 """Seconds between two looks at the workers while nothing comes; a dead one is found within this time."""
 
-_HELD_ROOMS = 3
-"""Rooms of a worker for what the rank holds: of this step and the one before it, and one in between."""
-
 _FAILED = (RuntimeError, OSError, EOFError)
 """What torch raises, depending on where a worker was when it died, or that a time limit is over."""
 
@@ -44,7 +41,7 @@ class WorkerReading:
         ahead: requests each worker may be ahead of what was asked for.
         at_a_time: how many micro-batches of a step one request should ask for.
         pin_memory: deliver tensors in page-locked memory.
-        timeout: seconds to wait for one micro-batch before the loader counts as stuck.
+        timeout: seconds to wait for the answer to one request before the loader counts as stuck.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class WorkerReading:
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
         self._reads = Reads(reader)
-        self._rooms_each = 0 if pin_memory else ahead + _HELD_ROOMS  # page-locking copies anyway
+        self._rooms_each = 0 if pin_memory else 2 * ahead + 1  # page-locking copies anyway
         with _hints_silenced():
             self._loader: DataLoader[Any] = DataLoader(
                 self._reads,
@@ -137,8 +134,7 @@ class WorkerReading:
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         """The next result; looks at the workers while it waits, and gives up after the time limit."""
-        asked = self._requests.waiting[0].micro_batches if self._requests.waiting else 1
-        deadline = time.monotonic() + self._timeout * asked
+        deadline = time.monotonic() + self._timeout
         while True:
             try:
                 return next(iterator)
