@@ -55,6 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--logs", default="", metavar="DIR", help="folder for output and error records of the ranks"
     )
+    _add_ending_arguments(parser)
+    add_debug_arguments(parser)
+    add_host_arguments(parser)
+    add_rendezvous_argument(parser)
+    add_profile_argument(parser)
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+
+
+def _add_ending_arguments(parser: argparse.ArgumentParser) -> None:
+    """When ranks are ended, and started again."""
     parser.add_argument(
         "--grace",
         type=float,
@@ -82,12 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="same",
         help="on the same devices, or on those whose ranks were not lost (default: same)",
     )
-    add_debug_arguments(parser)
-    add_host_arguments(parser)
-    add_rendezvous_argument(parser)
-    add_profile_argument(parser)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
 
 
 def main(arguments: argparse.Namespace) -> int:
