@@ -1,3 +1,5 @@
+import os
+import time
 import timeit
 
 import numpy as np
@@ -110,3 +112,41 @@ def test_a_mark_costs_about_a_microsecond(world):
     mark = timeit.Timer(lambda: heartbeat.mark("forward", epoch=1, step=12, micro_batch=3))
     assert min(mark.repeat(7, 2000)) / 2000 < 5e-6, "five times the promise, for a busy machine"
     assert len(set(PHASES)) == len(PHASES)
+
+
+def test_from_one_micro_batch_to_the_next_only_the_place_and_the_time_change(world, tmp_path):
+    heartbeat = Heartbeat.open(world)
+    heartbeat.mark("data", epoch=2, step=7)
+    for micro_batch in range(3):
+        for phase in ("forward", "backward"):
+            before = time.monotonic()
+            heartbeat.mark(phase, epoch=2, step=7, micro_batch=micro_batch)
+            beat = read_beat(tmp_path, 3)
+            assert (beat.phase, beat.epoch, beat.step, beat.micro_batch) == (phase, 2, 7, micro_batch)
+            assert (beat.pid, beat.warm) == (os.getpid(), False)
+            assert before <= beat.time <= time.monotonic()
+
+
+@pytest.mark.parametrize("between", ["reduce", "evaluate", "save"])
+def test_the_work_of_a_step_is_the_same_however_it_is_written(world, tmp_path, monkeypatch, between):
+    """Work counts for each micro-batch, and what is between two of them does not count."""
+    now = iter(float(second) for second in range(100))
+    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
+    heartbeat = Heartbeat.open(world)
+    for micro_batch, phase in ((0, "forward"), (0, "backward"), (1, "forward")):
+        heartbeat.mark(phase, step=4, micro_batch=micro_batch)
+    heartbeat.mark(between, step=4)
+    heartbeat.mark("forward", step=4, micro_batch=2)
+    heartbeat.mark("backward", step=4, micro_batch=2)
+    heartbeat.mark("data", step=5)
+    beat = read_beat(tmp_path, 3)
+    assert beat.work == (3 + 2) / 3
+    assert beat.waited == (1.0 if between == "reduce" else 0.0)
+    assert beat.warm
+
+
+def test_indices_that_are_a_view_are_noted_too(world, tmp_path):
+    heartbeat = Heartbeat.open(world)
+    heartbeat.mark("data")
+    heartbeat.samples(np.arange(10)[::-3])
+    assert read_beat(tmp_path, 3).samples == (9, 6, 3, 0)

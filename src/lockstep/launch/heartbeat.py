@@ -3,8 +3,11 @@
 One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
 reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
-    heartbeat-003:  phase, epoch, step, micro-batch, time, pid, work, waited, membership, warm | its samples
+    heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, membership, warm | its samples
     control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
+
+From one micro-batch to the next, and from its forward to its backward pass, only what changes is written. In a loop of
+small operations little of this code is still in the processor's caches when it is called, so its length counts.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from lockstep.launch.work_meter import WorkMeter
@@ -31,15 +34,22 @@ PHASES = (
 """What a rank can be doing, as shown in reports."""
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_WITHIN_STEP = frozenset({"forward", "backward"})
 _BEAT = struct.Struct(
-    "<iqqqdidd"
-)  # phase, epoch, step, micro-batch, monotonic time, pid, seconds of work and of waiting
-_COUNT = struct.Struct("<i")  # of the samples, each a little-endian 64-bit number
+    "=iiqdqqdd"
+)  # pid, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting
+_write_beat = _BEAT.pack_into
+_write_place = struct.Struct("=iqd").pack_into  # phase, micro-batch, time
+_PLACE = 4
+_COUNT = struct.Struct("=i")  # of the samples, each a 64-bit number
+_count_of = _COUNT.pack
+_NO_STEP = -2
 _MEMBERSHIP = 56
 _WARM = 57
-_SAMPLES = 64
+_SAMPLES, _INDICES = 64, 68
 _SIZE = 4096
-_MOST_SAMPLES = (_SIZE - _SAMPLES - 4) // 8
+_MOST_SAMPLES = (_SIZE - _INDICES) // 8
+_MOST_BYTES = 8 * _MOST_SAMPLES
 _REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
 
 
@@ -113,6 +123,7 @@ class Heartbeat:
         self.control = Control() if control is None else control
         self._pid = os.getpid()
         self._newest_step = -1
+        self._working_on = _NO_STEP
         self._meter = WorkMeter()
 
     @classmethod
@@ -125,20 +136,29 @@ class Heartbeat:
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Notes what the rank is about to do; ``phase`` is one of ``PHASES``."""
-        if self._beat is not None:
-            number, now = _PHASE_NUMBERS[phase], time.monotonic()
-            work = self._meter.enter(phase, step, now)
-            waited = self._meter.waited
-            _BEAT.pack_into(self._beat, 0, number, epoch, step, micro_batch, now, self._pid, work, waited)
-            if step > self._newest_step:
-                self._beat[_WARM] = self._newest_step >= 0
-                self._newest_step = step
+        beat = self._beat
+        if beat is None:
+            return
+        if step == self._working_on and phase in _WITHIN_STEP and micro_batch >= 0:
+            _write_place(beat, _PLACE, _PHASE_NUMBERS[phase], micro_batch, monotonic())
+            if phase == "forward":
+                self._meter.micro_batches += 1
+            return
+        number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
+        work = meter.enter(phase, step, now)
+        _write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited)
+        self._working_on = step if meter.is_working and step >= 0 else _NO_STEP
+        if step > self._newest_step:
+            beat[_WARM] = self._newest_step >= 0
+            self._newest_step = step
 
     def samples(self, indices: Indices) -> None:
         """Notes the sample indices of the current micro-batch, for error reports; the first 503 are kept."""
         if self._beat is not None:
-            kept = indices[:_MOST_SAMPLES].astype("<i8", copy=False)
-            self._beat[_SAMPLES : _SAMPLES + 4 + kept.nbytes] = _COUNT.pack(len(kept)) + kept.tobytes()
+            kept = indices.tobytes()
+            if len(kept) > _MOST_BYTES:
+                kept = kept[:_MOST_BYTES]
+            self._beat[_SAMPLES : _INDICES + len(kept)] = _count_of(len(kept) // 8) + kept
 
     def will_poll(self) -> None:
         """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
@@ -239,7 +259,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         return None
     if len(content) < _SIZE:  # being made
         return None
-    phase, epoch, step, micro_batch, moment, pid, work, waited = _BEAT.unpack_from(content)
+    pid, phase, micro_batch, moment, epoch, step, work, waited = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
     (count,) = _COUNT.unpack_from(content, _SAMPLES)
@@ -255,7 +275,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         warm=bool(content[_WARM]),
         work=work,
         waited=waited,
-        samples=struct.unpack_from(f"<{count}q", content, _SAMPLES + 4),
+        samples=struct.unpack_from(f"={count}q", content, _INDICES),
     )
 
 

@@ -17,7 +17,14 @@ class WorkMeter:
         self.waited = 0.0
         """Seconds of exchange that no work hides, over all steps so far."""
         self._step, self._since, self._phase = -1, 0.0, ""
-        self._in_step, self._micro_batches = 0.0, 0
+        self._in_step = 0.0
+        self.micro_batches = 0
+        """Of the step so far; who goes on with the next without entering a phase adds it here."""
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the rank is at work of its own, so that its forward and backward passes need not be entered."""
+        return self._phase in _WORK
 
     def enter(self, phase: str, step: int, now: float) -> float:
         """Goes over to a phase of a step; returns ``seconds``.
@@ -32,8 +39,8 @@ class WorkMeter:
         elif self._phase in _WAIT:
             self.waited += now - self._since
         if step > self._step:
-            self.seconds += self._in_step / max(1, self._micro_batches)
-            self._step, self._in_step, self._micro_batches = step, 0.0, 0
+            self.seconds += self._in_step / max(1, self.micro_batches)
+            self._step, self._in_step, self.micro_batches = step, 0.0, 0
         self._since, self._phase = now, phase
-        self._micro_batches += phase == "forward"
+        self.micro_batches += phase == "forward"
         return self.seconds

@@ -114,8 +114,10 @@ class StepCompute:
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
-        note(self.heartbeat, "forward", self.plan.epoch, self.plan.step, micro_batch)
-        self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+        plan, k = self.plan, micro_batch.k
+        self.heartbeat.mark("forward", epoch=plan.epoch, step=plan.step, micro_batch=k)
+        self.heartbeat.samples(micro_batch.indices)
+        self.randomness.begin_micro_batch(plan.step, k + self.first_key)
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""

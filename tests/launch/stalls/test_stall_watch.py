@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     one = Clock()
-    monkeypatch.setattr("lockstep.launch.heartbeat.time", one)
+    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", one.monotonic)
     monkeypatch.setattr(stall_watch, "time", one)
     return one
 
