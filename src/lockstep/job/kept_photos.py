@@ -32,7 +32,7 @@ def keep_photos(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
         run: the handle.
 
     Raises:
-        ConfigError: the set is none of photos, or its photos cannot be kept in that folder.
+        ConfigError: the set is none of photos, or its photos cannot be kept in that folder; names the set.
         Stopped: the run was asked to stop.
     """
     if config.cache is False or config.cache == "":
@@ -53,6 +53,9 @@ def keep_photos(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
             raise Stopped(heartbeat.stop_reason)
 
     folder = None if config.cache is True else Path(config.cache)
-    inner.use_cache(folder, workers=config.workers, tell=tell)
+    try:
+        inner.use_cache(folder, workers=config.workers, tell=tell)
+    except ConfigError as error:
+        raise ConfigError(f"data.cache is given, but for {name} it cannot be: {error}") from error
     if run.is_main and inner.cache is not None:
         logger.info("Photos of %s are read decoded, from %s", name, inner.cache.file)
