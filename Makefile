@@ -11,7 +11,7 @@ PINS := pyproject.toml constraints.txt
 JOB ?= digits
 ARGS ?=
 BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategies/price_of_k.py pipeline/bubble.py \
-	reducers/run.py parameter_server/run.py saves/run.py loading/run.py
+	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
 .PHONY: train test test-all check format bench bench-photos figures clean

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from lockstep.launch import Heartbeat
 from lockstep.models import perceptron, resnet18
 
 WITH, WITHOUT = "heartbeat", "no heartbeat"
-COUNTED = 20
-"""Steps whose calls are counted; they warm up as well."""
+COUNTED = 40
+"""Steps whose calls are counted and timed; they warm up as well."""
 CALLS = ("mark", "samples")
 GLOBAL_BATCH = {"digits": 128, "resnet": 32}
 
@@ -34,7 +35,8 @@ class Switch:
 
     def __init__(self) -> None:
         self._real: dict[str, Callable[..., None]] = {name: getattr(Heartbeat, name) for name in CALLS}
-        self.counts = dict.fromkeys(CALLS, 0)
+        self._clock: list[int] = []
+        self._spent: dict[str, list[int]] = {name: [] for name in CALLS}
 
     def turn(self, side: str) -> None:
         """From now on with or without."""
@@ -42,16 +44,28 @@ class Switch:
             setattr(Heartbeat, name, self._real[name] if side == WITH else _nothing)
 
     def count(self) -> None:
-        """Counts the calls from now on."""
+        """Counts the calls from now on, and times each."""
         for name in CALLS:
-            setattr(Heartbeat, name, self._counting(name))
+            setattr(Heartbeat, name, self._counting(self._real[name], self._spent[name]))
 
-    def _counting(self, name: str) -> Callable[..., None]:
+    def _counting(self, call: Callable[..., None], spent: list[int]) -> Callable[..., None]:
         def counted(*arguments: Any, **words: Any) -> None:
-            self.counts[name] += 1
-            self._real[name](*arguments, **words)
+            begin = time.perf_counter_ns()
+            call(*arguments, **words)
+            end = time.perf_counter_ns()
+            self._clock.append(time.perf_counter_ns() - end)
+            spent.append(end - begin)
 
         return counted
+
+    def calls(self) -> dict[str, float]:
+        """How often a step makes each call."""
+        return {name: len(spent) / COUNTED for name, spent in self._spent.items()}
+
+    def microseconds(self) -> dict[str, float]:
+        """Of each call within a step, the median, less what the clock itself takes."""
+        clock = statistics.median(self._clock)
+        return {name: (statistics.median(spent) - clock) / 1000 for name, spent in self._spent.items()}
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -73,14 +87,15 @@ class Loop:
         for _ in self._run.epochs(10**6):
             yield from self._run.batches(self._data, drop_last=True)
 
-    def steps(self, count: int) -> float:
-        """Trains so many steps; their seconds."""
-        begin = time.perf_counter()
+    def steps(self, count: int) -> tuple[float, float]:
+        """Trains so many steps; milliseconds per step, and those of them that this thread was on a core."""
+        begin, on_core = time.perf_counter(), time.thread_time()
         for _ in range(count):
             self._run.backward(next(self._batches), nn.functional.cross_entropy)
             self._optimizer.step()
             self._optimizer.zero_grad()
-        return time.perf_counter() - begin
+        spent = time.perf_counter() - begin, time.thread_time() - on_core
+        return 1000 * spent[0] / count, 1000 * spent[1] / count
 
 
 def _digits() -> tuple[nn.Module, Any]:
@@ -104,16 +119,17 @@ def main() -> None:
     loop, switch = Loop(given.workload), Switch()
     switch.count()
     loop.steps(COUNTED)
-    rounds: dict[str, list[float]] = {WITH: [], WITHOUT: []}
+    rounds: dict[str, list[tuple[float, float]]] = {WITH: [], WITHOUT: []}
     began, before = time.monotonic(), supervisor_seconds()
     for alternation in range(given.alternations):
         for side in sorted(rounds, reverse=bool(alternation % 2)):  # A B B A A B: a drift hits both
             switch.turn(side)
-            rounds[side].append(1000 * loop.steps(given.steps) / given.steps)
+            rounds[side].append(loop.steps(given.steps))
     switch.turn(WITH)
     measured = {
         "rounds": rounds,
-        "calls": {name: count / COUNTED for name, count in switch.counts.items()},
+        "calls": switch.calls(),
+        "microseconds": switch.microseconds(),
         "supervisor": (supervisor_seconds() - before) / (time.monotonic() - began),
     }
     (given.output / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(measured))
