@@ -1,5 +1,6 @@
 """Memory that workers write into again and again: nothing is overwritten that somebody still holds."""
 
+import os
 import re
 from pathlib import Path
 
@@ -87,6 +88,21 @@ def test_a_room_is_used_again_when_its_last_tensor_has_gone():
     assert rooms.room(1) is not None
 
 
+def test_a_process_that_was_forked_does_not_free_what_the_rank_holds():
+    rooms = Rooms(workers=1, each=1)
+    room = rooms.room(0)
+    held = rooms.open(room.answer(Together([torch.full((LARGE,), 7)], None))).apart()
+    del room
+    child = os.fork()
+    if child == 0:
+        del held
+        os._exit(0 if rooms._taken[0] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert rooms.room(0) is None and bool((held[0] == 7).all())
+    del held
+    assert rooms.room(0) is not None
+
+
 def test_a_worker_that_keeps_what_it_gave_keeps_its_room_too():
     rooms = Rooms(workers=1, each=1)
     room = rooms.room(0)
@@ -166,3 +182,15 @@ def shared_memory():
     """Bytes of shared memory that this process holds."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"^RssShmem:\s+(\d+) kB", status, re.MULTILINE)[1])
+
+
+def test_what_is_kept_of_a_loop_that_was_left_early_stays_as_it_was():
+    loader, held = loader_of(Blocks(), 4, workers=2), []
+    for epoch in range(4):
+        for batch in loader.batches(epoch):
+            held.append(blocks_of(batch))
+            if len(held) % 3 == 0:
+                break
+    loader.close()
+    assert len(held) == 12
+    assert all(bool((x == index).all()) for step in held for index, x in step.items())

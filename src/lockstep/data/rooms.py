@@ -13,6 +13,7 @@ whoever held it. Where no room is free, or one is too small, tensors travel as t
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Rooms:
     """
 
     def __init__(self, workers: int, each: int) -> None:
-        self._each = each
+        self._each, self._rank = each, os.getpid()
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
         self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
@@ -85,12 +86,12 @@ class Rooms:
     def open(self, answer: Answer) -> Together:
         """In the rank: what was read. The room is free again when the last of the tensors in it has gone."""
         content = self._held[answer.room] = self._bytes(answer.room)
-        weakref.finalize(content, self._taken.__setitem__, answer.room, 0).atexit = False
+        weakref.finalize(content, _free, self._taken, answer.room, self._rank).atexit = False
         return answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
 
     def close(self) -> None:
         """Gives the memory of rooms without tensors back, also where another process still has it mapped."""
-        for number in range(len(self._taken)):
+        for number in range(len(self._taken) if os.getpid() == self._rank else 0):
             if number not in self._held:
                 self._memory.madvise(mmap.MADV_REMOVE, number * _SIZE, _SIZE)
 
@@ -158,6 +159,12 @@ def room_for_pictures(count: int, size: int) -> Tensor:
         return pictures
     storage = torch.UntypedStorage._new_shared(count * 3 * size * size)  # type: ignore[no-untyped-call]  # torch
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def _free(taken: Bytes, room: int, rank: int) -> None:
+    """Clears the mark of a room, in the rank: a process that was forked meanwhile lets go of copies only."""
+    if os.getpid() == rank:
+        taken[room] = 0
 
 
 def _received(sent: _Sent, content: Bytes) -> Tensor:
