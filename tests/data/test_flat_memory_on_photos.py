@@ -1,8 +1,7 @@
 """Ten epochs of training on real photos: memory of the rank and of its workers stays as it was after the first.
 
-How much of the memory that is shared with workers is ever in use depends on who is faster, and so on what else the
-machine does. Steps are small here: all of that memory is less than what may be grown, and photos that every epoch would
-keep are far more.
+Steps are small, so that a hole or two more in the heap, which the allocator leaves now and then, are less than what may
+be grown; photos that every epoch would keep are far more.
 """
 
 import gc
@@ -36,7 +35,7 @@ def right(output, target):
 
 def train(world):
     """Bytes of this process and of its workers after each epoch."""
-    run = lockstep.init(global_batch=8, micro_batches=4)
+    run = lockstep.init(global_batch=16, micro_batches=4)
     model = nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 5))
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
     training, held_out = (

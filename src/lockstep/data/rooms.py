@@ -66,7 +66,7 @@ class Rooms:
     """
 
     def __init__(self, workers: int, each: int) -> None:
-        self._each, self._rank = each, os.getpid()
+        self._each, self._rank, self._turn = each, os.getpid(), 0
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
         self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
         self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
@@ -76,10 +76,16 @@ class Rooms:
         """In a worker: those that are being filled, and any whose tensors a data set keeps."""
 
     def room(self, worker: int) -> Room | None:
-        """In a worker: one of its rooms that nobody uses, neither the rank nor anything that was kept here."""
-        for number in range(worker * self._each, (worker + 1) * self._each):
+        """In a worker: one of its rooms that nobody uses, neither the rank nor anything that was kept here.
+
+        It takes them in turn, so that all have their pages after the first few steps: a run that does not fit into
+        memory ends there, and not hours later when for once the rank was slower than its workers.
+        """
+        for turn in range(self._turn, self._turn + self._each):
+            number = worker * self._each + turn % self._each
             if not self._taken[number] and number not in self._kept:
                 content = self._kept[number] = self._bytes(number)
+                self._turn = turn + 1
                 return Room(number, content, self._taken)
         return None
 
