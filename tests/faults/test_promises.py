@@ -7,8 +7,8 @@ import pytest
 from tests.faults.table import ROOT, markers
 
 FOUR = {
-    "no orphan": ("P3", "P9"),
-    "a named culprit in bounded time": ("P1", "P2", "P10", "P12", "P15", "N1"),
+    "no orphan": ("P3", "P9", "N4"),
+    "a named culprit in bounded time": ("P1", "P2", "P8", "P10", "P12", "P15", "N1"),
     "no silent divergence": ("C5", "C7", "M3"),
     "verified checkpoints": ("K1", "K3", "K4"),
 }
