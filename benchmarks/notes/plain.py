@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from harness.gate import Gate
 from harness.torchvision_here import SIZE, import_torchvision, training_photos, validation_photos
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,10 +31,12 @@ def main(given: argparse.Namespace) -> None:
     batch = given.global_batch // world_size
     loader = DataLoader(train_set, batch, sampler=sampler, num_workers=given.workers, drop_last=True)
     model = import_torchvision().models.resnet34(num_classes=len(train_set.classes))
+    if given.weights:
+        model.load_state_dict(load_file(given.weights))
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.005)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, given.epochs * len(loader), eta_min=0.002
+        optimizer, given.epochs * len(loader), eta_min=0.02 * given.final_factor
     )
     gate = Gate(given.control, rank) if given.control else None
     for epoch in range(given.epochs):
@@ -44,6 +47,8 @@ def main(given: argparse.Namespace) -> None:
             right = evaluate(model, given, batch)
             if rank == 0:
                 print(json.dumps({"epoch": epoch, "accuracy": right}), flush=True)
+    if given.save and rank == 0:
+        save_file(model.module.state_dict(), given.save)
     dist.destroy_process_group()
 
 
@@ -94,6 +99,10 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--weights", type=Path, help="safetensors file to begin with, instead of random weights"
+    )
+    parser.add_argument("--save", type=Path, help="where the last weights go")
     parser.add_argument("--control", type=Path, help="the harness' socket")
     assert "RANK" in os.environ, "torchrun starts this script"
     return parser.parse_args()
