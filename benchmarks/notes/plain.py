@@ -96,6 +96,7 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--validation", help="the same; evaluated after every epoch")
     parser.add_argument("--size", type=int, default=SIZE)
     parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--final-factor", type=float, default=0.1, help="of the learning rate, at the end")
     parser.add_argument("--global-batch", type=int, default=64)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
