@@ -31,7 +31,7 @@ CLAIM = (
     "Heartbeat and watchdog take less than 0.5 % of a step whose micro-batches take a millisecond or more; a "
     "perceptron on 8 x 8 digits, whose micro-batches take a third of one, is the worst case."
 )
-CALLS = ("mark", "samples")
+CALLS = ("mark", "samples", "passes")
 WITH, WITHOUT = "heartbeat", "no heartbeat"
 WORKLOADS = {
     "digits": (200, "perceptron 64-256-128-10, 128 digits a step"),

@@ -5,7 +5,10 @@ import timeit
 import numpy as np
 import pytest
 
+from lockstep.data.batch import MicroBatch
 from lockstep.launch.heartbeat import (
+    BACKWARD,
+    FORWARD,
     PHASES,
     Control,
     Heartbeat,
@@ -58,7 +61,7 @@ def test_more_samples_than_fit_are_cut_off(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("data")
     heartbeat.samples(np.arange(10_000))
-    assert read_beat(tmp_path, 3).samples == tuple(range(503))
+    assert read_beat(tmp_path, 3).samples == tuple(range(501))
 
 
 def test_membership_goes_from_outside_to_finished(world, tmp_path):
@@ -114,7 +117,7 @@ def test_a_mark_costs_about_a_microsecond(world):
     assert len(set(PHASES)) == len(PHASES)
 
 
-def test_from_one_micro_batch_to_the_next_only_the_place_and_the_time_change(world, tmp_path):
+def test_a_mark_tells_the_place_the_time_and_the_process(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("data", epoch=2, step=7)
     for micro_batch in range(3):
@@ -128,12 +131,14 @@ def test_from_one_micro_batch_to_the_next_only_the_place_and_the_time_change(wor
 
 
 @pytest.mark.parametrize("between", ["reduce", "evaluate", "save"])
-def test_the_work_of_a_step_is_the_same_however_it_is_written(world, tmp_path, monkeypatch, between):
-    """Work counts for each micro-batch, and what is between two of them does not count."""
+def test_the_work_of_a_step_counts_for_each_micro_batch(world, tmp_path, monkeypatch, between):
+    """What is between two passes does not count."""
     now = iter(float(second) for second in range(100))
     monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
     heartbeat = Heartbeat.open(world)
-    for micro_batch, phase in ((0, "forward"), (0, "backward"), (1, "forward")):
+    heartbeat.mark("data", step=4)
+    assert heartbeat.passes(4, micro_batches([2, 2, 2])) is None, "the first step may compile"
+    for micro_batch, phase in ((0, "backward"), (1, "forward")):
         heartbeat.mark(phase, step=4, micro_batch=micro_batch)
     heartbeat.mark(between, step=4)
     heartbeat.mark("forward", step=4, micro_batch=2)
@@ -143,6 +148,72 @@ def test_the_work_of_a_step_is_the_same_however_it_is_written(world, tmp_path, m
     assert beat.work == (3 + 2) / 3
     assert beat.waited == (1.0 if between == "reduce" else 0.0)
     assert beat.warm
+
+
+def micro_batches(sizes, first=0, stride=1):
+    """Micro-batches whose samples are 100 k, 100 k + 1, ..."""
+    numbers = range(first, first + stride * len(sizes), stride)
+    return [MicroBatch(k, np.arange(100 * k, 100 * k + size), None) for k, size in zip(numbers, sizes)]
+
+
+@pytest.fixture
+def steps(world, monkeypatch):
+    """A rank that has done step 4 with two micro-batches, each within so many seconds, and begun step 5."""
+
+    def run(seconds):
+        now = iter([0.0, 2 * seconds])
+        monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
+        heartbeat = Heartbeat.open(world)
+        heartbeat.mark("data", step=4)
+        heartbeat.passes(4, micro_batches([2, 2]))
+        heartbeat.mark("data", epoch=1, step=5)
+        return heartbeat
+
+    return run
+
+
+@pytest.mark.parametrize(("first", "stride"), [(0, 1), (4, 1), (1, 2)])
+def test_of_short_micro_batches_only_the_pass_is_stored(steps, tmp_path, first, stride):
+    mine = micro_batches([3, 3, 2], first, stride)
+    passes = steps(0.001).passes(5, mine)
+    for each in mine:
+        for code, phase in ((FORWARD, "forward"), (BACKWARD, "backward")):
+            passes[0] = 2 * each.k + code
+            beat = read_beat(tmp_path, 3)
+            assert (beat.phase, beat.epoch, beat.step, beat.micro_batch) == (phase, 1, 5, each.k)
+            assert beat.samples == tuple(each.indices)
+
+
+def test_the_next_mark_ends_the_passes(steps, tmp_path, monkeypatch):
+    heartbeat = steps(0.001)
+    heartbeat.passes(5, micro_batches([3]))[0] = FORWARD
+    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: 1.0)
+    heartbeat.mark("reduce", epoch=1, step=5)
+    beat = read_beat(tmp_path, 3)
+    assert (beat.phase, beat.micro_batch, beat.time) == ("reduce", -1, 1.0)
+
+
+def test_of_one_micro_batch_and_of_none_the_pass_is_stored_too(steps, tmp_path):
+    heartbeat = steps(0.001)
+    assert heartbeat.passes(5, []) is not None
+    heartbeat.passes(5, micro_batches([3], first=7))[0] = 2 * 7 + BACKWARD
+    assert read_beat(tmp_path, 3).samples == (700, 701, 702)
+
+
+def test_of_large_micro_batches_the_first_samples_are_kept_of_each(steps, tmp_path):
+    mine = micro_batches([300, 300, 40])
+    steps(0.001).passes(5, mine)[0] = 2 * 1 + FORWARD
+    assert read_beat(tmp_path, 3).samples == tuple(range(100, 100 + 501 // 3))
+
+
+def test_passes_are_marked_where_a_store_would_tell_too_little(steps):
+    short = micro_batches([3, 3])
+    assert steps(0.03).passes(5, short) is None, "the time must be written too"
+    assert steps(0.001).passes(6, short) is None, "another step than the one marked"
+    assert steps(0.001).passes(5, micro_batches([2, 3, 3])) is None, "samples were left out"
+    heard = steps(0.001)
+    heard.mark = heard.mark
+    assert heard.passes(5, short) is None, "someone listens"
 
 
 def test_indices_that_are_a_view_are_noted_too(world, tmp_path):

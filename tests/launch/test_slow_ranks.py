@@ -71,6 +71,7 @@ def run_step(meter, step, begin, micro_batches, each=0.5, wait=2.0):
     now = begin
     for _ in range(micro_batches):
         meter.enter("forward", step, now)
+        meter.micro_batches += 1
         meter.enter("backward", step, now + each / 2)
         now += each
     meter.enter("reduce", step, now)

@@ -3,11 +3,11 @@
 One file per rank lies in the run directory, and one ``control`` file for all. A rank writes, the supervisor
 reads; no thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
-    heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, membership, warm | its samples
+    heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, pass, membership, warm | samples
     control:        stop reason, whether any rank polls it, whether the supervisor is ending the run
 
-From one micro-batch to the next, and from its forward to its backward pass, only what changes is written. In a loop of
-small operations little of this code is still in the processor's caches when it is called, so its length counts.
+In a loop of small operations little of this code is still in the processor's caches when it is called, so its length
+counts. Where micro-batches are short, their samples are written once a step and each pass over one is a single number.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from lockstep.launch.work_meter import WorkMeter
 from lockstep.world import World
 
 if TYPE_CHECKING:  # the supervisor reads heartbeats without NumPy
+    from collections.abc import Sequence
+
+    from lockstep.data.batch import MicroBatch
     from lockstep.permutation import Indices
 
 PHASES = (
@@ -33,23 +36,23 @@ PHASES = (
 )
 """What a rank can be doing, as shown in reports."""
 
+FORWARD, BACKWARD = 1, 2
+"""Added to twice a micro-batch's number: which pass over it begins; see ``Heartbeat.passes``."""
+
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_WITHIN_STEP = frozenset({"forward", "backward"})
-_BEAT = struct.Struct(
-    "=iiqdqqdd"
-)  # pid, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting
+_BEAT = struct.Struct("=iiqdqqddq")
+"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, pass."""
 _write_beat = _BEAT.pack_into
-_write_place = struct.Struct("=iqd").pack_into  # phase, micro-batch, time
-_PLACE = 4
-_COUNT = struct.Struct("=i")  # of the samples, each a 64-bit number
-_count_of = _COUNT.pack
-_NO_STEP = -2
-_MEMBERSHIP = 56
-_WARM = 57
-_SAMPLES, _INDICES = 64, 68
+_PASS = 7  # in numbers of 64 bits: 0, or which pass over which micro-batch has begun since the last mark
+_SHORT = 0.02
+"""Seconds of work for a micro-batch below which its passes are told by ``Heartbeat.passes``."""
+_SAMPLES_OF = struct.Struct("=iiii")
+"""How many; and if of several micro-batches: how many of each, the first one, and how far it is to the next."""
+_MEMBERSHIP = 64
+_WARM = 65
+_SAMPLES, _INDICES = 72, 88
 _SIZE = 4096
 _MOST_SAMPLES = (_SIZE - _INDICES) // 8
-_MOST_BYTES = 8 * _MOST_SAMPLES
 _REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
 
 
@@ -122,9 +125,9 @@ class Heartbeat:
         self._beat = beat
         self.control = Control() if control is None else control
         self._pid = os.getpid()
-        self._newest_step = -1
-        self._working_on = _NO_STEP
+        self._step = -1
         self._meter = WorkMeter()
+        self._passes = memoryview(bytearray(_SIZE) if beat is None else beat).cast("q")[_PASS : _PASS + 1]
 
     @classmethod
     def open(cls, world: World) -> Heartbeat:
@@ -139,26 +142,48 @@ class Heartbeat:
         beat = self._beat
         if beat is None:
             return
-        if step == self._working_on and phase in _WITHIN_STEP and micro_batch >= 0:
-            _write_place(beat, _PLACE, _PHASE_NUMBERS[phase], micro_batch, monotonic())
-            if phase == "forward":
-                self._meter.micro_batches += 1
-            return
         number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
         work = meter.enter(phase, step, now)
-        _write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited)
-        self._working_on = step if meter.is_working and step >= 0 else _NO_STEP
-        if step > self._newest_step:
-            beat[_WARM] = self._newest_step >= 0
-            self._newest_step = step
+        _write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
+        if step > self._step:
+            beat[_WARM] = self._step >= 0
+            self._step = step
 
     def samples(self, indices: Indices) -> None:
-        """Notes the sample indices of the current micro-batch, for error reports; the first 503 are kept."""
+        """Notes the sample indices of the current micro-batch, for error reports; the first 501 are kept."""
         if self._beat is not None:
-            kept = indices.tobytes()
-            if len(kept) > _MOST_BYTES:
-                kept = kept[:_MOST_BYTES]
-            self._beat[_SAMPLES : _INDICES + len(kept)] = _count_of(len(kept) // 8) + kept
+            self._write_samples(indices[:_MOST_SAMPLES].tobytes(), 0, 0, 0)
+
+    def passes(self, step: int, micro_batches: Sequence[MicroBatch]) -> memoryview | None:
+        """Where to store which pass over a micro-batch begins, if a step is too short for ``mark`` and ``samples``.
+
+        Args:
+            step: the step that has been marked last.
+            micro_batches: of this rank; their samples are noted, of each an equal part of the first 501 at most.
+
+        Returns:
+            A place for one number: ``2 * k + FORWARD`` or ``2 * k + BACKWARD`` for micro-batch ``k``. It holds until
+            the next ``mark``. None: call ``mark`` and ``samples`` for each pass.
+        """
+        meter = self._meter
+        meter.micro_batches += len(micro_batches)
+        if step != self._step or meter.latest > _SHORT or not meter.is_working:
+            return None
+        if "mark" in vars(self):  # someone listens there
+            return None
+        if micro_batches and self._beat is not None:
+            most = _MOST_SAMPLES // len(micro_batches)
+            contents = [each.indices[:most].tobytes() for each in micro_batches]
+            if len({len(each) for each in contents[:-1]}) > 1:  # some left out
+                return None
+            first, second = micro_batches[0].k, micro_batches[1 % len(contents)].k
+            self._write_samples(b"".join(contents), len(contents[0]) // 8, first, second - first)
+        return self._passes
+
+    def _write_samples(self, content: bytes, *layout: int) -> None:
+        assert self._beat is not None
+        noted = _SAMPLES_OF.pack(len(content) // 8, *layout) + content
+        self._beat[_SAMPLES : _SAMPLES + len(noted)] = noted
 
     def will_poll(self) -> None:
         """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""
@@ -259,13 +284,14 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         return None
     if len(content) < _SIZE:  # being made
         return None
-    pid, phase, micro_batch, moment, epoch, step, work, waited = _BEAT.unpack_from(content)
+    pid, phase, micro_batch, moment, epoch, step, work, waited, begun = _BEAT.unpack_from(content)
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
-    (count,) = _COUNT.unpack_from(content, _SAMPLES)
-    count = min(max(0, count), _MOST_SAMPLES)
+    name = PHASES[phase]
+    if begun:
+        name, micro_batch = "forward" if begun & 1 else "backward", (begun - 1) // 2
     return Beat(
-        phase=PHASES[phase],
+        phase=name,
         epoch=epoch,
         step=step,
         micro_batch=micro_batch,
@@ -275,8 +301,18 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         warm=bool(content[_WARM]),
         work=work,
         waited=waited,
-        samples=struct.unpack_from(f"={count}q", content, _INDICES),
+        samples=_samples(content, micro_batch if begun else None),
     )
+
+
+def _samples(content: bytes, micro_batch: int | None) -> tuple[int, ...]:
+    """The samples that a heartbeat's file holds, or those of one of its micro-batches."""
+    count, size, first, stride = _SAMPLES_OF.unpack_from(content, _SAMPLES)
+    samples = struct.unpack_from(f"={min(max(0, count), _MOST_SAMPLES)}q", content, _INDICES)
+    if micro_batch is None or size <= 0:
+        return samples
+    place = (micro_batch - first) // (stride or 1)
+    return samples[max(0, place) * size :][:size]
 
 
 def _map(path: Path) -> mmap.mmap:

@@ -19,11 +19,13 @@ class WorkMeter:
         self._step, self._since, self._phase = -1, 0.0, ""
         self._in_step = 0.0
         self.micro_batches = 0
-        """Of the step so far; who goes on with the next without entering a phase adds it here."""
+        """Of the step so far; whoever begins them adds them here."""
+        self.latest = float("inf")
+        """Seconds of work for one micro-batch in the last step that was done."""
 
     @property
     def is_working(self) -> bool:
-        """Whether the rank is at work of its own, so that its forward and backward passes need not be entered."""
+        """Whether the rank is at work of its own."""
         return self._phase in _WORK
 
     def enter(self, phase: str, step: int, now: float) -> float:
@@ -39,8 +41,9 @@ class WorkMeter:
         elif self._phase in _WAIT:
             self.waited += now - self._since
         if step > self._step:
-            self.seconds += self._in_step / max(1, self.micro_batches)
+            if self._step >= 0:
+                self.latest = self._in_step / max(1, self.micro_batches)
+                self.seconds += self.latest
             self._step, self._in_step, self.micro_batches = step, 0.0, 0
         self._since, self._phase = now, phase
-        self.micro_batches += phase == "forward"
         return self.seconds

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.launch.heartbeat import Heartbeat
+from lockstep.launch.heartbeat import BACKWARD, FORWARD, Heartbeat
 from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
@@ -99,6 +99,8 @@ class StepCompute:
     """The loss, of (output, target)."""
     forward: Callable[..., Any] | None
     """The user's own way from a micro-batch's data to the output."""
+    passes: memoryview | None
+    """See ``Heartbeat.passes``."""
     first_key: int
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
 
@@ -109,19 +111,26 @@ class StepCompute:
             micro_batch.data, self.forward, model or self.compute.model, self.compute.finish
         )
         result = self.loss(output, target, micro_batch)
-        self.heartbeat.mark("backward", epoch=self.plan.epoch, step=self.plan.step, micro_batch=micro_batch.k)
+        if self.passes is not None:
+            self.passes[0] = 2 * micro_batch.k + BACKWARD
+        else:
+            note(self.heartbeat, "backward", self.plan.epoch, self.plan.step, micro_batch)
         return result
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
-        plan, k = self.plan, micro_batch.k
-        self.heartbeat.mark("forward", epoch=plan.epoch, step=plan.step, micro_batch=k)
-        self.heartbeat.samples(micro_batch.indices)
-        self.randomness.begin_micro_batch(plan.step, k + self.first_key)
+        if self.passes is not None:
+            self.passes[0] = 2 * micro_batch.k + FORWARD
+        else:
+            note(self.heartbeat, "forward", self.plan.epoch, self.plan.step, micro_batch)
+        self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
-        note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
+        if self.passes is not None:
+            self.passes[0] = 2 * micro_batch.k + (FORWARD if phase == "forward" else BACKWARD)
+        else:
+            note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
     def exchange(self) -> None:

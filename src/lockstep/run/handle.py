@@ -192,7 +192,10 @@ class Run:
         self._scaled_step.settle()
         plan, heartbeat = batch.plan, self._session.heartbeat
         key = self._course.turn * self.options.micro_batches
-        compute = StepCompute(self._compute, self._randomness, heartbeat, plan, exact(loss), forward, key)
+        passes = heartbeat.passes(plan.step, batch.micro_batches)
+        compute = StepCompute(
+            self._compute, self._randomness, heartbeat, plan, exact(loss), forward, passes, key
+        )
         stop = int(heartbeat.stop_reason)
         result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
         self._randomness.end_step(plan.step)
