@@ -19,6 +19,8 @@ from lockstep.scale.prediction.words import (
     world_head,
 )
 
+_ABREAST = 4
+"""Interconnects beside each other in the terminal, so that a line has fewer than 100 columns."""
 HEAD = ("layout", "s/epoch", "samples/s", "speed-up", "efficiency (spread)")
 
 
@@ -96,7 +98,10 @@ def _forecast(found: Forecast) -> list[str]:
         lines += ["", "predicted from one device and the exchange alone, beside what was measured:"]
         lines += _aligned([HEAD_OF_HERE, *(here_cells(each) for each in found.here)])
     lines += ["", "predicted seconds per epoch (efficiency):"]
-    return [*lines, *_aligned([world_head(found), *world_cells(found)]), found.note]
+    rows = [world_head(found), *world_cells(found)]
+    for first in range(1, len(rows[0]), _ABREAST):
+        lines += [*_aligned([(row[0], *row[first : first + _ABREAST]) for row in rows]), ""]
+    return [*lines, found.note]
 
 
 def _occurring(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from lockstep.scale.prediction.forecast import Checked, Forecast
 from lockstep.scale.prediction.links import PRESETS, Interconnect, Link
 from lockstep.scale.prediction.model import WORLDS, OneDevice, predict, predict_here
 from lockstep.scale.prediction.words import here_cells, message_cells, message_head, world_cells, world_head
+from lockstep.scale.report import Report, text
 
 IDEAL = Interconnect("ideal", "", Link(0.0, 1e30), Link(0.0, 1e30))
 ONE = OneDevice(
@@ -95,11 +96,12 @@ def test_on_this_machine_nothing_is_hidden_and_cores_are_shared():
     assert predict_here(ONE, 4, messages, busy=2.0).step == pytest.approx(2 * 0.2 + exchange)
 
 
+MEASURED = Round(1.0, 128.0, ({"forward": 1.0},), 100, 4000, 8, 16)
+
+
 def test_a_reducer_without_a_formula_is_refused():
-    phases = {"forward": 1.0}
-    measured = Round(1.0, 128.0, (phases,), 100, 4000, 8, 16)
     with pytest.raises(ConfigError, match=r"training.reduce = 'powersgd', for which there is no formula"):
-        OneDevice.of(row("single on 1", "single", 1, [measured], [measured]), measured, "powersgd")
+        OneDevice.of(row("single on 1", "single", 1, [MEASURED], [MEASURED]), MEASURED, "powersgd")
 
 
 def test_a_forecast_is_told_as_tables():
@@ -112,3 +114,14 @@ def test_a_forecast_is_told_as_tables():
     assert message_head(found) == ("bytes", "2 ranks", "4 ranks")
     assert message_cells(found) == [("4,096", "1", "2")]
     assert "Beyond 8 devices" in found.note
+
+
+def test_the_terminal_shows_all_interconnects_within_100_columns():
+    worlds = [predict(ONE, devices, by, adding=1e10) for by in PRESETS.values() for devices in (2, 4096)]
+    found = Forecast(ONE, 1e10, {2: {4096: 0.001}}, (), tuple(worlds))
+    single = row("single on 1", "single", 1, [MEASURED], [MEASURED])
+    lines = text(Report("digits", 20, 1, (single,), "Nothing.", forecast=found)).splitlines()
+    heads = [line.split() for line in lines if line.startswith("devices ")]
+    assert [name for head in heads for name in head[1:]] == list(PRESETS)
+    assert max(len(line) for line in lines if line != found.note) <= 100
+    assert sum(line.startswith("4096 *") for line in lines) == len(heads) > 1
