@@ -12,7 +12,7 @@ from tests.launch.listening import listening_addresses
 from tests.ranks import run_ranks
 
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.heartbeat import Membership, read_beat
+from lockstep.launch.beat import Membership, read_beat
 from lockstep.process_group import open_process_group, roll_call
 from lockstep.rendezvous import open_store
 from lockstep.world import World

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.heartbeat import Heartbeat, Stopped
+from lockstep.launch.control import Stopped
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.hosts.interface import addresses, interface_towards
 from lockstep.launch.place import LOOPBACK
 from lockstep.rendezvous import meeting_address, open_store

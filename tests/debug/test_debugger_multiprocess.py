@@ -16,7 +16,7 @@ from tests.debug.held_training import LIMIT
 from tests.hosts.host import Hosts
 from tests.launch.command import COMMAND, LOOP, Command, wait_until
 
-from lockstep.launch.heartbeat import read_beat
+from lockstep.launch.beat import read_beat
 
 pytest.importorskip("debugpy", reason="debugpy is not installed: pip install 'lockstep-train[debug]'")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.hosts.test_messages import BEAT, END, RECORD
 
-from lockstep.launch.heartbeat import StopReason
+from lockstep.launch.control import StopReason
 from lockstep.launch.hosts.final import Final, conclude
 
 NONE, INTERRUPTED, PREEMPTED = StopReason.NONE, StopReason.INTERRUPTED, StopReason.PREEMPTED

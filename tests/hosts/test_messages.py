@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 from lockstep.launch.hosts.messages import end_from_json, end_to_json, sight_from_json, sight_to_json
 from lockstep.launch.records import ErrorRecord
 from lockstep.launch.stalls.sight import Collective, Sight

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from tests.hosts.test_messages import SIGHT
 
-from lockstep.launch.heartbeat import Heartbeat, read_beat
+from lockstep.launch.beat import read_beat
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.hosts.messages import sight_to_json
 from lockstep.launch.hosts.shared_stall import SharedStall
 from lockstep.launch.stalls import Stall

@@ -8,7 +8,7 @@ from tests.hosts.host import Hosts, job, on_one_process, said
 from tests.launch.command import wait_until
 from tests.printed import fingerprint
 
-from lockstep.launch.heartbeat import read_beat
+from lockstep.launch.beat import read_beat
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from lockstep.job.config import DataConfig
 from lockstep.job.config_file import load_job
 from lockstep.job.config_overrides import parse_set
 from lockstep.job.kept_photos import keep_photos
-from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.control import Stopped, StopReason
 
 NOISE = np.random.RandomState(2).randint(0, 256, (64, 64, 3)).astype(np.uint8)
 JOB = """\

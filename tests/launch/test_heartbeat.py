@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 
 from lockstep.data.batch import MicroBatch
-from lockstep.launch.heartbeat import (
-    BACKWARD,
-    FORWARD,
-    PHASES,
-    Control,
-    Heartbeat,
-    Membership,
-    Stopped,
-    StopReason,
-    heartbeat_file,
-    read_beat,
-)
+from lockstep.launch.beat import BACKWARD, FORWARD, PHASES, Membership, heartbeat_file, read_beat
+from lockstep.launch.control import Control, Stopped, StopReason
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.world import World
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from tests.launch.test_verdict import beat, end
 
-from lockstep.launch.heartbeat import Membership
+from lockstep.launch.beat import Membership
 from lockstep.launch.leavers import Leavers
 
 LEAVING = replace(beat(Membership.LEAVING), phase="end")

@@ -8,8 +8,8 @@ import pytest
 from tests.launch.test_verdict import end, failed, finished, record, victim
 
 from lockstep.errors import ConfigError
+from lockstep.launch.control import StopReason
 from lockstep.launch.devices import Devices, parse_devices
-from lockstep.launch.heartbeat import StopReason
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.recovery import Loss, loss_of, with_restarts
 from lockstep.launch.verdict import judge

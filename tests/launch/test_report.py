@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from lockstep.launch.heartbeat import Beat, Membership, StopReason
+from lockstep.launch.beat import Beat, Membership
+from lockstep.launch.control import StopReason
 from lockstep.launch.records import log_file, read_record, record_of, write_record
 from lockstep.launch.report import report
 from lockstep.launch.verdict import RankEnd, judge

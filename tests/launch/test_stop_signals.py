@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import os, signal, sys
 from lockstep.launch import stop_signals
-from lockstep.launch.heartbeat import Control
+from lockstep.launch.control import Control
 control = Control()
 stop_signals.install(control, alone={alone})
 os.kill(os.getpid(), {first})

@@ -3,7 +3,8 @@
 import signal
 from dataclasses import replace
 
-from lockstep.launch.heartbeat import Beat, Membership, StopReason
+from lockstep.launch.beat import Beat, Membership
+from lockstep.launch.control import StopReason
 from lockstep.launch.records import ErrorRecord
 from lockstep.launch.verdict import RankEnd, judge
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.launch import windows
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 from lockstep.launch.windows import SECONDS, STEPS, Window, Windows
 
 BEAT = Beat(

@@ -7,7 +7,7 @@ from tests.run.jobs import begin, correct, dataset, train_step
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.control import Stopped, StopReason
 from lockstep.run import leaving
 
 SAMPLES, EPOCHS = 150, 2

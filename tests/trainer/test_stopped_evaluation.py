@@ -5,7 +5,7 @@ from tests.ranks import run_ranks
 from tests.trainer.test_trainer import outcome, records, trainer
 
 from lockstep import checkpoint
-from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.control import Stopped, StopReason
 from lockstep.run import leaving
 
 

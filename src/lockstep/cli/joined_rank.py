@@ -22,7 +22,7 @@ from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
 from lockstep.job.config import JobConfig
 from lockstep.job.run_folder import choose_run_folder
 from lockstep.launch import EntryTarget
-from lockstep.launch.heartbeat import Stopped
+from lockstep.launch.control import Stopped
 from lockstep.launch.parent_death import arm_future_children, tie_to_launcher
 from lockstep.launch.rank import end_process
 from lockstep.launch.run_target import run_target

@@ -10,7 +10,7 @@ import sys
 from contextlib import closing, suppress
 
 from lockstep.errors import EXIT_DONE
-from lockstep.launch.heartbeat import Control, StopReason
+from lockstep.launch.control import Control, StopReason
 from lockstep.launch.runs import RunOnHost, choose_run, end_processes, remove_left_over
 
 

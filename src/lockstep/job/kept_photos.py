@@ -12,7 +12,7 @@ from lockstep.data.naming import look_through
 from lockstep.data.wrapping import Wrapping
 from lockstep.errors import ConfigError
 from lockstep.job.config import DataConfig
-from lockstep.launch.heartbeat import Stopped, StopReason
+from lockstep.launch.control import Stopped, StopReason
 from lockstep.run import Run
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,10 @@
 
 import sys
 
+from lockstep.launch.control import Stopped, StopReason
 from lockstep.launch.devices import Devices, parse_devices
 from lockstep.launch.function import CallablePackage, launch
-from lockstep.launch.heartbeat import Heartbeat, Stopped, StopReason
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.parent_death import die_with_parent
 from lockstep.launch.supervisor import supervise

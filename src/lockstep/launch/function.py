@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RankError
+from lockstep.launch.control import Stopped, StopReason
 from lockstep.launch.devices import parse_devices
-from lockstep.launch.heartbeat import Stopped, StopReason
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.supervisor import run_world
 from lockstep.launch.targets import FunctionTarget

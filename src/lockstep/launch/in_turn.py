@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.control import StopReason
 from lockstep.launch.devices import parse_devices
-from lockstep.launch.heartbeat import StopReason
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.supervisor import Outcome, run_world
 from lockstep.launch.targets import EntryTarget

@@ -31,8 +31,9 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RA
 from lockstep.launch import stop_signals
 from lockstep.launch.answering import answer_from_now_on
 from lockstep.launch.attaching import answer_asks
+from lockstep.launch.beat import read_beat
 from lockstep.launch.debugger import lift_default_limit, wait_for_debugger
-from lockstep.launch.heartbeat import Heartbeat, read_beat
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.parent_death import arm, arm_future_children
 from lockstep.launch.records import record_of, result_file, write_record
 from lockstep.launch.run_target import run_target

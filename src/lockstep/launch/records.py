@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.errors import EXIT_RANK, LockstepError
-from lockstep.launch.heartbeat import Beat
+from lockstep.launch.beat import Beat
 from lockstep.world import host_name
 
 _OWN_FRAMES = ("lockstep/launch/", "<frozen runpy>")

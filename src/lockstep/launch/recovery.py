@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from lockstep.errors import EXIT_DONE
+from lockstep.launch.control import StopReason
 from lockstep.launch.devices import Devices
-from lockstep.launch.heartbeat import StopReason
 from lockstep.launch.options import LaunchOptions, new_run_id
 from lockstep.launch.signal_inbox import SignalInbox
 from lockstep.launch.stop_signals import REASONS

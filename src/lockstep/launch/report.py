@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from lockstep.launch.heartbeat import StopReason
+from lockstep.launch.control import StopReason
 from lockstep.launch.records import log_file, record_file
 from lockstep.launch.verdict import RankEnd, Verdict
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.launch.heartbeat import Beat, read_beat
+from lockstep.launch.beat import Beat, read_beat
 from lockstep.launch.run_directory import is_in_use, run_directories
 
 _NOTE = "run.json"

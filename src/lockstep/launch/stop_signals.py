@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from lockstep.launch.heartbeat import Control, StopReason
+from lockstep.launch.control import Control, StopReason
 
 REASONS = {
     signal.SIGINT: StopReason.INTERRUPTED,

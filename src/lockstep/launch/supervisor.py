@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_CONFIG, EXIT_RANK, EXIT_STALLED
-from lockstep.launch.heartbeat import Control, StopReason
+from lockstep.launch.control import Control, StopReason
 from lockstep.launch.hosts import Company, Final, Joined
 from lockstep.launch.log_directory import log_directory
 from lockstep.launch.options import LaunchOptions, alone, rank_environment, world_environment

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK
-from lockstep.launch.heartbeat import Beat, Membership, StopReason
+from lockstep.launch.beat import Beat, Membership
+from lockstep.launch.control import StopReason
 from lockstep.launch.records import ErrorRecord
 
 _KNOWN_CODES = range(2, 7)

@@ -22,8 +22,9 @@ from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch.attaching import is_debugged
+from lockstep.launch.beat import Beat, read_beat
+from lockstep.launch.control import Control, StopReason
 from lockstep.launch.ending import Ending
-from lockstep.launch.heartbeat import Beat, Control, StopReason, read_beat
 from lockstep.launch.hosts import Company
 from lockstep.launch.hosts.shared_pace import SharedPace
 from lockstep.launch.leavers import Leavers

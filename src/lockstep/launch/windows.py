@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch.heartbeat import Beat, read_beat
+from lockstep.launch.beat import Beat, read_beat
 
 STEPS = 20
 SECONDS = 5.0

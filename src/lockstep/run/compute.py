@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.launch.heartbeat import BACKWARD, FORWARD, Heartbeat
+from lockstep.launch.beat import BACKWARD, FORWARD
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness

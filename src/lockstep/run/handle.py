@@ -16,7 +16,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.decoding import decoded_as
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensor
-from lockstep.launch.heartbeat import Stopped
+from lockstep.launch.control import Stopped
 from lockstep.precision import Precision
 from lockstep.run import profiling, resuming, saving, start
 from lockstep.run.agreed_data import AgreedData

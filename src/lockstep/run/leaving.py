@@ -13,7 +13,8 @@ import time
 
 import torch
 
-from lockstep.launch.heartbeat import Heartbeat, StopReason
+from lockstep.launch.control import StopReason
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
 
 AGREE_EVERY = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.launch.heartbeat import StopReason
+from lockstep.launch.control import StopReason
 from lockstep.plan import StepPlan
 from lockstep.run.scaling import raise_non_finite
 from lockstep.strategies import StepResult

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 from lockstep.launch.stalls.pace import Pace
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 from lockstep.launch.stalls.report import describe
 from lockstep.launch.stalls.sight import Collective, Sight
 from lockstep.launch.stalls.stack_text import Frame, main_stack, users_frame, waits_in

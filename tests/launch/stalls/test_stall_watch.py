@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from lockstep.launch.heartbeat import Beat, Heartbeat, Membership, read_beat
+from lockstep.launch.beat import Beat, Membership, read_beat
+from lockstep.launch.heartbeat import Heartbeat
 from lockstep.launch.stalls import stall_watch
 from lockstep.launch.stalls.sight import Sight
 from lockstep.launch.stalls.stack_text import Frame

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
-from lockstep.launch.heartbeat import Beat, Control, Membership, StopReason
+from lockstep.launch.beat import Beat, Membership
+from lockstep.launch.control import Control, StopReason
 from lockstep.launch.hosts.final import Final, conclude
 from lockstep.launch.hosts.hub import Hub
 from lockstep.launch.hosts.joining import Joined

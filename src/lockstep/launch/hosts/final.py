@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
-from lockstep.launch.heartbeat import StopReason
+from lockstep.launch.control import StopReason
 from lockstep.launch.recovery import furthest_step, loss_of
 from lockstep.launch.report import report
 from lockstep.launch.verdict import RankEnd, judge

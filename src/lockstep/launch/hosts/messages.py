@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 from lockstep.launch.records import ErrorRecord
 from lockstep.launch.stalls.sight import Collective, Sight
 from lockstep.launch.stalls.stack_text import Frame, Stack

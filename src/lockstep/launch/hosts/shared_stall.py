@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.heartbeat import read_beat
+from lockstep.launch.beat import read_beat
 from lockstep.launch.hosts.messages import sight_from_json, sight_to_json
 from lockstep.launch.stalls import Stall, as_json, describe
 from lockstep.launch.stalls.verdict import judge_stall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lockstep.launch.heartbeat import Beat, Membership
+from lockstep.launch.beat import Beat, Membership
 
 _LEARNED = 5.0
 """How many times its longest silence so far a rank may be silent."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.answering import ASK, recorder_socket, stack_file
-from lockstep.launch.heartbeat import Beat, read_beat
+from lockstep.launch.beat import Beat, read_beat
 from lockstep.launch.stalls.pace import Pace
 from lockstep.launch.stalls.sight import Collective, Sight
 from lockstep.launch.stalls.stack_text import Stack, main_stack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.launch.heartbeat import Beat
+from lockstep.launch.beat import Beat
 from lockstep.launch.stalls.stack_text import Frame, Stack, users_frame, waits_in
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.launch.heartbeat import Beat, Membership, read_beat
+from lockstep.launch.beat import Beat, Membership, read_beat
 from lockstep.launch.stalls.pace import Pace
 from lockstep.launch.stalls.probe import ask_all
 from lockstep.launch.stalls.sight import Sight

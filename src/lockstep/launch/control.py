@@ -1,0 +1,83 @@
+"""The flags that the supervisor and all ranks of a run share: why to stop, who asks, and whether the run is ended.
+
+control:  stop reason, whether any rank polls it, whether the supervisor is ending the run (a byte each)
+"""
+
+from __future__ import annotations
+
+import mmap
+from enum import IntEnum
+from pathlib import Path
+
+from lockstep.launch.page import SIZE, map_page
+
+_REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
+
+
+class StopReason(IntEnum):
+    """Why the ranks are asked to stop."""
+
+    NONE = 0
+    INTERRUPTED = 130
+    """Ctrl-C: stop at the next step boundary; the exit code of a rank that did."""
+    PREEMPTED = 75
+    """The host is wanted back: save, stop, run again later; the exit code of a rank that did."""
+
+
+_REASONS = {int(reason): reason for reason in StopReason}
+
+
+class Stopped(SystemExit):
+    """Raised by a rank that stopped because it was asked to; the reason is the exit code."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(int(reason))
+        self.reason = reason
+
+
+class Control:
+    """The flags that the supervisor and all ranks of a run share.
+
+    Args:
+        directory: the run directory; without one the flags belong to this process alone.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._map = mmap.mmap(-1, SIZE) if directory is None else map_page(control_file(directory))
+
+    @property
+    def reason(self) -> StopReason:
+        """Why the ranks are asked to stop, whoever asked."""
+        return _REASONS[self._map[_REASON]]
+
+    def request_stop(self, reason: StopReason) -> None:
+        """Asks every rank to stop; an interrupt overrides a preemption, otherwise the first reason stands."""
+        if self.reason is not StopReason.INTERRUPTED:
+            self._map[_REASON] = int(reason)
+
+    @property
+    def polled(self) -> bool:
+        """Whether any rank asks for the stop flag."""
+        return bool(self._map[_POLLED])
+
+    @polled.setter
+    def polled(self, polled: bool) -> None:
+        self._map[_POLLED] = polled
+
+    @property
+    def ending(self) -> bool:
+        """Whether the supervisor ends the run: SIGTERM then means "leave now", not "save and stop"."""
+        return bool(self._map[_ENDING])
+
+    @ending.setter
+    def ending(self, ending: bool) -> None:
+        self._map[_ENDING] = ending
+
+    def close(self) -> None:
+        """Unmaps the file."""
+        self._map.close()
+
+
+def control_file(directory: Path) -> Path:
+    """The control file of a run."""
+    return directory / "control"
