@@ -47,6 +47,18 @@ def test_a_run_that_was_stopped_and_resumed_has_every_record_once(tmp_path, resu
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_the_end_of_an_epoch_that_is_done_again_is_recorded_once(tmp_path):
+    """A run was killed after it recorded epoch 1; its newest checkpoint is of that epoch's last step."""
+    path = tmp_path / "log.jsonl"
+    run(path, 0, 6).close()
+    before = records(path)
+    logger = JsonLines(path, first_step=6, open_epoch=1)
+    logger.begin(1, epochs=4, start=3, steps=3)
+    logger.epoch(1, 6, {"accuracy": 0.5})
+    logger.close()
+    assert records(path) == before
+
+
 def test_a_torn_line_of_a_killed_run_is_left_out(tmp_path):
     path = tmp_path / "log.jsonl"
     run(path, 0, 2).close()

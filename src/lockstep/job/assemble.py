@@ -160,4 +160,6 @@ def _loggers(config: JobConfig, run: Run) -> Logger:
         *(["tensorboard"] if config.log.tensorboard else []),
     ]
     directory = Path(run.options.directory) if run.options.directory is not None else None
-    return open_loggers(run.world, directory, names, first_step=run.position.step)
+    position = run.position
+    open_epoch = position.epoch if position.inside else None
+    return open_loggers(run.world, directory, names, first_step=position.step, open_epoch=open_epoch)

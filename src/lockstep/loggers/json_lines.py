@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 class JsonLines:
@@ -20,11 +20,13 @@ class JsonLines:
         path: the file; it and its folder are made at the first record.
         first_step: steps done before this run goes on. Records of later steps, left by a run that was stopped
             after its last checkpoint, are removed: they are about to be written again.
+        open_epoch: the epoch within which this run goes on, if there is one. Its record is removed too: after its last
+            step it may have been written without a checkpoint that followed.
     """
 
-    def __init__(self, path: Path | str, *, first_step: int = 0) -> None:
+    def __init__(self, path: Path | str, *, first_step: int = 0, open_epoch: int | None = None) -> None:
         self._path = Path(path)
-        self._first_step = first_step
+        self._first_step, self._open_epoch = first_step, open_epoch
         self._file: IO[str] | None = None
         self._epoch = 0
 
@@ -66,18 +68,22 @@ class JsonLines:
         return self._path.open("a", encoding="utf-8")
 
     def _kept(self) -> Iterator[str]:
-        """The earlier records up to the first step of this run; torn lines are left out."""
+        """The earlier records of what this run does not do again; torn lines are left out."""
         with self._path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                step = _step_of(line)
-                if step is not None and step <= self._first_step:
+                record = _record_in(line)
+                if record is not None and not self._is_to_come(record):
                     yield line.rstrip("\n")
 
+    def _is_to_come(self, record: dict[str, Any]) -> bool:
+        ends_open_epoch = record.get("kind") == "epoch" and record.get("epoch") == self._open_epoch
+        return bool(record["step"] > self._first_step or ends_open_epoch)
 
-def _step_of(line: str) -> int | None:
+
+def _record_in(line: str) -> dict[str, Any] | None:
+    """The record of a line; None where it is none, or torn."""
     try:
         record = json.loads(line)
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

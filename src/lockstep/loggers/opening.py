@@ -17,7 +17,12 @@ KNOWN = ("console", "jsonl", "tensorboard")
 
 
 def open_loggers(
-    world: World, directory: Path | None, names: Sequence[str] = ("console", "jsonl"), *, first_step: int = 0
+    world: World,
+    directory: Path | None,
+    names: Sequence[str] = ("console", "jsonl"),
+    *,
+    first_step: int = 0,
+    open_epoch: int | None = None,
 ) -> Logger:
     """The loggers of ``names`` as one, on the main process; a ``NullLogger`` on every other.
 
@@ -26,6 +31,7 @@ def open_loggers(
         directory: the run folder, for ``log.jsonl`` and ``tensorboard/``; None leaves those two out.
         names: of ``console``, ``jsonl`` and ``tensorboard``.
         first_step: steps done before this run goes on; 0 for a new one.
+        open_epoch: the epoch within which it goes on, if there is one.
     """
     for name in names:
         if name not in KNOWN:
@@ -37,7 +43,7 @@ def open_loggers(
         if name == "console":
             loggers.append(Console())
         elif directory is not None and name == "jsonl":
-            loggers.append(JsonLines(directory / "log.jsonl", first_step=first_step))
+            loggers.append(JsonLines(directory / "log.jsonl", first_step=first_step, open_epoch=open_epoch))
         elif directory is not None:
             loggers.append(TensorBoard(directory / "tensorboard", first_step=first_step))
     return MultiLogger(loggers)
