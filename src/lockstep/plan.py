@@ -100,6 +100,8 @@ class StepPlan:
     """Global step, counted over epochs."""
     position: int
     """Step within the epoch."""
+    packed: bytes
+    """All its sample indices, 64 bits each, in the order of the micro-batches: what a heartbeat notes of them."""
     indices: tuple[Indices, ...]
     """Sample indices of micro-batch k, each of shape (size,)."""
 
@@ -170,12 +172,18 @@ class SamplePlan:
         batch, size, k = self.shape.global_batch, self.shape.micro_batch_size, self.shape.micro_batches
         order = self._order(epoch, first * batch, min(last * batch, self._used_samples))
         parts = tuple([order[i : i + size] for i in range(0, len(order), size)])
+        packed = order.tobytes()
+        wholes = [packed[i : i + 8 * batch] for i in range(0, len(packed), 8 * batch)]
         begun = epoch * self.steps_per_epoch
         return [
             StepPlan(
-                epoch=epoch, step=begun + n, position=n, indices=parts[(n - first) * k : (n - first + 1) * k]
+                epoch=epoch,
+                step=begun + first + n,
+                position=first + n,
+                packed=whole,
+                indices=parts[n * k : (n + 1) * k],
             )
-            for n in range(first, last)
+            for n, whole in enumerate(wholes)
         ]
 
     def _order(self, epoch: int, first: int, last: int) -> Indices:

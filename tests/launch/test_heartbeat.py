@@ -5,8 +5,15 @@ import timeit
 import numpy as np
 import pytest
 
-from lockstep.data.batch import MicroBatch
-from lockstep.launch.beat import BACKWARD, FORWARD, PHASES, Membership, heartbeat_file, read_beat
+from lockstep.launch.beat import (
+    MICRO_BATCH,
+    PHASES,
+    STEP,
+    Membership,
+    heartbeat_file,
+    place_in_step,
+    read_beat,
+)
 from lockstep.launch.control import Control, Stopped, StopReason
 from lockstep.launch.heartbeat import Heartbeat
 from lockstep.world import World
@@ -52,7 +59,7 @@ def test_more_samples_than_fit_are_cut_off(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("data")
     heartbeat.samples(np.arange(10_000))
-    assert read_beat(tmp_path, 3).samples == tuple(range(501))
+    assert read_beat(tmp_path, 3).samples == tuple(range(4086))
 
 
 def test_membership_goes_from_outside_to_finished(world, tmp_path):
@@ -128,7 +135,7 @@ def test_the_work_of_a_step_counts_for_each_micro_batch(world, tmp_path, monkeyp
     monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("data", step=4)
-    assert heartbeat.passes(4, micro_batches([2, 2, 2])) is None, "the first step may compile"
+    heartbeat.begin_step(4, np.arange(6).tobytes(), 2, 3)
     for micro_batch, phase in ((0, "backward"), (1, "forward")):
         heartbeat.mark(phase, step=4, micro_batch=micro_batch)
     heartbeat.mark(between, step=4)
@@ -141,70 +148,93 @@ def test_the_work_of_a_step_counts_for_each_micro_batch(world, tmp_path, monkeyp
     assert beat.warm
 
 
-def micro_batches(sizes, first=0, stride=1):
-    """Micro-batches whose samples are 100 k, 100 k + 1, ..."""
-    numbers = range(first, first + stride * len(sizes), stride)
-    return [MicroBatch(k, np.arange(100 * k, 100 * k + size), None) for k, size in zip(numbers, sizes)]
-
-
 @pytest.fixture
 def steps(world, monkeypatch):
-    """A rank that has done step 4 with two micro-batches, each within so many seconds, and begun step 5."""
+    """A rank that has been timed in step 4, which took so many seconds, and has come to step 5."""
 
     def run(seconds):
-        now = iter([0.0, 2 * seconds])
+        now = iter([0.0, seconds / 2, seconds, *[99.0] * 99])
         monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
         heartbeat = Heartbeat.open(world)
         heartbeat.mark("data", step=4)
-        heartbeat.passes(4, micro_batches([2, 2]))
+        heartbeat.begin_step(4, np.arange(4).tobytes(), 2, 2)
+        heartbeat.mark("reduce", step=4)
         heartbeat.mark("data", epoch=1, step=5)
         return heartbeat
 
     return run
 
 
-@pytest.mark.parametrize(("first", "stride"), [(0, 1), (4, 1), (1, 2)])
-def test_of_short_micro_batches_only_the_pass_is_stored(steps, tmp_path, first, stride):
-    mine = micro_batches([3, 3, 2], first, stride)
-    passes = steps(0.001).passes(5, mine)
-    for each in mine:
-        for code, phase in ((FORWARD, "forward"), (BACKWARD, "backward")):
-            passes[0] = 2 * each.k + code
+def test_in_a_short_step_a_place_is_stored(steps, tmp_path):
+    heartbeat, samples = steps(0.004), np.arange(100, 108)
+    base = heartbeat.begin_step(5, samples.tobytes(), 3, 2)
+    assert base == 5 * STEP
+    assert read_beat(tmp_path, 3).phase == "data"
+    for k in range(3):
+        for phase in ("forward", "backward"):
+            heartbeat.place[0] = base + k * MICRO_BATCH + place_in_step(phase)
             beat = read_beat(tmp_path, 3)
-            assert (beat.phase, beat.epoch, beat.step, beat.micro_batch) == (phase, 1, 5, each.k)
-            assert beat.samples == tuple(each.indices)
+            assert (beat.phase, beat.epoch, beat.step, beat.micro_batch) == (phase, 1, 5, k)
+            assert beat.samples == tuple(samples[3 * k : 3 * k + 3])
+    heartbeat.place[0] = base + 7 * MICRO_BATCH + place_in_step("forward")
+    assert read_beat(tmp_path, 3).samples == (100, 101, 102), "a spare has the samples of micro-batch 0"
+    for phase in ("reduce", "update", "data"):
+        heartbeat.place[0] = 6 * STEP + place_in_step(phase)
+        beat = read_beat(tmp_path, 3)
+        assert (beat.phase, beat.step, beat.micro_batch) == (phase, 6, -1)
+        assert beat.samples == tuple(samples)
 
 
-def test_the_next_mark_ends_the_passes(steps, tmp_path, monkeypatch):
-    heartbeat = steps(0.001)
-    heartbeat.passes(5, micro_batches([3]))[0] = FORWARD
-    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: 1.0)
-    heartbeat.mark("reduce", epoch=1, step=5)
+def test_the_next_mark_ends_a_place(steps, tmp_path):
+    heartbeat = steps(0.004)
+    heartbeat.place[0] = heartbeat.begin_step(5, np.arange(4).tobytes(), 2, 1) + place_in_step("update")
+    heartbeat.mark("evaluate", epoch=1, step=5, micro_batch=2)
     beat = read_beat(tmp_path, 3)
-    assert (beat.phase, beat.micro_batch, beat.time) == ("reduce", -1, 1.0)
+    assert (beat.phase, beat.micro_batch, beat.time) == ("evaluate", 2, 99.0)
 
 
-def test_of_one_micro_batch_and_of_none_the_pass_is_stored_too(steps, tmp_path):
-    heartbeat = steps(0.001)
-    assert heartbeat.passes(5, []) is not None
-    heartbeat.passes(5, micro_batches([3], first=7))[0] = 2 * 7 + BACKWARD
-    assert read_beat(tmp_path, 3).samples == (700, 701, 702)
+def test_samples_that_do_not_fit_are_not_made_up(steps, tmp_path):
+    heartbeat = steps(0.004)
+    base = heartbeat.begin_step(5, np.arange(10_000).tobytes(), 2500, 4)
+    for k, known in ((0, range(2500)), (1, range(2500, 4086)), (3, ())):
+        heartbeat.place[0] = base + k * MICRO_BATCH + place_in_step("forward")
+        assert read_beat(tmp_path, 3).samples == tuple(known)
 
 
-def test_of_large_micro_batches_the_first_samples_are_kept_of_each(steps, tmp_path):
-    mine = micro_batches([300, 300, 40])
-    steps(0.001).passes(5, mine)[0] = 2 * 1 + FORWARD
-    assert read_beat(tmp_path, 3).samples == tuple(range(100, 100 + 501 // 3))
+@pytest.mark.parametrize(("seconds", "short"), [(0.001, 31), (0.004, 25), (0.04, 2), (0.06, 0), (3.0, 0)])
+def test_short_steps_are_marked_every_tenth_of_a_second(steps, seconds, short):
+    heartbeat = steps(seconds)
+    marked = [step for step in range(5, 50) if not heartbeat.begin_step(step, np.arange(4).tobytes(), 2, 1)]
+    assert marked[0] == 5 + short
 
 
-def test_passes_are_marked_where_a_store_would_tell_too_little(steps):
-    short = micro_batches([3, 3])
-    assert steps(0.03).passes(5, short) is None, "the time must be written too"
-    assert steps(0.001).passes(6, short) is None, "another step than the one marked"
-    assert steps(0.001).passes(5, micro_batches([2, 3, 3])) is None, "samples were left out"
-    heard = steps(0.001)
-    heard.mark = heard.mark
-    assert heard.passes(5, short) is None, "someone listens"
+def test_whoever_listens_hears_of_every_step(world, monkeypatch):
+    now = iter(0.001 * n for n in range(99))
+    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
+    heartbeat = Heartbeat.open(world)
+    heartbeat.mark = heartbeat.mark
+    for step in range(20):
+        heartbeat.mark("data", step=step)
+        assert heartbeat.begin_step(step, np.arange(4).tobytes(), 2, 1) == 0
+
+
+def test_steps_that_are_not_timed_count_as_the_next_one_that_is(steps, tmp_path, monkeypatch):
+    heartbeat = steps(0.02)
+    assert heartbeat.marked_from == 10
+    before = read_beat(tmp_path, 3)
+    assert (before.work, before.waited) == (0.01 / 2, 0.01)
+    for step in range(5, 10):
+        heartbeat.begin_step(step, np.arange(4).tobytes(), 2, 2)
+    now = iter([200.0, 200.006, 200.008])
+    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
+    heartbeat.mark("data", step=10)
+    assert heartbeat.begin_step(10, np.arange(4).tobytes(), 2, 2) == 0
+    heartbeat.mark("reduce", step=10)
+    heartbeat.mark("data", step=11)
+    after = read_beat(tmp_path, 3)
+    assert after.work - before.work == pytest.approx(6 * 0.006 / 2)
+    assert after.waited - before.waited == pytest.approx(6 * 0.002)
+    assert heartbeat.marked_from == 11 + 12
 
 
 def test_indices_that_are_a_view_are_noted_too(world, tmp_path):

@@ -1,7 +1,7 @@
 """Trains on every rank in rounds with and without the heartbeat, and notes what the supervisor took meanwhile.
 
 Both sides are the same processes in the same minute: between two rounds only the calls of the heartbeat that a step
-makes are replaced by functions that do nothing. The stores that stand for a call are made on both sides.
+makes are replaced by functions that do nothing. The number that short steps store for a phase is stored on both sides.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import nn
 import lockstep
 from lockstep.data import Digits
 from lockstep.launch import Heartbeat
+from lockstep.launch.beat import STEP
 from lockstep.models import perceptron, resnet18
 
 WITH, WITHOUT = "heartbeat", "no heartbeat"
-COUNTED = 40
-"""Steps whose calls are counted and timed; they warm up as well."""
-CALLS = ("mark", "samples", "passes")
+COUNTED = {"digits": 640, "resnet": 32}
+"""Steps whose calls are counted and timed, after some that warm up."""
+WARM_UP = 8
+CALLS = ("mark", "samples", "begin_step")
 GLOBAL_BATCH = {"digits": 128, "resnet": 32}
 
 
@@ -41,7 +43,7 @@ class Switch:
     def turn(self, side: str) -> None:
         """From now on with or without."""
         for name in CALLS:
-            setattr(Heartbeat, name, self._real[name] if side == WITH else _nothing)
+            setattr(Heartbeat, name, self._real[name] if side == WITH else _NOTHING[name])
 
     def count(self) -> None:
         """Counts the calls from now on, and times each."""
@@ -59,9 +61,9 @@ class Switch:
 
         return counted
 
-    def calls(self) -> dict[str, float]:
+    def calls(self, steps: int) -> dict[str, float]:
         """How often a step makes each call."""
-        return {name: len(spent) / COUNTED for name, spent in self._spent.items()}
+        return {name: len(spent) / steps for name, spent in self._spent.items()}
 
     def microseconds(self) -> dict[str, float]:
         """Of each call within a step, the median, less what the clock itself takes."""
@@ -72,11 +74,15 @@ class Switch:
         }
 
 
-_NOWHERE = memoryview(bytearray(8)).cast("q")
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
-def _nothing(*_: Any, **__: Any) -> memoryview:
-    return _NOWHERE
+def _short(_: Heartbeat, step: int, *__: Any) -> int:
+    return step * STEP
+
+
+_NOTHING: dict[str, Callable[..., Any]] = {"mark": _nothing, "samples": _nothing, "begin_step": _short}
 
 
 class Loop:
@@ -124,8 +130,9 @@ def supervisor_seconds() -> float:
 def main() -> None:
     given = read_command_line()
     loop, switch = Loop(given.workload), Switch()
+    loop.steps(WARM_UP)
     switch.count()
-    loop.steps(COUNTED)
+    loop.steps(COUNTED[given.workload])
     rounds: dict[str, list[tuple[float, float]]] = {WITH: [], WITHOUT: []}
     began, before = time.monotonic(), supervisor_seconds()
     for alternation in range(given.alternations):
@@ -135,7 +142,7 @@ def main() -> None:
     switch.turn(WITH)
     measured = {
         "rounds": rounds,
-        "calls": switch.calls(),
+        "calls": switch.calls(COUNTED[given.workload]),
         "microseconds": switch.microseconds(),
         "supervisor": (supervisor_seconds() - before) / (time.monotonic() - began),
     }

@@ -1,6 +1,6 @@
 """What a rank last said of itself, as the page of its file holds it:
 
-heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, pass, membership, warm | samples
+heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, place, membership, warm | samples
 """
 
 from __future__ import annotations
@@ -10,26 +10,31 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from lockstep.launch.page import SIZE
-
 PHASES = (
     *("start", "prepare", "data", "forward", "backward", "reduce", "update"),
     *("evaluate", "save", "load", "wait", "end"),
 )
 """What a rank can be doing, as shown in reports."""
 
-FORWARD, BACKWARD = 1, 2
-"""Added to twice a micro-batch's number: which pass over it begins; see ``Heartbeat.passes``."""
-
-BEAT = struct.Struct("=iiqdqqddq")
-"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, pass."""
-PASS = 7  # in numbers of 64 bits: 0, or which pass over which micro-batch has begun since the last mark
-SAMPLES_OF = struct.Struct("=iiii")
-"""How many; and if of several micro-batches: how many of each, the first one, and how far it is to the next."""
+_BEAT = struct.Struct("=iiqdqqddq")
+"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, place."""
+write_beat = _BEAT.pack_into
+PLACE = 7
+"""The place is this number of 64 bits. It is 0, or where the rank has come to since, in a short step: the sum of
+``place_in_step(phase)``, ``k * MICRO_BATCH`` and ``step * STEP``."""
+MICRO_BATCH, STEP = 1 << 4, 1 << 24
+SAMPLES_OF = struct.Struct("=ii")
+"""How many samples there are, and how many of them in a micro-batch; 0: all of them."""
 MEMBERSHIP = 64
 WARM = 65
-SAMPLES, INDICES = 72, 88
+SAMPLES, INDICES = 72, 80
+SIZE = 32768
 MOST_SAMPLES = (SIZE - INDICES) // 8
+
+
+def place_in_step(phase: str) -> int:
+    """The number of a phase in a place, for micro-batch 0 where the phase is a pass over one."""
+    return 1 + PHASES.index(phase) + (MICRO_BATCH if phase in ("forward", "backward") else 0)
 
 
 class Membership(IntEnum):
@@ -52,7 +57,7 @@ class Beat:
     step: int
     micro_batch: int
     time: float
-    """``time.monotonic()`` of the write."""
+    """``time.monotonic()`` of the write; in short steps of one not long before."""
     pid: int
     membership: Membership
     samples: tuple[int, ...]
@@ -82,14 +87,13 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         return None
     if len(content) < SIZE:  # being made
         return None
-    pid, phase, micro_batch, moment, epoch, step, work, waited, begun = BEAT.unpack_from(content)
+    pid, phase, micro_batch, moment, epoch, step, work, waited, place = _BEAT.unpack_from(content)
+    if place:
+        phase, micro_batch, step = place % MICRO_BATCH - 1, place % STEP // MICRO_BATCH - 1, place // STEP
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
-    name = PHASES[phase]
-    if begun:
-        name, micro_batch = "forward" if begun & 1 else "backward", (begun - 1) // 2
     return Beat(
-        phase=name,
+        phase=PHASES[phase],
         epoch=epoch,
         step=step,
         micro_batch=micro_batch,
@@ -99,15 +103,15 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         warm=bool(content[WARM]),
         work=work,
         waited=waited,
-        samples=_samples(content, micro_batch if begun else None),
+        samples=_samples(content, micro_batch),
     )
 
 
-def _samples(content: bytes, micro_batch: int | None) -> tuple[int, ...]:
-    """The samples that a heartbeat's file holds, or those of one of its micro-batches."""
-    count, size, first, stride = SAMPLES_OF.unpack_from(content, SAMPLES)
+def _samples(content: bytes, micro_batch: int) -> tuple[int, ...]:
+    """Of a micro-batch, if that is known, or all that the heartbeat holds; none where they did not fit."""
+    count, size = SAMPLES_OF.unpack_from(content, SAMPLES)
     samples = struct.unpack_from(f"={min(max(0, count), MOST_SAMPLES)}q", content, INDICES)
-    if micro_batch is None or size <= 0:
+    if size <= 0 or micro_batch < 0:
         return samples
-    place = (micro_batch - first) // (stride or 1)
-    return samples[max(0, place) * size :][:size]
+    first = micro_batch * size
+    return samples[first if first < count else 0 :][:size]  # a spare has the samples of micro-batch 0

@@ -9,8 +9,9 @@ import mmap
 from enum import IntEnum
 from pathlib import Path
 
-from lockstep.launch.page import SIZE, map_page
+from lockstep.launch.page import map_file
 
+_SIZE = 4096
 _REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file
 
 
@@ -43,7 +44,7 @@ class Control:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._map = mmap.mmap(-1, SIZE) if directory is None else map_page(control_file(directory))
+        self._map = mmap.mmap(-1, _SIZE) if directory is None else map_file(control_file(directory), _SIZE)
 
     @property
     def reason(self) -> StopReason:

@@ -4,7 +4,10 @@ One file per rank lies in the run directory (``lockstep.launch.beat``). A rank w
 thread, no socket and no lock is involved, so a blocked rank blocks nobody and its last words stay.
 
 In a loop of small operations little of this code is still in the processor's caches when it is called, so its length
-counts. Where micro-batches are short, their samples are written once a step and each pass over one is a single number.
+counts. So in most of the steps that take little time each phase is told by storing one number, the place:
+
+    step          64 marked | 65 | 66 | ... | 80 | 81 marked | 82 | ...
+    written       all       | samples, and places | all       | samples, and places
 """
 
 from __future__ import annotations
@@ -13,46 +16,37 @@ import mmap
 import os
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from lockstep.launch.beat import (
-    BEAT,
+    INDICES,
     MEMBERSHIP,
     MOST_SAMPLES,
-    PASS,
     PHASES,
+    PLACE,
     SAMPLES,
     SAMPLES_OF,
+    SIZE,
+    STEP,
     WARM,
     Membership,
     heartbeat_file,
+    write_beat,
 )
 from lockstep.launch.control import Control, StopReason
-from lockstep.launch.page import SIZE, map_page
+from lockstep.launch.page import map_file
 from lockstep.launch.work_meter import WorkMeter
 from lockstep.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lockstep.permutation import Indices
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_write_beat = BEAT.pack_into
-_SHORT = 0.02
-"""Seconds of work for a micro-batch below which its passes are told by ``Heartbeat.passes``."""
-
-
-class Numbered(Protocol):
-    """A micro-batch, as far as a heartbeat tells of it."""
-
-    @property
-    def k(self) -> int:
-        """Its number."""
-
-    @property
-    def indices(self) -> Indices:
-        """Its samples."""
+_MOST_BYTES = 8 * MOST_SAMPLES
+_SHORT = 0.05
+"""Seconds of a step below which it is short."""
+_UNTIMED, _MOST_UNTIMED = 0.1, 31
+"""Seconds and number of short steps, at most, before the next one that is marked."""
 
 
 class Heartbeat:
@@ -67,8 +61,12 @@ class Heartbeat:
         self.control = Control() if control is None else control
         self._pid = os.getpid()
         self._step = -1
+        self._length = self._size = -1
         self._meter = WorkMeter()
-        self._passes = memoryview(bytearray(SIZE) if beat is None else beat).cast("q")[PASS : PASS + 1]
+        self.place = memoryview(bytearray(SIZE) if beat is None else beat).cast("q")[PLACE : PLACE + 1]
+        """Where to store the place in a short step: ``lockstep.launch.beat.PLACE``."""
+        self.marked_from = 0
+        """The first step of which all phases are to be marked again; those before are short."""
 
     @classmethod
     def open(cls, world: World) -> Heartbeat:
@@ -76,7 +74,7 @@ class Heartbeat:
         if not world.run_directory:
             return cls()
         directory = Path(world.run_directory)
-        return cls(map_page(heartbeat_file(directory, world.rank)), Control(directory))
+        return cls(map_file(heartbeat_file(directory, world.rank), SIZE), Control(directory))
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Notes what the rank is about to do; ``phase`` is one of ``PHASES``."""
@@ -85,46 +83,48 @@ class Heartbeat:
             return
         number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
         work = meter.enter(phase, step, now)
-        _write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
+        write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
         if step > self._step:
             beat[WARM] = self._step >= 0
             self._step = step
+            if 0 < meter.latest < _SHORT and meter.has_counted(step - 1) and "mark" not in vars(self):
+                self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
 
     def samples(self, indices: Indices) -> None:
-        """Notes the sample indices of the current micro-batch, for error reports; the first 501 are kept."""
+        """Notes the sample indices of the current micro-batch, for error reports; the first 4,086 are kept."""
         if self._beat is not None:
-            self._write_samples(indices[:MOST_SAMPLES].tobytes(), 0, 0, 0)
+            self._write_samples(indices.tobytes(), 0)
 
-    def passes(self, step: int, micro_batches: Sequence[Numbered]) -> memoryview | None:
-        """Where to store which pass over a micro-batch begins, if a step is too short for ``mark`` and ``samples``.
+    def begin_step(self, step: int, samples: bytes, size: int, micro_batches: int) -> int:
+        """Notes the samples of a step, if it is short.
 
         Args:
-            step: the step that has been marked last.
-            micro_batches: of this rank; their samples are noted, of each an equal part of the first 501 at most.
+            step: its number.
+            samples: of all its micro-batches, 64 bits each.
+            size: how many a micro-batch has; the last may have fewer.
+            micro_batches: how many are this rank's.
 
         Returns:
-            A place for one number: ``2 * k + FORWARD`` or ``2 * k + BACKWARD`` for micro-batch ``k``. It holds until
-            the next ``mark``. None: call ``mark`` and ``samples`` for each pass.
+            ``step * STEP``, to which phase and micro-batch are added for ``place``; 0 where ``mark`` and ``samples``
+            are to be called for each phase.
         """
-        meter = self._meter
-        meter.micro_batches += len(micro_batches)
-        if step != self._step or meter.latest > _SHORT or not meter.is_working:
-            return None
-        if "mark" in vars(self):  # someone listens there
-            return None
-        if micro_batches and self._beat is not None:
-            most = MOST_SAMPLES // len(micro_batches)
-            contents = [each.indices[:most].tobytes() for each in micro_batches]
-            if len({len(each) for each in contents[:-1]}) > 1:  # some left out
-                return None
-            first, second = micro_batches[0].k, micro_batches[1 % len(contents)].k
-            self._write_samples(b"".join(contents), len(contents[0]) // 8, first, second - first)
-        return self._passes
+        if step >= self.marked_from:
+            self._meter.micro_batches += micro_batches
+            return 0
+        self._meter.is_timed = False
+        if self._beat is not None:
+            self._write_samples(samples, size)
+        return step * STEP
 
-    def _write_samples(self, content: bytes, *layout: int) -> None:
+    def _write_samples(self, samples: bytes, size: int) -> None:
         assert self._beat is not None
-        noted = SAMPLES_OF.pack(len(content) // 8, *layout) + content
-        self._beat[SAMPLES : SAMPLES + len(noted)] = noted
+        length = len(samples)
+        if length != self._length or size != self._size:
+            SAMPLES_OF.pack_into(self._beat, SAMPLES, length // 8, size)
+            self._length, self._size = length, size
+        if length > _MOST_BYTES:
+            samples, length = samples[:_MOST_BYTES], _MOST_BYTES
+        self._beat[INDICES : INDICES + length] = samples
 
     def will_poll(self) -> None:
         """Tells the supervisor that this rank asks ``stop_requested``, so that it is worth waiting for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 _WORK = frozenset({"data", "forward", "backward", "update"})
 _WAIT = frozenset({"reduce", "wait"})
 
@@ -10,23 +12,26 @@ class WorkMeter:
     """The seconds of work that a rank has had for one micro-batch, over all steps so far.
 
     They are counted for each micro-batch, because shares of a step differ by one among ranks that are equally fast.
+    Steps that are not timed count as much as the next one that is.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.waited = 0.0
         """Seconds of exchange that no work hides, over all steps so far."""
-        self._step, self._since, self._phase = -1, 0.0, ""
-        self._in_step = 0.0
+        self.latest = math.inf
+        """Seconds that the step took which was timed last."""
         self.micro_batches = 0
         """Of the step so far; whoever begins them adds them here."""
-        self.latest = float("inf")
-        """Seconds of work for one micro-batch in the last step that was done."""
+        self.is_timed = False
+        """Whether all phases of the step so far have been entered; whoever leaves some out says so here."""
+        self._step, self._counted, self._began = -1, -1, 0.0
+        self._phase, self._since = "", 0.0
+        self._worked = self._idle = 0.0
 
-    @property
-    def is_working(self) -> bool:
-        """Whether the rank is at work of its own."""
-        return self._phase in _WORK
+    def has_counted(self, step: int) -> bool:
+        """Whether this is the step that was timed last."""
+        return self._counted == step
 
     def enter(self, phase: str, step: int, now: float) -> float:
         """Goes over to a phase of a step; returns ``seconds``.
@@ -37,13 +42,21 @@ class WorkMeter:
             now: the time.
         """
         if self._phase in _WORK:
-            self._in_step += now - self._since
+            self._worked += now - self._since
         elif self._phase in _WAIT:
-            self.waited += now - self._since
+            self._idle += now - self._since
         if step > self._step:
-            if self._step >= 0:
-                self.latest = self._in_step / max(1, self.micro_batches)
-                self.seconds += self.latest
-            self._step, self._in_step, self.micro_batches = step, 0.0, 0
-        self._since, self._phase = now, phase
+            self._begin(phase, step, now)
+        self._phase, self._since = phase, now
         return self.seconds
+
+    def _begin(self, phase: str, step: int, now: float) -> None:
+        if self.is_timed:
+            steps = self._step - self._counted
+            self.seconds += steps * self._worked / max(1, self.micro_batches)
+            self.waited += steps * self._idle
+            self.latest, self._counted = now - self._began, self._step
+        elif self._step < 0:
+            self._counted = step - 1
+        self.is_timed = phase in _WORK
+        self._step, self._began, self._worked, self._idle, self.micro_batches = step, now, 0.0, 0.0, 0

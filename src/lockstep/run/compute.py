@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.launch.beat import BACKWARD, FORWARD
+from lockstep.launch.beat import MICRO_BATCH, place_in_step
 from lockstep.launch.heartbeat import Heartbeat
 from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
 from lockstep.run.loss import split_batch, sum_and_weight
 
+_FORWARD, _BACKWARD, _REDUCE, _UPDATE = map(place_in_step, ("forward", "backward", "reduce", "update"))
 Prepare = Callable[[Tensor], Tensor]
 
 
@@ -100,8 +101,8 @@ class StepCompute:
     """The loss, of (output, target)."""
     forward: Callable[..., Any] | None
     """The user's own way from a micro-batch's data to the output."""
-    passes: memoryview | None
-    """See ``Heartbeat.passes``."""
+    short: int
+    """What ``Heartbeat.begin_step`` returned."""
     first_key: int
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
 
@@ -112,31 +113,43 @@ class StepCompute:
             micro_batch.data, self.forward, model or self.compute.model, self.compute.finish
         )
         result = self.loss(output, target, micro_batch)
-        if self.passes is not None:
-            self.passes[0] = 2 * micro_batch.k + BACKWARD
+        if self.short:
+            self.heartbeat.place[0] = self.short + micro_batch.k * MICRO_BATCH + _BACKWARD
         else:
-            note(self.heartbeat, "backward", self.plan.epoch, self.plan.step, micro_batch)
+            self.heartbeat.mark(
+                "backward", epoch=self.plan.epoch, step=self.plan.step, micro_batch=micro_batch.k
+            )
         return result
 
     def begin(self, micro_batch: MicroBatch) -> None:
         """Keys what is drawn, and notes where this rank is."""
-        if self.passes is not None:
-            self.passes[0] = 2 * micro_batch.k + FORWARD
+        if self.short:
+            self.heartbeat.place[0] = self.short + micro_batch.k * MICRO_BATCH + _FORWARD
         else:
             note(self.heartbeat, "forward", self.plan.epoch, self.plan.step, micro_batch)
         self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
-        if self.passes is not None:
-            self.passes[0] = 2 * micro_batch.k + (FORWARD if phase == "forward" else BACKWARD)
+        if self.short:
+            self.heartbeat.place[0] = self.short + micro_batch.k * MICRO_BATCH + place_in_step(phase)
         else:
             note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
-        note(self.heartbeat, "reduce", self.plan.epoch, self.plan.step)
+        self._come_to("reduce", _REDUCE)
+
+    def end(self) -> None:
+        """Notes that the gradient is there."""
+        self._come_to("update", _UPDATE)
+
+    def _come_to(self, phase: str, place: int) -> None:
+        if self.short:
+            self.heartbeat.place[0] = self.short + place
+        else:
+            note(self.heartbeat, phase, self.plan.epoch, self.plan.step)
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The model's arguments and the target."""

@@ -16,6 +16,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.decoding import decoded_as
 from lockstep.errors import ConfigError
 from lockstep.fingerprint import combine, digest_tensor
+from lockstep.launch.beat import STEP, place_in_step
 from lockstep.launch.control import Stopped
 from lockstep.precision import Precision
 from lockstep.run import profiling, resuming, saving, start
@@ -45,6 +46,7 @@ from lockstep.timeline.timeline import Timeline
 from lockstep.world import World
 
 _LOOK_EVERY = 16
+_DATA = place_in_step("data")
 
 
 class Run:
@@ -192,9 +194,9 @@ class Run:
         self._scaled_step.settle()
         plan, heartbeat = batch.plan, self._session.heartbeat
         key = self._course.turn * self.options.micro_batches
-        passes = heartbeat.passes(plan.step, batch.micro_batches)
+        short = heartbeat.begin_step(plan.step, plan.packed, len(plan.indices[0]), len(batch.micro_batches))
         compute = StepCompute(
-            self._compute, self._randomness, heartbeat, plan, exact(loss), forward, passes, key
+            self._compute, self._randomness, heartbeat, plan, exact(loss), forward, short, key
         )
         stop = int(heartbeat.stop_reason)
         result = self.strategy.backward(batch, compute, scale=self._scaled_step.scale, stop=stop)
@@ -203,7 +205,7 @@ class Run:
         self._scaled_step.unscale(self._parts.optimizers)
         self._pending.take_reduced()
         self._course.end_backward()
-        note(heartbeat, "update", plan.epoch, plan.step)
+        compute.end()
         return result.loss
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -369,7 +371,11 @@ class Run:
             if self.options.directory is not None:
                 self.save(wait=True)
             raise Stopped(self._unread.stop)
-        note(self._session.heartbeat, "data", position.epoch, position.step)
+        heartbeat = self._session.heartbeat
+        if position.step < heartbeat.marked_from:
+            heartbeat.place[0] = position.step * STEP + _DATA
+        else:
+            note(heartbeat, "data", position.epoch, position.step)
 
     def _save_snapshot(self) -> None:
         if self.options.directory is not None:

@@ -53,3 +53,16 @@ def test_the_end_and_a_floor_of_zero_have_no_limit():
     assert math.isinf(Pace(10.0).limit(beat(0.0, phase="end")))
     assert math.isinf(Pace(10.0).limit(beat(0.0, membership=Membership.FINISHED)))
     assert math.isinf(Pace(0.0).limit(beat(0.0)))
+
+
+def test_a_rank_that_moves_without_writing_the_time_is_not_silent(monkeypatch):
+    now = iter([100.0, 100.5, 101.0, 109.0])
+    monkeypatch.setattr("lockstep.launch.stalls.pace.time.monotonic", lambda: next(now))
+    pace, begun = Pace(10.0), beat(70.0)
+    pace.hear(begun)
+    assert pace.silence(begun) == 30.0
+    moved = beat(70.0, phase="reduce")
+    pace.hear(moved)
+    assert pace.silence(moved) == 0.5
+    pace.hear(moved)
+    assert pace.silence(moved) == 8.5

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.launch.beat import Beat, Membership, read_beat
 from lockstep.launch.heartbeat import Heartbeat
-from lockstep.launch.stalls import stall_watch
+from lockstep.launch.stalls import pace, stall_watch
 from lockstep.launch.stalls.sight import Sight
 from lockstep.launch.stalls.stack_text import Frame
 from lockstep.launch.stalls.verdict import Kind
@@ -34,6 +34,7 @@ def clock(monkeypatch):
     one = Clock()
     monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", one.monotonic)
     monkeypatch.setattr(stall_watch, "time", one)
+    monkeypatch.setattr(pace, "time", one)
     return one
 
 

@@ -42,9 +42,7 @@ class SharedStall:
         if self._stall is None:
             return
         beats = [(sight, read_beat(self._directory, sight.rank)) for sight in self._stall.sights]
-        if time.monotonic() > self._until or any(
-            beat is None or beat.time != sight.beat.time for sight, beat in beats
-        ):
+        if time.monotonic() > self._until or any(beat != sight.beat for sight, beat in beats):
             self._stall = None
 
     def forget(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 
 from lockstep.launch.beat import Beat, Membership
@@ -27,16 +28,24 @@ class Pace:
     floor: float
     _last: Beat | None = None
     _longest: float = 0.0
+    _moved: float = 0.0
     _steps: set[int] = field(default_factory=set)
 
     def hear(self, beat: Beat) -> None:
         """Takes the rank's newest heartbeat, as often as one likes."""
         last = self._last
-        if last is not None and last.warm and last.phase not in _SLOW_PHASES:
-            self._longest = max(self._longest, beat.time - last.time)
+        if last is not None:
+            if last.warm and last.phase not in _SLOW_PHASES:
+                self._longest = max(self._longest, beat.time - last.time)
+            if (last.step, last.micro_batch, last.phase) != (beat.step, beat.micro_batch, beat.phase):
+                self._moved = time.monotonic()
         if beat.step >= 0 and len(self._steps) <= _KNOWN_STEPS:
             self._steps.add(beat.step)
         self._last = beat
+
+    def silence(self, beat: Beat) -> float:
+        """Seconds since the rank wrote this heartbeat, or was heard to have moved: short steps leave the time out."""
+        return time.monotonic() - max(beat.time, self._moved)
 
     def limit(self, beat: Beat) -> float:
         """Seconds of silence after this heartbeat from which the rank counts as stalled."""

@@ -53,7 +53,7 @@ def _ask(directory: Path, rank: int, pid: int, beat: Beat, pace: Pace) -> Sight:
         pid=pid,
         state=state,
         beat=beat,
-        silence=time.monotonic() - beat.time,
+        silence=pace.silence(beat),
         limit=pace.limit(beat),
         stack=stack,
         workers=tuple(

@@ -58,7 +58,7 @@ class StallWatch:
         for rank, beat in beats.items():
             self._paces.setdefault(rank, Pace(self._limit)).hear(beat)
         now = time.monotonic()
-        if now < self._next_look or not any(self._is_due(rank, beat, now) for rank, beat in beats.items()):
+        if now < self._next_look or not any(self._is_due(rank, beat) for rank, beat in beats.items()):
             return None
         self._next_look = now + self._limit / _LOOKS_PER_LIMIT
         sights = [self._without_beats(sight) for sight in ask_all(self._directory, processes, self._paces)]
@@ -71,9 +71,9 @@ class StallWatch:
             Stall(verdict, tuple(sights)) if verdict is not None and self._is_news(verdict, sights) else None
         )
 
-    def _is_due(self, rank: int, beat: Beat, now: float) -> bool:
-        limit = self._limit if _writes_no_beats(beat) else self._paces[rank].limit(beat)
-        return now - beat.time > limit
+    def _is_due(self, rank: int, beat: Beat) -> bool:
+        pace = self._paces[rank]
+        return pace.silence(beat) > (self._limit if _writes_no_beats(beat) else pace.limit(beat))
 
     def _without_beats(self, sight: Sight) -> Sight:
         """Measures the silence of a script without heartbeats by how long it has been seen at the same place."""
