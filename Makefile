@@ -23,7 +23,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --slow $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)
+	$(BIN)/python -m pytest --slow -m crowd tests/launch
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

@@ -102,6 +102,7 @@ def test_eight_runs_at_once_all_succeed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.crowd
 @pytest.mark.timeout(600)
 @pytest.mark.fault("S3")
 @pytest.mark.parametrize("batch", range(4))
