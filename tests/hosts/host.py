@@ -112,7 +112,7 @@ class Hosts:
 def job(folder, *more, epochs=1):
     """The words of a small job that writes into the folder."""
     settings = ("log.progress=false", "log.tensorboard=false", f"run.directory={folder}/runs", *more)
-    return ["digits", "--epochs", epochs, *(word for setting in settings for word in ("--set", setting))]
+    return ["digits", "--epochs", str(epochs), *(word for setting in settings for word in ("--set", setting))]
 
 
 def on_one_process(folder, **settings):
