@@ -218,23 +218,26 @@ def test_whoever_listens_hears_of_every_step(world, monkeypatch):
         assert heartbeat.begin_step(step, np.arange(4).tobytes(), 2, 1) == 0
 
 
-def test_steps_that_are_not_timed_count_as_the_next_one_that_is(steps, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("worked", "counted"), [(0.006, 0.006), (0.030, 0.010)])
+def test_steps_that_are_not_timed_count_as_the_quicker_of_those_beside_them(
+    steps, tmp_path, monkeypatch, worked, counted
+):
     heartbeat = steps(0.02)
     assert heartbeat.marked_from == 10
     before = read_beat(tmp_path, 3)
     assert (before.work, before.waited) == (0.01 / 2, 0.01)
     for step in range(5, 10):
         heartbeat.begin_step(step, np.arange(4).tobytes(), 2, 2)
-    now = iter([200.0, 200.006, 200.008])
+    now = iter([200.0, 200 + worked, 200.002 + worked])
     monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", lambda: next(now))
     heartbeat.mark("data", step=10)
     assert heartbeat.begin_step(10, np.arange(4).tobytes(), 2, 2) == 0
     heartbeat.mark("reduce", step=10)
     heartbeat.mark("data", step=11)
     after = read_beat(tmp_path, 3)
-    assert after.work - before.work == pytest.approx(6 * 0.006 / 2)
+    assert after.work - before.work == pytest.approx((worked + 5 * counted) / 2)
     assert after.waited - before.waited == pytest.approx(6 * 0.002)
-    assert heartbeat.marked_from == 11 + 12
+    assert heartbeat.marked_from == 11 + int(0.1 / (worked + 0.002))
 
 
 def test_indices_that_are_a_view_are_noted_too(world, tmp_path):

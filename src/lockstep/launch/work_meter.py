@@ -12,7 +12,8 @@ class WorkMeter:
     """The seconds of work that a rank has had for one micro-batch, over all steps so far.
 
     They are counted for each micro-batch, because shares of a step differ by one among ranks that are equally fast.
-    Steps that are not timed count as much as the next one that is.
+    Steps that are not timed count as much as the one before or the one after them that is, whichever took less: so a
+    pause that falls into a timed step counts once.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class WorkMeter:
         self.is_timed = False
         """Whether all phases of the step so far have been entered; whoever leaves some out says so here."""
         self._step, self._counted, self._began = -1, -1, 0.0
+        self._timed = math.inf, math.inf
         self._phase, self._since = "", 0.0
         self._worked = self._idle = 0.0
 
@@ -52,10 +54,11 @@ class WorkMeter:
 
     def _begin(self, phase: str, step: int, now: float) -> None:
         if self.is_timed:
-            steps = self._step - self._counted
-            self.seconds += steps * self._worked / max(1, self.micro_batches)
-            self.waited += steps * self._idle
-            self.latest, self._counted = now - self._began, self._step
+            untimed = self._step - self._counted - 1
+            work, idle = self._worked / max(1, self.micro_batches), self._idle
+            self.seconds += work + untimed * min(work, self._timed[0])
+            self.waited += idle + untimed * min(idle, self._timed[1])
+            self._timed, self.latest, self._counted = (work, idle), now - self._began, self._step
         elif self._step < 0:
             self._counted = step - 1
         self.is_timed = phase in _WORK
