@@ -58,6 +58,8 @@ def test_a_check_never_waits(tmp_path, state_of, slow_disk):
     background.write(tmp_path, state_of(1), step=1)
     background.check()
     assert background.busy
+    slow_disk[1].set()
+    background.finish()
 
 
 def test_the_next_save_waits_for_the_one_on_its_way(tmp_path, state_of, slow_disk):

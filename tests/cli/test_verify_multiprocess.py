@@ -81,8 +81,8 @@ def test_a_ring_is_named_as_another_order_of_sums(process, job):
     ("change", "cause"),
     [
         (("loss.target", "own_parts:ScaledLoss"), "forward"),
-        (("model.noisy", "true"), "model_randomness"),
-        (("data.train.target", "own_parts:Shifted"), "augmentation"),
+        pytest.param(("model.noisy", "true"), "model_randomness", marks=pytest.mark.slow),
+        pytest.param(("data.train.target", "own_parts:Shifted"), "augmentation", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, process, job):
@@ -108,7 +108,9 @@ def test_a_strategy_that_was_named_and_cannot_run_the_job_says_why_and_proves_no
     assert "pipeline on 3 did not run: strategy 'pipeline' needs 3 stages" in result.stdout
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
+)
 def test_a_command_that_is_asked_to_stop_ends_at_once_and_leaves_nothing(number, code, tmp_path):
     """Not the layout that runs just then alone, as if it could not run the job."""
     program = "import sys; from lockstep.cli import main; sys.exit(main())"

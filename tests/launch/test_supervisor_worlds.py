@@ -96,6 +96,7 @@ def test_the_launcher_itself_never_imports_torch(command):
     assert "libtorch" in Path(f"/proc/{running[0]}/maps").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.fault("S3")
 def test_eight_runs_at_once_all_succeed(tmp_path):
     start_at_once(8, tmp_path)

@@ -147,6 +147,7 @@ def seconds_of(text):
     return time.process_time() - start
 
 
+@pytest.mark.slow
 def test_a_script_of_twenty_thousand_lines_is_checked_in_seconds():
     blocks = [block for path in sorted(CASES.glob("*.txt")) for block in path.read_text().split("=== ")[1:]]
     functions = [

@@ -49,22 +49,24 @@ class Layout:
 
 LAYOUTS = [
     Layout("single", 1),
-    *[Layout("dp", 1, {"dp": {"replicas": count}}) for count in (1, 2, 3, 4)],
-    *[Layout("layers", 1, {"layers": {"devices": count}}, UNTIED) for count in (2, 3, 4)],
+    *[Layout("dp", 1, {"dp": {"replicas": count}}, slow=count % 2 == 1) for count in (1, 2, 3, 4)],
+    *[Layout("layers", 1, {"layers": {"devices": count}}, UNTIED, slow=count == 2) for count in (2, 3, 4)],
     Layout("hybrid", 2, {"mesh": "data=2,layers=2"}, UNTIED),
     *[
-        Layout("parameter_server", world, {"parameter_server": {"servers": servers}})
+        Layout("parameter_server", world, {"parameter_server": {"servers": servers}}, slow=world < 4)
         for world, servers in ((2, 1), (3, 1), (4, 2), (4, 1))
     ],
     *[Layout("ddp", world) for world in (2, 3, 4)],
-    *[Layout("fsdp", world) for world in (2, 3, 4)],
-    *[Layout("pipeline", world, jobs=UNTIED) for world in (2, 3, 4)],
+    *[Layout("fsdp", world, slow=world == 3) for world in (2, 3, 4)],
+    *[Layout("pipeline", world, jobs=UNTIED, slow=world == 3) for world in (2, 3, 4)],
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED),
     Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED),
     *[Layout("tensor", 2, bound=1e-3)],
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED),
-    Layout("hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED),
+    Layout(
+        "hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
+    ),
     Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED),
     Layout(
         "hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True

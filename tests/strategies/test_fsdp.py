@@ -55,7 +55,7 @@ def trained(world):
     return run_ranks(train_all, world, cases, timeout=200)[0]
 
 
-@pytest.mark.parametrize("world", (2, 3, pytest.param(8, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
 def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(world):
     expected, found = trained(1), trained(world)
     for case in ("bf16", "fp16", "kept"):

@@ -22,7 +22,7 @@ def test_one_device_takes_the_steps_of_a_plain_loop_over_the_global_batch():
     assert distance < 1e-5, where
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", EXACT)
 def test_every_number_of_ranks_takes_the_steps_of_one(name, world_size):
     """Losses, norms, gradients, parameters and running statistics of 14 steps, two of them ragged."""
