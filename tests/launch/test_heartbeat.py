@@ -57,7 +57,7 @@ def test_there_is_no_beat_before_the_first_and_none_in_a_torn_file(world, tmp_pa
 
 def test_more_samples_than_fit_are_cut_off(world, tmp_path):
     heartbeat = Heartbeat.open(world)
-    heartbeat.mark("data")
+    heartbeat.mark("forward")
     heartbeat.samples(np.arange(10_000))
     assert read_beat(tmp_path, 3).samples == tuple(range(4086))
 
@@ -182,7 +182,7 @@ def test_in_a_short_step_a_place_is_stored(steps, tmp_path):
         heartbeat.place[0] = 6 * STEP + place_in_step(phase)
         beat = read_beat(tmp_path, 3)
         assert (beat.phase, beat.step, beat.micro_batch) == (phase, 6, -1)
-        assert beat.samples == tuple(samples)
+        assert beat.samples == (tuple(samples) if phase != "data" else ()), "data: of which step is not known"
 
 
 def test_the_next_mark_ends_a_place(steps, tmp_path):
@@ -242,6 +242,6 @@ def test_steps_that_are_not_timed_count_as_the_quicker_of_those_beside_them(
 
 def test_indices_that_are_a_view_are_noted_too(world, tmp_path):
     heartbeat = Heartbeat.open(world)
-    heartbeat.mark("data")
+    heartbeat.mark("forward")
     heartbeat.samples(np.arange(10)[::-3])
     assert read_beat(tmp_path, 3).samples == (9, 6, 3, 0)

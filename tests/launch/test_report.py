@@ -46,7 +46,9 @@ def test_a_good_run_says_nothing(tmp_path):
 def test_many_ranks_that_ended_alike_share_a_line(tmp_path):
     ends = [end(rank, 143, ended_by_us=True) for rank in range(64) if rank != 17]
     shown = lines([*ends, end(17, -signal.SIGKILL)], tmp_path)
-    assert shown[0] == "rank 17 killed by SIGKILL, step 812, forward (pid 117)"
+    assert shown[0] == (
+        "rank 17 killed by SIGKILL, step 812, forward, samples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more (pid 117)"
+    )
     assert shown[1] == "  ranks 0-16, 18-63: stopped after it"
     assert shown[2:] == [f"Logs: {tmp_path}"]
 

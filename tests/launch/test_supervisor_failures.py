@@ -48,7 +48,7 @@ def test_the_record_in_the_log_folder_says_who_where_and_why(command):
 def test_a_killed_rank_is_named_with_its_step_and_phase(command):
     code, lines = command.loop("2:8:killed").end()
     assert code == 4
-    assert lines[0].startswith("rank 2 killed by SIGKILL, step 8, forward")
+    assert lines[0].startswith("rank 2 killed by SIGKILL, step 8, forward, samples 82 ")
     assert len(lines) <= 15
     command.wait_until_nothing_runs()
 
@@ -68,7 +68,7 @@ def test_a_rank_killed_from_outside_ends_all_within_five_seconds(command):
 def test_a_crash_in_native_code_shows_the_ranks_last_output(command):
     code, lines = command.loop("1:5:segfault").end()
     assert code == 4
-    assert lines[0].startswith("rank 1 killed by SIGSEGV, step 5, forward")
+    assert lines[0].startswith("rank 1 killed by SIGSEGV, step 5, forward, samples 51 ")
     assert any("faulty_loop.py" in line for line in lines), "faulthandler names the line"
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_leaves_early_is_named(command, way):
 def test_an_exit_status_of_a_script_ends_the_run(command):
     code, lines = command.loop("0:5:exit_seven").end()
     assert code == 4
-    assert lines[0].startswith("rank 0 ended with exit code 7, step 5, forward")
+    assert lines[0].startswith("rank 0 ended with exit code 7, step 5, forward, samples 50 ")
     assert lines[-1] == f"Logs: {logs_of(command)}"
 
 

@@ -92,8 +92,9 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         phase, micro_batch, step = place % MICRO_BATCH - 1, place % STEP // MICRO_BATCH - 1, place // STEP
     if pid == 0 or not 0 <= phase < len(PHASES):
         return None
+    name = PHASES[phase]
     return Beat(
-        phase=PHASES[phase],
+        phase=name,
         epoch=epoch,
         step=step,
         micro_batch=micro_batch,
@@ -103,7 +104,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         warm=bool(content[WARM]),
         work=work,
         waited=waited,
-        samples=_samples(content, micro_batch),
+        samples=_samples(content, micro_batch) if name != "data" else (),  # those are of the step before
     )
 
 

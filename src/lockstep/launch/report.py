@@ -45,10 +45,10 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
         yield f"rank {cause.rank} left{step} while others went on ({_process(cause)}, exit code 0)."
     elif record is None and cause.code < 0:
         killer = cause.killer or _signal_name(-cause.code)
-        yield f"rank {cause.rank} killed by {killer}{place} ({_process(cause)})"
+        yield f"rank {cause.rank} killed by {killer}{place}{_in_hand(cause)} ({_process(cause)})"
         yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record is None:
-        yield f"rank {cause.rank} ended with exit code {cause.code}{place} ({_process(cause)})"
+        yield f"rank {cause.rank} ended with exit code {cause.code}{place}{_in_hand(cause)} ({_process(cause)})"
         yield from (f"  | {line}" for line in last_lines(cause, logs))
     elif record.on_purpose:
         yield f"{record.kind}: {record.message}"
@@ -99,6 +99,12 @@ def _stop(ends: Sequence[RankEnd], reason: StopReason) -> list[str]:
 
 def _count(number: int) -> str:
     return f"{number} rank{'' if number == 1 else 's'}"
+
+
+def _in_hand(end: RankEnd) -> str:
+    """The samples of the micro-batch that a rank was at when it ended without a word, if it was at one."""
+    beat = end.beat
+    return _samples(beat.samples) if beat and beat.phase in ("forward", "backward") else ""
 
 
 def _samples(samples: Sequence[int]) -> str:
