@@ -24,7 +24,7 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)
-	$(BIN)/python -m pytest --slow -m crowd tests/launch
+	$(BIN)/python -m pytest --slow -m crowd
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""What a rank last said of itself, as the page of its file holds it:
+"""What a rank last said of itself, as its file holds it:
 
 heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, place, membership, warm | samples
 """

@@ -9,7 +9,7 @@ import mmap
 from enum import IntEnum
 from pathlib import Path
 
-from lockstep.launch.page import map_file
+from lockstep.launch.mapped_file import map_file
 
 _SIZE = 4096
 _REASON, _POLLED, _ENDING = 0, 1, 2  # bytes of the control file

@@ -34,7 +34,7 @@ from lockstep.launch.beat import (
     write_beat,
 )
 from lockstep.launch.control import Control, StopReason
-from lockstep.launch.page import map_file
+from lockstep.launch.mapped_file import map_file
 from lockstep.launch.work_meter import WorkMeter
 from lockstep.world import World
 

@@ -20,7 +20,8 @@ from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
 from lockstep.run.loss import split_batch, sum_and_weight
 
-_FORWARD, _BACKWARD, _REDUCE, _UPDATE = map(place_in_step, ("forward", "backward", "reduce", "update"))
+_PLACES = {phase: place_in_step(phase) for phase in ("forward", "backward", "reduce", "update")}
+_FORWARD, _BACKWARD = _PLACES["forward"], _PLACES["backward"]
 Prepare = Callable[[Tensor], Tensor]
 
 
@@ -131,25 +132,24 @@ class StepCompute:
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
-        if self.short:
-            self.heartbeat.place[0] = self.short + micro_batch.k * MICRO_BATCH + place_in_step(phase)
-        else:
-            note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
+        self._come_to(phase, micro_batch)
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
 
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
-        self._come_to("reduce", _REDUCE)
+        self._come_to("reduce")
 
     def end(self) -> None:
         """Notes that the gradient is there."""
-        self._come_to("update", _UPDATE)
+        self._come_to("update")
 
-    def _come_to(self, phase: str, place: int) -> None:
+    def _come_to(self, phase: str, micro_batch: MicroBatch | None = None) -> None:
+        """Notes where this rank is. What ddp does for each micro-batch stores its place itself: a call costs more."""
         if self.short:
-            self.heartbeat.place[0] = self.short + place
+            k = 0 if micro_batch is None else micro_batch.k
+            self.heartbeat.place[0] = self.short + k * MICRO_BATCH + _PLACES[phase]
         else:
-            note(self.heartbeat, phase, self.plan.epoch, self.plan.step)
+            note(self.heartbeat, phase, self.plan.epoch, self.plan.step, micro_batch)
 
     def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The model's arguments and the target."""
