@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -50,7 +49,7 @@ def open_process_group(
 
     Args:
         world: who this process is and where the ranks meet.
-        backend: ``gloo``, ``nccl`` or ``cpu:gloo,cuda:nccl``.
+        backend: ``gloo``, ``nccl`` or ``cpu:gloo,cuda:nccl``; which GPU is this process' own, it chooses beforehand.
         timeout: seconds after which a collective fails.
         arrival_limit: seconds within which every rank must arrive.
     """
@@ -65,8 +64,6 @@ def open_process_group(
     _choose_interface(world)
     if world.launcher == "torchrun" and world.is_main:
         _name_open_store(world)
-    if "nccl" in backend:
-        torch.cuda.set_device(world.local_rank)
     dist.init_process_group(
         backend,
         store=PrefixStore("group", store),

@@ -1,6 +1,7 @@
 from collections import namedtuple
 
 import numpy as np
+import pytest
 import torch
 
 from lockstep.data.alignment import aligned
@@ -31,3 +32,9 @@ def test_what_begins_right_is_not_copied():
 def test_named_tuples_stay_what_they_are():
     result = aligned(Pair(crooked(), torch.from_numpy(np.arange(3))))
     assert isinstance(result, Pair) and result.input.data_ptr() % 64 == 0
+
+
+@pytest.mark.gpus(1)
+def test_page_locked_tensors_stay_where_they_are():
+    part = torch.empty(6).pin_memory()[1:]
+    assert part.data_ptr() % 64 and aligned(part) is part

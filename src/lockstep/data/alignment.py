@@ -11,19 +11,20 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.data.nested import map_leaves
+
 ALIGNMENT = 64
 """Bytes that the first element of a tensor is to be a multiple of."""
 
 
 def aligned(data: Any) -> Any:
-    """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not."""
-    if isinstance(data, Tensor):
-        return data.clone() if data.data_ptr() % ALIGNMENT and data.device.type == "cpu" else data
-    if isinstance(data, dict):
-        return {name: aligned(value) for name, value in data.items()}
-    if isinstance(data, list):
-        return [aligned(value) for value in data]
-    if isinstance(data, tuple):
-        values = [aligned(value) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    return data
+    """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not.
+
+    Page-locked tensors stay where they are: nothing is computed on them before they are on their device.
+    """
+    return map_leaves(data, _aligned)
+
+
+def _aligned(value: Any) -> Any:
+    crooked = isinstance(value, Tensor) and value.device.type == "cpu" and value.data_ptr() % ALIGNMENT
+    return value.clone() if crooked and not value.is_pinned() else value

@@ -18,6 +18,7 @@ from lockstep.launch.heartbeat import Heartbeat
 from lockstep.plan import StepPlan
 from lockstep.precision import Precision
 from lockstep.randomness import KeyedRandomness
+from lockstep.run.delivery import Delivery
 from lockstep.run.loss import split_batch, sum_and_weight
 
 _PLACES = {phase: place_in_step(phase) for phase in ("forward", "backward", "reduce", "update")}
@@ -39,7 +40,7 @@ class Compute:
         self, model: nn.Module, precision: Precision, device: torch.device, channels_last: bool
     ) -> None:
         self.model = model
-        self._precision, self._device = precision, device
+        self._precision, self._delivery = precision, Delivery(device)
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.finish: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
@@ -79,15 +80,7 @@ class Compute:
         return value
 
     def _to_device(self, data: Any) -> Any:
-        if self._device.type == "cpu":
-            return data
-        if isinstance(data, Tensor):
-            return data.to(self._device, non_blocking=True)
-        if isinstance(data, dict):
-            return {name: self._to_device(value) for name, value in data.items()}
-        if isinstance(data, tuple | list):
-            return type(data)(self._to_device(value) for value in data)
-        return data
+        return self._delivery(data)
 
 
 @dataclass(frozen=True)

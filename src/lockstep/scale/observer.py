@@ -34,7 +34,6 @@ class StepObserver:
         if self._device.type == "cuda":
             self._to_device = run._compute._to_device
             run._compute._to_device = self._copied  # type: ignore[method-assign]  # as above
-            self._copying = False
         self.clock = PhaseClock(time.perf_counter())
 
     def end_step(self) -> None:
@@ -51,13 +50,9 @@ class StepObserver:
         return self._backward(*arguments, **options)
 
     def _copied(self, data: Any) -> Any:
-        if self._copying or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return self._to_device(data)
-        self._copying = True
-        try:
-            seconds, result = _timed(self._now, lambda: self._to_device(data))
-        finally:
-            self._copying = False
+        seconds, result = _timed(self._now, lambda: self._to_device(data))
         self.clock.copied(seconds)
         return result
 

@@ -134,21 +134,17 @@ class Timeline:
                 self._enter(before if before in _RESUMED and before != phase else "")
 
     def watch_inside(self, owner: Any, name: str, lane: str) -> None:
-        """Shows each call of a method, the outer one where it calls itself, beside the phase in which it is made."""
-        inside: set[int] = set()
+        """Shows each call of a method beside the phase in which it is made."""
 
         def watched(call: Any) -> Any:
             @wraps(call)
             def calling(*arguments: Any, **options: Any) -> Any:
-                thread, began = self._thread(), time.perf_counter_ns()
-                if not self._recording or thread in inside:
-                    return call(*arguments, **options)
-                inside.add(thread)
+                recording, began = self._recording, time.perf_counter_ns()
                 try:
                     return call(*arguments, **options)
                 finally:
-                    inside.discard(thread)
-                    self._recorder.add(lane, lane, began, time.perf_counter_ns())
+                    if recording:
+                        self._recorder.add(lane, lane, began, time.perf_counter_ns())
 
             return calling
 
