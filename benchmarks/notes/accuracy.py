@@ -4,7 +4,7 @@
 notes, training begins with weights that another training has left, and the learning rate falls to zero: two runs of
 one side from random weights differ by several points, which would hide what is asked. The first weights are Lockstep's
 after some epochs under a seed of its own, because it is done in a quarter of the plain script's time.
-Every second photo is held out, because an accuracy over few photos says little.
+Every second photo is held out, because an accuracy over few photos says little (decision 28).
 """
 
 from __future__ import annotations
