@@ -52,9 +52,10 @@ def main() -> None:
             rows.append([str(seed), *(f"{100 * value:.2f} %" for value in (theirs, ours))])
             rows[-1] += [f"{differences[-1]:+.2f}", *(f"{value:.0f}" for value in seconds)]
             print(rows[-1], flush=True)
+            text = described(given, begun, rows, differences)
             if not given.quick:
-                (HERE / "ACCURACY.md").write_text(described(given, begun, rows, differences) + "\n")
-    print(described(given, begun, rows, differences))
+                (HERE / "ACCURACY.md").write_text(text + "\n")
+    print(text)
 
 
 def divided(data: Path, folder: Path) -> Path:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from lockstep.data.nested import map_leaves
 from lockstep.data.together import Together
 
 _SIZE = 256 << 20
@@ -182,13 +183,4 @@ def _received(sent: _Sent, content: Bytes) -> Tensor:
 
 def _changed(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The same tuples, lists and dicts with every value of a kind changed."""
-    if isinstance(data, kind):
-        return change(data)
-    if type(data) is dict:
-        return {name: _changed(value, kind, change) for name, value in data.items()}
-    if type(data) is list:
-        return [_changed(value, kind, change) for value in data]
-    if isinstance(data, tuple):
-        values = [_changed(value, kind, change) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
-    return data
+    return map_leaves(data, lambda value: change(value) if isinstance(value, kind) else value)
