@@ -49,8 +49,8 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item):
     """Lets checkpoints that are on their way be written before the test's folder goes."""
-    if unfinished := sys.modules.get("lockstep.launch.unfinished"):
-        unfinished.wait_for_unfinished(_WRITTEN_SECONDS)
+    if unfinished := sys.modules.get("lockstep.runtime.stop_signals"):
+        unfinished.wait_for_critical_threads(_WRITTEN_SECONDS)
 
 
 class ShortFolders:

@@ -22,7 +22,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "pytest",
-    "lockstep.process_group",
+    "lockstep.distributed.process_group",
     "lockstep.run",
 ]
 _AFTER_FAILURE = 3.0
@@ -100,7 +100,7 @@ def _died(rank, code):
 
 
 def _rank(rank, world_size, threads, timeout, directory, task, sender):
-    from lockstep.launch.parent_death import arm_future_children, die_with_parent
+    from lockstep.runtime.parent_death import arm_future_children, die_with_parent
 
     die_with_parent()
     arm_future_children()
@@ -124,10 +124,10 @@ def _rank(rank, world_size, threads, timeout, directory, task, sender):
 def _call(rank, world_size, threads, timeout, directory, task):
     import torch
 
-    from lockstep.launch.light_torch import postpone_compiler
-    from lockstep.launch.unfinished import wait_for_unfinished
-    from lockstep.process_group import open_process_group
-    from lockstep.world import World
+    from lockstep.core.world import World
+    from lockstep.distributed.process_group import open_process_group
+    from lockstep.runtime.lazy_compiler import postpone_compiler
+    from lockstep.runtime.stop_signals import wait_for_critical_threads
 
     postpone_compiler()
     torch.set_num_threads(threads)
@@ -146,4 +146,4 @@ def _call(rank, world_size, threads, timeout, directory, task):
         try:
             return body(world, *args)
         finally:
-            wait_for_unfinished()  # the caller kills the process once it has the result
+            wait_for_critical_threads()  # the caller kills the process once it has the result

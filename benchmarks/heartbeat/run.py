@@ -24,15 +24,15 @@ from harness import report  # noqa: E402
 from harness.commands import environment, lockstep_run  # noqa: E402
 from harness.spread import Spread  # noqa: E402
 
+from lockstep.core.world import World  # noqa: E402
 from lockstep.launch import Heartbeat  # noqa: E402
-from lockstep.world import World  # noqa: E402
+from lockstep.runtime.heartbeat import FORWARD  # noqa: E402
 
 CLAIM = (
     "Heartbeat and watchdog take less than 0.5 % of a step, also of a perceptron's on 8 x 8 digits, whose "
     "micro-batches take a third of a millisecond."
 )
-CALLS = ("mark", "samples", "begin_step")
-STORE = "place[0] = ..."
+CALLS = ("begin_step", "enter", "await_data")
 WITH, WITHOUT = "heartbeat", "no heartbeat"
 WORKLOADS = {
     "digits": (200, "perceptron 64-256-128-10, 128 digits a step"),
@@ -81,12 +81,12 @@ def call_costs(alternations: int) -> dict[str, Spread]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         world = World(rank=0, world_size=1, local_rank=0, local_world_size=1, run_directory=folder)
         heartbeat, indices = Heartbeat.open(world), np.arange(16)
-        heartbeat.marked_from, packed, place = 1, np.arange(128).tobytes(), heartbeat.place
+        heartbeat.marked_from, packed = 1, np.arange(128).tobytes()
         calls: dict[str, Callable[[], None]] = {
             "mark": lambda: heartbeat.mark("forward", epoch=1, step=12, micro_batch=3),
             "samples": lambda: heartbeat.samples(indices),
-            "begin_step": lambda: heartbeat.begin_step(0, packed, 16, 4),
-            STORE: lambda: place.__setitem__(0, 12),
+            "begin_step": lambda: heartbeat.begin_step(0, 0, packed, 16, 4),
+            "enter": lambda: heartbeat.enter(FORWARD, 3, indices),
         }
         found: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(max(2, alternations)):
@@ -148,7 +148,7 @@ def steps_section(measured: dict[str, Measured]) -> str:
     head = [
         "job, 2 processes, ddp, K = 8",
         "ms per step without",
-        "`mark` + `samples` + `begin_step` of a rank in a step, microseconds",
+        "`begin_step` + `enter` + `await_data` of a rank in a step, microseconds",
         "% of a step",
         "% more time on a core, rounds with against rounds without",
         "% more time by the clock",
@@ -156,10 +156,10 @@ def steps_section(measured: dict[str, Measured]) -> str:
     ]
     note = (
         "Within a step a call takes longer than in a loop by itself, because the step's own work drives it out of the "
-        "processor's caches. A short step calls `begin_step` and stores 11 numbers (`place[0] = ...`, not in the "
-        "count); long steps are marked by calls, and short ones every 0.1 s or 32 steps. Rounds with and without are "
-        "those of the same processes in turn. The watchdog is the supervisor: a process of its own that wakes twice a "
-        "second; where all cores train, it takes its share from them."
+        "processor's caches. In a short step `enter` stores one number; in long steps, and in a short one every 0.1 s "
+        "or 32 steps, it calls `mark` and `samples`, which its time holds. Rounds with and without are those of the "
+        "same processes in turn. The watchdog is the supervisor: a process of its own that wakes twice a second; where "
+        "all cores train, it takes its share from them."
     )
     return f"## A step\n\n{note}\n\n{report.table(head, rows)}"
 

@@ -26,7 +26,7 @@ from harness.options import add_photos  # noqa: E402
 from harness.spread import Spread, ratios  # noqa: E402
 from stages import stages  # noqa: E402
 
-from lockstep.data.decoding import jpeg_decoder  # noqa: E402
+from lockstep.data.images.decoding import jpeg_decoder  # noqa: E402
 
 CLAIM = (
     "Photos are decoded, cut at random, resized to 224 pixels, mirrored, batched and normalised at twice the speed of "

@@ -38,8 +38,8 @@ def with_lockstep(
     data: Path, *, batch: int, workers: int, micro_batches: int = 1, cache: Path | None = None
 ) -> Iterator[tuple[tuple[Tensor, Tensor], ...]]:
     """Our ImageFolder through the step loader, normalised where it would be on its device; ``cache`` keeps photos."""
+    from lockstep.core.plan import BatchShape, SamplePlan
     from lockstep.data import ImageFolder, RandomResizedCrop, StepLoader
-    from lockstep.plan import BatchShape, SamplePlan
 
     dataset = ImageFolder(data, transform=RandomResizedCrop(SIZE))
     if cache is not None:
@@ -50,10 +50,10 @@ def with_lockstep(
         drop_last=True,
     )
     loader = StepLoader(dataset, plan, workers=workers, prefetch=max(2, 2 * workers))
-    assert dataset.finish is not None
+    assert dataset.device_transform is not None
     for epoch in count():
         for step in loader.batches(epoch):
-            yield tuple((dataset.finish(part.data[0]), part.data[1]) for part in step.micro_batches)
+            yield tuple((dataset.device_transform(part.data[0]), part.data[1]) for part in step.micro_batches)
 
 
 def _read_by_turbo(path: str) -> Image.Image:

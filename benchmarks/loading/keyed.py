@@ -13,9 +13,9 @@ import torch
 from harness import report
 from harness.spread import Spread
 
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.data.planned import planned_steps
-from lockstep.plan import BatchShape, SamplePlan
+from lockstep.data.loader import planned_steps
 
 BILLION = 10**9
 _STEPS = 640

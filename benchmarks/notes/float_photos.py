@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.core.plan import Indices
 from lockstep.data import ImageFolder
 from lockstep.data.keyed import SampleKeys
-from lockstep.permutation import Indices
 
 
 class FloatPhotos(ImageFolder):
@@ -17,7 +17,7 @@ class FloatPhotos(ImageFolder):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._normalize, self.finish = self.finish, None
+        self._normalize, self.device_transform = self.device_transform, None
 
     @property
     def get_batch(self) -> Callable[[Indices, SampleKeys], tuple[Tensor, Tensor]]:

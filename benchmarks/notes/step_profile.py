@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lockstep.models import resnet34
-from lockstep.precision import Precision
-from lockstep.run.freed_memory import keep_freed_memory
+from lockstep.numerics.precision import Precision
+from lockstep.run.session import keep_freed_memory
 
 BATCH, STEPS = 32, 3
 

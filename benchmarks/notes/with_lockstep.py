@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from harness.gate import Gate
 from torch import Tensor
 
 import lockstep.run.session as session
+from lockstep.config.job_file import load_job, parse_set
+from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.job.assemble import assemble
-from lockstep.job.config_file import load_job
-from lockstep.job.config_overrides import parse_set
-from lockstep.trainer import Trainer
-from lockstep.world import World
+from lockstep.runtime import Callback
 
 HERE = Path(__file__).resolve().parent
 
@@ -26,22 +23,23 @@ class Over(Exception):
     """The benchmark has asked the rank to stop."""
 
 
-class Rounds:
-    """Stands between the trainer and its gradients: the first thing of a step that it can see."""
+class Rounds(Callback):
+    """Begins and ends rounds where a step begins to compute."""
 
-    def __init__(self, trainer: Trainer, gate: Gate, read_loss: bool) -> None:
-        self._run, self._gate, self._read_loss = trainer.run, gate, read_loss
+    def __init__(self, gate: Gate, read_loss: bool) -> None:
+        self._gate, self._read_loss = gate, read_loss
         self._begun = False
 
-    def backward(self, batch: Batch, loss: Callable[..., Any], *, follows_save: bool) -> Tensor:
-        """Ends the step before, waits for a round if none is open, and computes the gradients."""
+    def on_backward_begin(self, batch: Batch, scale: float) -> None:
+        """Ends the step before, and waits for a round if none is open."""
         if self._begun and not self._gate.step_done():
             raise Over
         self._begun = True
-        value = self._run.backward(batch, loss)
+
+    def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
+        """Reads the loss, if asked to."""
         if self._read_loss:
-            value.item()
-        return value
+            loss.item()
 
 
 def train(given: argparse.Namespace) -> None:
@@ -51,7 +49,7 @@ def train(given: argparse.Namespace) -> None:
     world = World.from_environment()
     config = load_job(str(HERE / "notes.toml"), [parse_set(text) for text in given.set], imports=False)
     trainer = assemble(config, world)
-    trainer.watcher = Rounds(trainer, Gate(given.control, world.rank), given.read_loss)
+    trainer.run.add_callback(Rounds(Gate(given.control, world.rank), given.read_loss))
     try:
         trainer.fit()
     except Over:

@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import TensorDataset  # noqa: E402
 
 import lockstep  # noqa: E402
-from lockstep.launch.unfinished import wait_for_unfinished  # noqa: E402
+from lockstep.runtime.stop_signals import wait_for_critical_threads  # noqa: E402
 
 CLAIM = "Written in the background, a checkpoint holds training up only for as long as its state is copied."
 NONE, BACKGROUND, WAITED = "no checkpoint", "in the background", "training waits"
@@ -53,7 +53,7 @@ def main() -> None:
             for name, side in sides.items():
                 loop.round(name, side if alternation else Side())  # the first warms up
     finally:
-        wait_for_unfinished()
+        wait_for_critical_threads()
         shutil.rmtree(folder)
     sections = [described(given, loop), table(sides)]
     print("\n\n".join(sections))
@@ -89,7 +89,7 @@ class Loop:
 
     def round(self, name: str, side: Side) -> None:
         """Times the steps of a round; the save stands after the first of them."""
-        wait_for_unfinished()
+        wait_for_critical_threads()
         begin = time.perf_counter()
         for number in range(self._steps):
             batch = next(self._batches)

@@ -19,9 +19,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from lockstep.data import CenterCrop, RandomResizedCrop
-from lockstep.data.decoding import reduction
-from lockstep.data.image_transforms import Cut, ImageTransform
-from lockstep.data.images import decode_into
+from lockstep.data.images.decoding import reduction
+from lockstep.data.images.transforms import Cut, ImageTransform, decode_into
 
 Pixels = npt.NDArray[np.int64]
 PLACE = Path(__file__).with_suffix(".png")

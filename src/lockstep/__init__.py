@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.core.world import World
     from lockstep.errors import (
         CheckpointError,
         CheckpointMismatch,
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     )
     from lockstep.launch import launch
     from lockstep.run import Run, RunOptions, init
-    from lockstep.world import World
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ _HOMES = {
     ),
     "lockstep.launch": ("launch",),
     "lockstep.run": ("Run", "RunOptions", "init"),
-    "lockstep.world": ("World",),
+    "lockstep.core.world": ("World",),
 }
 
 __all__ = [

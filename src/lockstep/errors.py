@@ -1,12 +1,12 @@
 """The errors of Lockstep, one tree.
 
     LockstepError
-    ├── ConfigError               what was asked cannot be done              exit code 2
-    │   └── CheckpointMismatch    a sound checkpoint of another run          exit code 2
-    ├── DataError                 a file or sample is not what it should be  exit code 3
+    ├── ConfigError               the request cannot be fulfilled            exit code 2
+    │   └── CheckpointMismatch    a valid checkpoint of another run          exit code 2
+    ├── DataError                 a file or sample is invalid                exit code 3
     │   └── CheckpointError       a checkpoint is missing, torn or altered   exit code 3
     ├── RankError                 a rank raised, was killed, or left early   exit code 4
-    │   └── ReplicaError          ranks that must agree hold other bits      exit code 4
+    │   └── ReplicaError          ranks that must agree have other bits      exit code 4
     ├── StallError                a rank stopped making progress             exit code 5
     └── NonFiniteError            a loss or gradient is NaN or infinite      exit code 6
 
@@ -30,23 +30,23 @@ EXIT_INTERRUPTED = 130
 
 
 class LockstepError(Exception):
-    """Base of every error that Lockstep raises on purpose."""
+    """Base class of all errors that Lockstep raises on purpose."""
 
     exit_code = EXIT_RANK
 
 
 class ConfigError(LockstepError):
-    """What was asked cannot be done; nothing has been started or written."""
+    """The request cannot be fulfilled; nothing was started or written."""
 
     exit_code = EXIT_CONFIG
 
 
 class CheckpointMismatch(ConfigError):
-    """A sound checkpoint that belongs to another model, recipe or software."""
+    """A valid checkpoint that belongs to another model, recipe or software."""
 
 
 class DataError(LockstepError):
-    """A file, folder or sample is not what it should be; the message names it."""
+    """A file, folder or sample is invalid; the message names it."""
 
     exit_code = EXIT_DATA
 
@@ -62,7 +62,7 @@ class RankError(LockstepError):
 
 
 class ReplicaError(RankError):
-    """Ranks that must hold the same bits hold different ones."""
+    """Ranks that must have the same bits have different ones."""
 
 
 class StallError(LockstepError):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.job.config_file import load_job
-from lockstep.job.config_overrides import parse_set
+from lockstep.config.job_file import load_job, parse_set
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NOTES = BENCHMARKS / "notes"

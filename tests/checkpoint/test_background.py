@@ -17,10 +17,9 @@ from lockstep.checkpoint import (
     read_newest,
     writer,
 )
-from lockstep.checkpoint.snapshot import snapshot
+from lockstep.checkpoint.background import snapshot
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launch.stop_signals import Ended
-from lockstep.launch.unfinished import Unfinished, wait_for_unfinished
+from lockstep.runtime.stop_signals import CriticalThread, Ended, wait_for_critical_threads
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def slow_disk(monkeypatch):
     monkeypatch.setattr(writer, "make_durable", make_durable)
     yield asked, go_on
     go_on.set()
-    wait_for_unfinished()
+    wait_for_critical_threads()
 
 
 def test_what_is_written_is_the_state_at_the_save_and_not_a_later_one(tmp_path, state_of, shown, slow_disk):
@@ -95,7 +94,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_form
     background.finish()
     with largest_file(1 << 10):
         background.write(tmp_path, state_of(2, 5000), step=2)
-        wait_for_unfinished()
+        wait_for_critical_threads()
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*make room") as failure:
         background.check()
     assert "\n" not in str(failure.value)
@@ -170,7 +169,7 @@ def test_a_snapshot_of_a_gpu_holds_what_was_there_before_the_next_update(tmp_pat
 def test_a_rank_that_fails_waits_for_a_moment_though_it_is_told_to_end():
     release, waited = threading.Event(), []
 
-    class Writing(Unfinished):
+    class Writing(CriticalThread):
         def run(self):
             release.wait(30)
 
@@ -185,9 +184,9 @@ def test_a_rank_that_fails_waits_for_a_moment_though_it_is_told_to_end():
 
     thread = Interrupted()
     thread.start()
-    wait_for_unfinished(0.05)
+    wait_for_critical_threads(0.05)
     assert thread.is_alive()
     assert len(waited) >= 2
     release.set()
-    wait_for_unfinished(30)
+    wait_for_critical_threads(30)
     assert not thread.is_alive()

@@ -9,8 +9,7 @@ import torch
 from tests.checkpoint.shards import RANKS, by_all, rows_of, save
 
 from lockstep.checkpoint import BackgroundWriter, CheckpointState, read, read_newest, sharded, verify, write
-from lockstep.checkpoint.files import file_names, tensor_files
-from lockstep.checkpoint.manifest import MANIFEST, Manifest
+from lockstep.checkpoint.manifest import MANIFEST, Manifest, file_names, tensor_files
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -188,7 +187,7 @@ def test_a_manifest_without_one_of_the_parts_is_refused(sound):
     for name in file_names(1, RANKS):
         (sound / name).unlink()
     (sound / MANIFEST).write_bytes(Manifest.of(sound, 7).to_bytes())
-    with pytest.raises(CheckpointError, match="lists other files than a checkpoint has"):
+    with pytest.raises(CheckpointError, match="does not list the files of a checkpoint"):
         read(sound)
 
 

@@ -78,8 +78,8 @@ def test_a_built_in_job_trains_on_data_in_its_format(process, tmp_path, job):
 
 def test_the_flowers_job_is_the_one_of_the_notes(command, tmp_path):
     """ResNet-34, five classes, 80/20 by seed, 224 pixels, SGD with momentum, cosine with a final factor."""
+    from lockstep.config.job_file import Override
     from lockstep.job import load_job
-    from lockstep.job.config_overrides import Override
 
     write_flowers(tmp_path / "data")
     config = load_job(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 
@@ -15,11 +16,11 @@ def test_the_version_is_told(command):
     assert output.startswith("lockstep 0.")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("run", "--help")])
-def test_help_ends_well(command, arguments):
-    status, output, errors = command(*arguments)
+@pytest.mark.parametrize("name", [(), *((name,) for name in command_line._COMMANDS)])
+def test_help_ends_well(command, name):
+    status, output, errors = command(*name, "--help")
     assert (status, errors) == (0, "")
-    assert output.startswith("usage: lockstep")
+    assert output.startswith(" ".join(("usage: lockstep", *name)))
 
 
 @pytest.mark.parametrize(
@@ -27,10 +28,13 @@ def test_help_ends_well(command, arguments):
     [
         ((), "The following arguments are required: COMMAND."),
         (("trian",), "'trian' is not a command of 'lockstep'. Did you mean 'train'?"),
-        (("train", "--epohcs", "3"), "--epohcs is not known to 'lockstep train'. Did you mean '--epochs'?"),
+        (
+            ("train", "--epohcs", "3"),
+            "--epohcs is not an argument of 'lockstep train'. Did you mean '--epochs'?",
+        ),
         (("train", "--epohcs=3"), "Did you mean '--epochs'?"),
         (("train", "digits", "--dat", "x"), "Did you mean '--data'?"),
-        (("train", "digits", "more"), "more is not known to 'lockstep train'."),
+        (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
         (("train", "--epochs"), "expected one argument."),
     ],
 )
@@ -45,13 +49,10 @@ def test_a_mistake_is_one_sentence_and_status_two(command, arguments, expected):
 def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monkeypatch):
     class Failing:
         error: BaseException = DataError("the photo x.jpg ends early.")
-
-        @staticmethod
-        def add_arguments(parser):
-            pass
+        COMMANDS: ClassVar = {"train": (lambda parser: None, lambda arguments: Failing.main())}
 
         @classmethod
-        def main(cls, arguments):
+        def main(cls):
             raise cls.error
 
     monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Failing)

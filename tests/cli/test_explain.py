@@ -48,13 +48,16 @@ def test_the_numbers_reach_the_picture(command):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ((), "The following arguments are required: WHAT."),
+        ((), "The following arguments are required: SUBJECT."),
         (("smaples",), "'smaples' is not a command of 'lockstep explain'. Did you mean 'samples'?"),
-        (("tree", "--rank", "2"), "--rank is not known to 'lockstep explain tree'. Did you mean '--ranks'?"),
+        (
+            ("tree", "--rank", "2"),
+            "--rank is not an argument of 'lockstep explain tree'. Did you mean '--ranks'?",
+        ),
         (("tree", "--ranks", "two"), "invalid int value: 'two'"),
         (("tree", "--ranks", "0"), "--ranks should be at least 1 and is 0."),
-        (("traffic", "--parameters", "many"), "--parameters=many is no number."),
-        (("tree", "--svg", "no/such/folder.svg"), "--svg=no/such/folder.svg cannot be written: No such file"),
+        (("traffic", "--parameters", "many"), "--parameters many is not a number."),
+        (("tree", "--svg", "no/such/folder.svg"), "--svg no/such/folder.svg cannot be written: No such file"),
     ],
 )
 def test_a_mistake_is_one_sentence(command, arguments, said):
@@ -73,7 +76,7 @@ def test_numbers_may_have_a_unit(words, count):
 
 @pytest.mark.parametrize("words", ["", "M", "1e999", "nan", "5T"])
 def test_what_is_no_number_is_said(words):
-    with pytest.raises(ConfigError, match="is no number"):
+    with pytest.raises(ConfigError, match="is not a number"):
         number(words)
 
 

@@ -26,7 +26,7 @@ def test_findings_end_with_status_one(command, wrong):
     assert (status, errors) == (1, "")
     lines = output.splitlines()
     assert lines[0].startswith("train.py:2:1: LS010 visible-devices-compared: ")
-    assert lines[1] == "    mend: os.environ['CUDA_VISIBLE_DEVICES'] = '0'"
+    assert lines[1] == "    fix: os.environ['CUDA_VISIBLE_DEVICES'] = '0'"
     assert lines[2].startswith("train.py:3:1: LS015 hard-coded-port: ")
     assert lines[-1] == "2 findings."
 
@@ -62,8 +62,8 @@ def test_rules_are_chosen(command, wrong, options, numbers):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), "No script was named."),
-        (("none.py",), "none.py is not there"),
+        ((), "No script was given."),
+        (("none.py",), "none.py does not exist"),
         (("--select", "LS999", "x.py"), "--select LS999: no rule has this number or name."),
         (("--ignore", "hard-coded-prot", "x.py"), "Did you mean 'hard-coded-port'?"),
         (("--selekt", "LS010", "x.py"), "Did you mean '--select'?"),
@@ -82,7 +82,7 @@ def test_one_broken_file_does_not_hide_the_findings_of_another(command, wrong, t
     status, output, errors = command("lint", "broken.py", wrong)
     assert status == 2
     assert output.endswith("2 findings.\n")
-    assert errors.startswith("lockstep: broken.py:1 is not Python 3")
+    assert errors.startswith("lockstep: broken.py:1 is not valid Python 3")
 
 
 def test_json_names_the_broken_files_too(command, tmp_path):

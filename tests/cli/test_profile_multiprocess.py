@@ -25,7 +25,7 @@ def test_all_ranks_write_the_steps_that_were_asked_for_into_one_file(process, co
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", "--profile", "1:2")
     assert result.returncode == 0, result.stderr
     path = tmp_path / "runs" / "digits-001" / "timeline.json"
-    assert "The timeline is in runs/digits-001/timeline.json" in result.stderr
+    assert "Wrote the timeline to runs/digits-001/timeline.json" in result.stderr
     assert "--profile" not in result.stdout and "prove it" in result.stdout
     events = json.loads(path.read_text())["traceEvents"]
     steps = {(e["pid"], e["args"]["step"]) for e in events if e.get("cat") == "steps"}
@@ -45,16 +45,14 @@ def test_a_timeline_that_cannot_be_written_ends_the_command_with_one_sentence(pr
     options = ("--set", "run.name=mine", "--resume", "auto", "--profile")
     result = process("train", "digits", *SHORT, "--devices", "cpu:2", *options)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
-    assert (
-        "The timeline that profile asks for cannot be written to 'runs/mine/timeline.json'" in result.stderr
-    )
+    assert "Cannot write the timeline to 'runs/mine/timeline.json': Is a directory" in result.stderr
 
 
 @pytest.mark.parametrize(("name", "subject"), [("train", "digits"), ("run", "train.py")])
 def test_a_range_that_is_none_is_refused_before_anything_starts(command, tmp_path, name, subject):
     (tmp_path / "train.py").write_text(SCRIPT)
     status, _, errors = command(name, "--profile", subject)
-    assert status == 2 and f"profile {subject!r} is no range of steps. Write FIRST:COUNT" in errors
+    assert status == 2 and f"profile {subject!r} is not a range of steps. Use FIRST:COUNT" in errors
     assert not (tmp_path / "runs").exists()
 
 

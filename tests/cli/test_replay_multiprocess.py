@@ -10,10 +10,10 @@ import pytest
 from tests.ranks import run_ranks
 
 from lockstep.cli import main
+from lockstep.config.job_file import parse_set
 from lockstep.job import load_job
 from lockstep.job.assemble import assemble
-from lockstep.job.config_overrides import parse_set
-from lockstep.job.record import record
+from lockstep.job.rank import record
 from lockstep.job.run_folder import choose_run_folder, run_folder
 
 pytestmark = [
@@ -247,7 +247,7 @@ def test_what_was_not_recorded_is_computed_all_the_same(replay):
     status, told = replay("fsdp", "--step", 11, "--micro-batch", 1)
     assert status == 0
     assert "was not recorded; train with --set training.gradients_every=1" in told
-    assert "(step 9, the last on the way that was, matches)" in told
+    assert "(step 9, the last recorded one before it, matches)" in told
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_another_context_is_refused_with_what_differs_unless_forced(replay, home
     [
         (("ddp", "--step", 12), "Step 12 does not exist: the steps of the run are 0 to 11."),
         (("ddp", "--step", -1), "Step -1 does not exist; steps are counted from 0."),
-        (("ddp", "--step", 6, "--micro-batch", 8), "does not exist: a step has those from 0 to 7."),
+        (("ddp", "--step", 6, "--micro-batch", 8), "does not exist: the micro-batches of a step are 0 to 7."),
         (("ddp", "--step", 11, "--micro-batch", 2), "its micro-batches are 0 to 1."),
         (("ddp", "--step", "six"), "invalid int value: 'six'"),
         (("nowhere", "--step", 6), "There is no run folder 'runs/nowhere'."),

@@ -25,8 +25,8 @@ def test_what_follows_the_script_belongs_to_the_script():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent.py"], "'absent.py' was asked for and is not a file"),
-        (["--devices", "many", "{script}"], "devices='many' is not known"),
+        (["absent.py"], "script 'absent.py' is not a file"),
+        (["--devices", "many", "{script}"], "devices should be a number, 'auto'"),
         (["--threads", "0", "{script}"], "threads=0"),
         (["--grace", "-1", "{script}"], "grace=-1"),
     ],

@@ -10,10 +10,8 @@ import pytest
 from tests.launch.command import Command, wait_until
 
 from lockstep.cli import main
-from lockstep.doctor.finding import Grade
-from lockstep.doctor.host import look_at_host
-from lockstep.launch.run_directory import run_directory
-from lockstep.launch.runs import choose_run, find_runs, write_note
+from lockstep.doctor.host import Grade, look_at_host
+from lockstep.launch.runs import choose_run, find_runs, run_directory, write_note
 
 
 @pytest.fixture

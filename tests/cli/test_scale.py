@@ -10,19 +10,19 @@ SHORT = ("--set", "data.workers=0", "--steps", "3", "--warm-up", "1", "--rounds"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--steps", "0"), "--steps 0 was asked for; it must be at least 1"),
-        (("--warm-up", "-1"), "--warm-up -1 was asked for; it must be at least 0"),
+        (("--steps", "0"), "--steps is 0, and must be at least 1"),
+        (("--warm-up", "-1"), "--warm-up is -1, and must be at least 0"),
         (("--devices", "two"), "--devices 'two' is not a list of numbers"),
-        (("--devices", "2,16"), "--devices 16 was asked for, and the recipe has micro_batches=8"),
+        (("--devices", "2,16"), "--devices 16 was asked for, and the job has micro_batches=8"),
         (("--strategies", "fsdpp"), "strategy 'fsdpp' is not known. Did you mean 'fsdp'?"),
         (
             ("--predict", "--interconnect", "nvlnk"),
             "interconnect 'nvlnk' is not known. Did you mean 'nvlink'?",
         ),
-        (("--predict", "--set", "training.reduce=powersgd"), "for which there is no formula"),
-        (("--interconnect", "nvlink"), "--interconnect was given, which is for --predict"),
-        (("--json", "."), "--json . was asked for, which is a folder"),
-        (("--html", "nowhere/scale.html"), "there is no folder 'nowhere'"),
+        (("--predict", "--set", "training.reduce=powersgd"), "--predict has no formula for training.reduce"),
+        (("--interconnect", "nvlink"), "--interconnect was given without --predict"),
+        (("--json", "."), "--json . is a folder"),
+        (("--html", "nowhere/scale.html"), "the folder 'nowhere' does not exist"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_is_started(command, arguments, said):

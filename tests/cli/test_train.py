@@ -92,4 +92,4 @@ def test_a_mistake_on_the_real_command_line(process):
     result = process("train", "digits", "--epohcs", "3")
     assert result.returncode == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("lockstep: --epohcs is not known")
+    assert result.stderr.startswith("lockstep: --epohcs is not an argument")

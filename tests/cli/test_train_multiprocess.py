@@ -28,7 +28,7 @@ def net(width=3):
 
 @pytest.fixture
 def own_job(tmp_path):
-    from lockstep.job.config_file import BUILT_IN_JOBS
+    from lockstep.config.job_file import BUILT_IN_JOBS
 
     (tmp_path / "own_wrapped.py").write_text(OWN_MODEL)
     text = (BUILT_IN_JOBS / "digits.toml").read_text()

@@ -9,13 +9,13 @@ import sys
 import pytest
 from tests.launch.command import wait_until
 
-from lockstep.job.config_file import BUILT_IN_JOBS
+from lockstep.config.job_file import BUILT_IN_JOBS
 
 PARTS = """
 import os
 import torch
 from torch import nn
-from lockstep.data.digits import Digits
+from lockstep.data.formats.digits import Digits
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 

@@ -104,7 +104,7 @@ def test_a_script_that_fails_says_so(verified):
     assert "ValueError: no data" in result.stderr
     result, _ = verified("print(1)")
     assert result.returncode == 2
-    assert "finished no step that was observed" in result.stderr
+    assert "finished no step that was recorded" in result.stderr
     result, _ = verified(PLAIN.replace("recorder = ", "assert world_size == 1\nrecorder = "), steps="2")
     assert result.returncode == 0
     assert "2 processes did not run" in result.stdout
@@ -114,7 +114,7 @@ def test_mistakes_are_refused_in_a_sentence(command):
     for arguments, said in (
         (("--script",), "--script needs a script"),
         (("--script", "nowhere.py"), "is not a file"),
-        (("digits", "--script", __file__), "Both the job 'digits' and a script"),
+        (("digits", "--script", __file__), "The job 'digits' and a script"),
         (("--strategies", "ddp", "--script", "nowhere.py"), "--strategies is for jobs"),
         (("--threads", "two", "--script", __file__), "'two' is not a number"),
     ):

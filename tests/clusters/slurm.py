@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
+
+from tests.launch.command import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 _CONFIGURATION = """\
@@ -126,15 +127,6 @@ class Cluster:
         wait_until(
             lambda: self.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes"
         )
-
-
-def wait_until(condition, timeout, what):
-    """Polls until the condition is true, and returns its value."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.1)
-    return value
 
 
 def _path():

@@ -102,9 +102,9 @@ def test_a_sampler_of_a_part_becomes_a_subset():
         (lambda: Stream(), r"IterableDataset"),
         (
             lambda: DistributedSampler(DATA, 2, 0),
-            r"DistributedSampler was given.*Write run\.batches\(dataset\)",
+            r"needs a data set and got a DistributedSampler.*Write run\.batches\(dataset\)",
         ),
-        (lambda: iter([1]), r"no length and no access by number"),
+        (lambda: iter([1]), r"no __len__ or no __getitem__"),
     ],
 )
 def test_what_no_plan_can_follow_is_refused_with_the_line_that_replaces_it(make, message):
@@ -137,11 +137,15 @@ def test_a_worker_init_function_is_said_to_be_left_out():
 def test_what_is_left_to_the_device_is_found_below_subsets():
     finish = Normalize((0.5,), (0.5,))
     images = ImageArrays(
-        torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.zeros(4), classes=["a"], name="x", finish=finish
+        torch.zeros(4, 1, 2, 2, dtype=torch.uint8),
+        torch.zeros(4),
+        classes=["a"],
+        name="x",
+        device_transform=finish,
     )
-    assert adopt(Subset(images, [1, 2])).finish is finish
-    assert adopt(DataLoader(images, batch_size=2)).finish is finish
-    assert adopt(Digits()).finish is None
+    assert adopt(Subset(images, [1, 2])).device_transform is finish
+    assert adopt(DataLoader(images, batch_size=2)).device_transform is finish
+    assert adopt(Digits()).device_transform is None
 
 
 @pytest.mark.parametrize(("batch_size", "said"), [(128, False), (16, False), (32, False), (100, True)])

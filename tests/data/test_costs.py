@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.data.planned import planned_steps
-from lockstep.plan import BatchShape, SamplePlan
+from lockstep.data.loader import planned_steps
 
 BILLION = SamplePlan(samples=10**9, shape=BatchShape(global_batch=1024, micro_batches=8))
 MOST_BYTES = 50 * 10**6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data import EvaluationLoader, StepLoader
-from lockstep.plan import BatchShape, SamplePlan
 
 MB = 1 << 20
 MOST_GROWTH = 0.05

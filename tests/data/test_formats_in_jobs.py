@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.printed import fingerprint_of
 
-from lockstep.job.component import Component
+from lockstep.config.components import Component
 from lockstep.job.instantiate import instantiate
 
 JOB = """\

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from tests.data import test_arrow_files, test_hugging_face, test_tar_shards
+from tests.data.formats import test_arrow_files, test_hugging_face, test_tar_shards
 
 from lockstep.data import ArrowFiles, HuggingFace, RandomResizedCrop, TarShards
-from lockstep.data.inline import Request
-from lockstep.data.reader import SampleReader
+from lockstep.data.reader import Request, SampleReader
 from lockstep.data.workers import WorkerReading
 
 CROP = RandomResizedCrop(8)

@@ -3,8 +3,8 @@ import random
 import numpy as np
 import torch
 
+from lockstep.core.seeding import sample_seed
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.seeding import sample_seed
 
 
 def draw():

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
+from lockstep.core.plan import BatchShape, SamplePlan, Share
 from lockstep.data import EvaluationLoader, StepLoader
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchShape, SamplePlan, Share
 
 
 class Augmented(Dataset):
@@ -167,7 +167,7 @@ def test_a_plan_for_another_number_of_samples_is_refused():
 
 
 def test_a_data_set_without_numbers_is_refused():
-    with pytest.raises(ConfigError, match="no length and no access by number"):
+    with pytest.raises(ConfigError, match="no __len__ or no __getitem__"):
         EvaluationLoader(iter([1, 2]), micro_batch_size=1)
 
 

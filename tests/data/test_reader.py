@@ -132,7 +132,7 @@ def test_samples_of_unequal_shape_are_named_with_what_to_do():
         def __getitem__(self, index):
             return torch.zeros(index)
 
-    with pytest.raises(DataError, match=r"samples 1, 2 cannot be put into one micro-batch.*one shape"):
+    with pytest.raises(DataError, match=r"samples 1, 2 cannot be collated into one micro-batch.*one shape"):
         read(Ragged(), [1, 2])
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from lockstep.data import CenterCrop, RandomResizedCrop
-from lockstep.data.images import decode_into
+from lockstep.data.images.transforms import decode_into
 
 ROUGH = np.kron(
     np.random.RandomState(3).randint(0, 256, (50, 70, 3)).astype(np.uint8), np.ones((5, 5, 1), np.uint8)

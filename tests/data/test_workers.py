@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.core.plan import BatchShape, SamplePlan, Share
 from lockstep.data import EvaluationLoader, StepLoader
 from lockstep.errors import DataError, RankError, StallError
-from lockstep.plan import BatchShape, SamplePlan, Share
 
 
 class Numbers(Dataset):
@@ -87,7 +87,7 @@ def test_a_stuck_worker_is_reported_with_the_place_where_it_stands():
     before = children()
     loader = loader_of(Numbers(at=9, do=stuck_in_reading), timeout=1.0)
     started = time.monotonic()
-    with pytest.raises(StallError, match=r"nothing for 1 s, while it read samples 8, 9") as caught:
+    with pytest.raises(StallError, match=r"nothing for 1 s while it read samples 8, 9") as caught:
         list(loader)
     assert "stuck_in_reading" in str(caught.value)
     assert time.monotonic() - started < 6

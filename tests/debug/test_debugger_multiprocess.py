@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from tests.debug.adapter_client import DebugClient
 from tests.debug.held_training import LIMIT
-from tests.hosts.host import Hosts
 from tests.launch.command import COMMAND, LOOP, Command, wait_until
+from tests.launch.hosts.host import Hosts
 
-from lockstep.launch.beat import read_beat
+from lockstep.runtime.heartbeat import read_beat
 
 pytest.importorskip("debugpy", reason="debugpy is not installed: pip install 'lockstep-train[debug]'")
 

@@ -5,7 +5,7 @@ from collections import namedtuple
 import pytest
 
 from lockstep.doctor import host
-from lockstep.doctor.finding import Grade
+from lockstep.doctor.host import Grade
 
 Usage = namedtuple("Usage", "total used free")
 

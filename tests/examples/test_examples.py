@@ -1,12 +1,8 @@
 """Every chapter of examples/ runs, on one process and on several, and prints what it promises."""
 
-import ast
-import difflib
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -31,41 +27,6 @@ def fingerprint(output):
 
 def number(output, name="accuracy"):
     return float(re.search(rf"{name} ([0-9.]+)", output).group(1))
-
-
-def code_lines(name):
-    """The lines that hold code: no docstring, comment or empty line."""
-    source = (EXAMPLES / name).read_text()
-    statement = ast.parse(source).body[0]
-    docstring = range(statement.lineno, statement.end_lineno + 1)
-    empty = (
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    )
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    numbers = {token.start[0] for token in tokens if token.type not in empty} - set(docstring)
-    return [source.splitlines()[number - 1] for number in sorted(numbers)]
-
-
-def test_at_most_eight_lines_are_added_and_four_fifths_are_kept():
-    before, after = code_lines("01_single_device.py"), code_lines("02_lockstep.py")
-    difference = list(difflib.ndiff(before, after))
-    added = [line for line in difference if line.startswith("+ ")]
-    kept = [line for line in difference if line.startswith("  ")]
-    assert 20 <= len(before) <= 30
-    assert len(added) <= 8, "\n".join(difference)
-    assert len(kept) >= 0.8 * len(before), "\n".join(difference)
-
-
-def test_the_chapters_are_numbered_and_short():
-    chapters = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert [int(name[:2]) for name in chapters] == list(range(1, len(chapters) + 1))
-    for name in chapters:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 150
 
 
 def test_one_file_gives_one_fingerprint_under_python_lockstep_run_and_torchrun():

@@ -61,7 +61,10 @@ def test_long_timelines_go_on_below_and_very_long_ones_end_with_a_word():
         ({"stages": 5, "micro_batches": 3}, "A pipeline of 5 stages is not filled by micro_batches=3"),
         ({"schedules": ("gpip",)}, "--schedule=gpip is not known. Did you mean 'gpipe'"),
         ({"stages": 0}, "--stages should be at least 1"),
-        ({"stages": 1000, "micro_batches": 1000}, "more than the 100,000 passes"),
+        (
+            {"stages": 1000, "micro_batches": 1000},
+            "--micro-batches=1000 make more than 100,000 passes, the most",
+        ),
         ({"stages": 3, "micro_batches": 4, "schedules": ("interleaved",)}, "for example micro_batches=3"),
     ],
 )

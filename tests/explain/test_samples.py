@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from torch.utils.data import DistributedSampler
 
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.errors import ConfigError
 from lockstep.explain.samples import explain_samples, samples_text
-from lockstep.plan import BatchShape, SamplePlan
 
 
 def read(scheme):
@@ -89,8 +89,8 @@ def test_without_torch_our_half_is_drawn_alone(monkeypatch):
         ({"ranks": 0}, "--ranks should be at least 1 and is 0"),
         ({"ranks": 3, "micro_batches": 4}, "--ranks=3 times --batch=2 is the global batch"),
         ({"ranks": 4, "micro_batches": 2}, "4 data-parallel ranks cannot share micro_batches=2"),
-        ({"epoch": -1}, "--epoch should be at most 1,000,000,000 and not negative"),
-        ({"batch": 10**9}, "--batch times --ranks should be at most 1,000,000"),
+        ({"epoch": -1}, "--epoch should be from 0 to 1,000,000,000 and is -1"),
+        ({"batch": 10**9}, "--batch times --ranks should be from 0 to 1,000,000 and is 2,000,000,000"),
         ({"samples": 3, "drop_last": True}, "too few for one step"),
         ({"seed": 1 << 70, "shuffle": True}, "is no whole number of 64 bits"),
     ],

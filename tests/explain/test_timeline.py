@@ -8,8 +8,7 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.explain.timeline import explain_timeline, timeline_svg, timeline_text
-from lockstep.timeline.events import events
-from lockstep.timeline.recorder import Span
+from lockstep.profile.trace import TraceSpan, events
 
 MS = 1_000_000
 
@@ -18,7 +17,7 @@ def written(folder, *ranks):
     """A timeline of these ranks' spans, (lane, name, first and last millisecond)."""
     found = []
     for rank, spans in enumerate(ranks):
-        made = [Span(lane, name, 50 * MS + a * MS, 50 * MS + b * MS) for lane, name, a, b in spans]
+        made = [TraceSpan(lane, name, 50 * MS + a * MS, 50 * MS + b * MS) for lane, name, a, b in spans]
         found += events(made, rank=rank, title=f"rank {rank} (ddp, cpu)", origin=0)
     (folder / "timeline.json").write_text(json.dumps({"traceEvents": found}))
     return folder / "timeline.json"
@@ -71,7 +70,7 @@ def test_of_many_ranks_the_first_and_the_last_are_drawn(tmp_path):
 
 
 def test_an_empty_timeline_says_what_to_ask_for(tmp_path):
-    with pytest.raises(ConfigError, match=r"is empty: .*for example --profile 0:5"):
+    with pytest.raises(ConfigError, match=r"is empty: .*for example with --profile 0:5"):
         explain_timeline(written(tmp_path))
 
 

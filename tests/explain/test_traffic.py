@@ -8,7 +8,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.explain.traffic import explain_traffic, ring_chunk, traffic_text
 from lockstep.models.resnet import resnet34
-from lockstep.reduce import BucketShape, Holding
+from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket
 
 
@@ -61,7 +61,7 @@ def test_the_bytes_are_the_sum_of_the_messages(ranks, servers, k):
 
 @pytest.mark.parametrize("ranks, k, parameters", [(2, 8, 1000), (3, 8, 1001), (5, 13, 77), (6, 6, 5)])
 def test_the_ordered_bytes_are_those_that_the_reducer_counts(ranks, k, parameters):
-    holding = Holding.of(k, ranks)
+    holding = NodeLayout.of(k, ranks)
     bucket = OrderedBucket(BucketShape(parameters, torch.float32), ranks, holding.slots, torch.device("cpu"))
     counted = tuple(bucket.bytes_sent(len(nodes)) for nodes in holding.ranks)
     assert ways(ranks=ranks, micro_batches=k, parameters=parameters)["ordered"].sent == counted

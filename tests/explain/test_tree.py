@@ -2,9 +2,9 @@
 
 import pytest
 
+from lockstep.core.summation_tree import Node, TreeStack, fold
 from lockstep.errors import ConfigError
 from lockstep.explain.tree import explain_tree, tree_svg, tree_text
-from lockstep.tree import Node, TreeStack, fold
 
 SMALL = [(leaves, ranks) for leaves in range(1, 17) for ranks in range(1, leaves + 1)]
 
@@ -105,7 +105,7 @@ def test_the_json_holds_the_nodes_that_are_handed_over():
 @pytest.mark.parametrize(
     "numbers, said",
     [
-        ({"leaves": 9}, "--leaves=9 micro-batches that are not empty do not fit --micro-batches=8"),
+        ({"leaves": 9}, "--leaves=9 does not fit --micro-batches=8"),
         ({"leaves": 0}, "Use 1 to 8"),
         ({"ranks": 9, "micro_batches": 8}, "cannot share micro_batches=8"),
         ({"micro_batches": 1 << 21}, "Use at most 1048576"),

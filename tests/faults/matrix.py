@@ -99,7 +99,7 @@ SECTIONS = {
         Row(
             "P15",
             "a rank ends well before the others",
-            "`rank 1 left at step 2 while others went on`, within 5 s; exit code 4",
+            "`rank 1 left at step 2 while the others continued`, within 5 s; exit code 4",
         ),
         Row("P16", "a script forgets destroy_process_group", "a good run exits with 0, every time"),
     ),

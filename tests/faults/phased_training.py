@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.launch import Heartbeat
-from lockstep.launch.beat import MICRO_BATCH, PHASES
-from lockstep.launch.beat import STEP as STEPS
 from lockstep.run import session
+from lockstep.runtime.heartbeat import MICRO_BATCH, PHASES
+from lockstep.runtime.heartbeat import STEP as STEPS
 
 FOLDER = Path(sys.argv[1])
 RANK, PHASE, STEP, WHAT = (sys.argv[2] if len(sys.argv) > 2 else "-1:none:0:nothing").split(":")
@@ -46,23 +46,23 @@ def come_to(phase, step):
 
 
 class ListeningHeartbeat(Heartbeat):
-    """Hears of marks, and of the places that short steps store."""
+    """Reports marks, and the packed phases that short steps store."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.place = Places(self.place)
+        self._packed = PackedPhases(self._packed)
 
     def mark(self, phase, *, epoch=-1, step=-1, micro_batch=-1):
         super().mark(phase, epoch=epoch, step=step, micro_batch=micro_batch)
         come_to(phase, step)
 
 
-class Places:
-    def __init__(self, place):
-        self.place = place
+class PackedPhases:
+    def __init__(self, packed):
+        self.packed = packed
 
     def __setitem__(self, index, number):
-        self.place[index] = number
+        self.packed[index] = number
         come_to(PHASES[number % MICRO_BATCH - 1], number // STEPS)
 
 

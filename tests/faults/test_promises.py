@@ -1,4 +1,4 @@
-"""The README names tests for what it promises: they are there, and hold the faults that the promise is about."""
+"""docs/promises.md names tests for each promise: they exist, and hold the faults that the promise is about."""
 
 import ast
 import re
@@ -15,9 +15,11 @@ FOUR = {
 
 
 def promises():
-    """Promise -> the paths that stand beside it, from every table of the README with a column of tests."""
+    """Promise -> the paths that stand beside it, from both tables of the page."""
     tables = re.findall(
-        r"^\| promise \| test \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", (ROOT / "README.md").read_text(), re.M
+        r"^\| promise \| test \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)",
+        (ROOT / "docs" / "promises.md").read_text(),
+        re.M,
     )
     rows = [line.strip("| ").rsplit(" | ", 1) for table in tables for line in table.splitlines()]
     return {promise: re.findall(r"`(tests/[^`]*)`", tests) for promise, tests in rows}
@@ -39,7 +41,7 @@ def test_every_promise_names_tests_that_exist(promise, paths):
 
 
 @pytest.mark.parametrize(("promise", "rows"), FOUR.items(), ids=list(FOUR))
-def test_each_of_the_four_promises_is_held_where_the_readme_says(promise, rows):
+def test_each_of_the_four_promises_is_held_where_the_page_says(promise, rows):
     (paths,) = [paths for text, paths in promises().items() if text.startswith(promise)]
     found = markers()
     for row in rows:

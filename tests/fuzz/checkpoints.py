@@ -11,9 +11,8 @@ from tests.run.jobs import begin, dataset, train_step
 from torch import nn
 
 from lockstep.checkpoint import read, read_best, write_best
-from lockstep.checkpoint.files import RECORD
 from lockstep.checkpoint.folder import Best
-from lockstep.checkpoint.manifest import MANIFEST, Manifest, seal
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, seal
 
 
 def begun(folder, **options):

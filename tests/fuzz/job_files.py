@@ -11,15 +11,9 @@ import tomllib
 from tests.fuzz.damage import damaged_text
 
 from lockstep.cli import main
-from lockstep.errors import (
-    EXIT_CONFIG,
-    EXIT_DATA,
-    EXIT_DONE,
-    EXIT_NON_FINITE,
-    ConfigError,
-)
-from lockstep.job.config import JobConfig
-from lockstep.job.config_file import BUILT_IN_JOBS, load_job
+from lockstep.config.job import JobConfig
+from lockstep.config.job_file import BUILT_IN_JOBS, load_job
+from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_DONE, EXIT_NON_FINITE, ConfigError
 
 SOURCES = [path.read_text() for path in sorted(BUILT_IN_JOBS.glob("*.toml"))]
 COMMAND = 0.05

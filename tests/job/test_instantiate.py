@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from lockstep.config.components import Component
+from lockstep.config.job_file import with_lengths
 from lockstep.errors import ConfigError
-from lockstep.job.component import Component
-from lockstep.job.config_places import with_lengths
 from lockstep.job.instantiate import Composed, build, find_object, importable_from, instantiate
 
 

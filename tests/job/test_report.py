@@ -3,11 +3,11 @@
 import pytest
 
 from lockstep.job.rank import prove, report
-from lockstep.trainer import Outcome
+from lockstep.trainer import TrainingOutcome
 
 
 def outcome(**values):
-    return Outcome(
+    return TrainingOutcome(
         **{
             "fingerprint": "ab12",
             "values": {},
@@ -26,9 +26,9 @@ def outcome(**values):
 @pytest.mark.parametrize(
     ("sent", "shown"),
     [
-        (840, "840 bytes"),
-        (153_690.4, "153.7 kB"),
-        (1_234_567, "1.2 MB"),
+        (840, "840 B"),
+        (153_690.4, "154 kB"),
+        (1_234_567, "1.23 MB"),
         (98_765_432_100, "98.8 GB"),
     ],
 )

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.launch.beat import read_beat
+from lockstep.runtime.heartbeat import read_beat
 
 LOOP = Path(__file__).with_name("faulty_loop.py")
 COMMAND = [sys.executable, "-c", "import sys; from lockstep.cli import main; sys.exit(main())", "run"]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lockstep.core.world import World
+from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import DataError
 from lockstep.launch import Heartbeat, Stopped, StopReason
-from lockstep.process_group import open_process_group
-from lockstep.world import World
 
 MARKS, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 FAULT = (sys.argv[3] if len(sys.argv) > 3 else "") or "-1:0:none"

@@ -7,14 +7,18 @@ from datetime import timedelta
 
 import pytest
 
+from lockstep.core.world import DEBUG_RANK, HostLayout, World
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions, parse_devices
-from lockstep.launch.attaching import ask_to_listen, is_debugged
-from lockstep.launch.debugger import lift_default_limit, take_part_in_debugging, with_debugger
-from lockstep.launch.heartbeat import Heartbeat
-from lockstep.launch.place import Place
+from lockstep.launch.debugger import (
+    is_debugged,
+    lift_default_limit,
+    request_debugger,
+    take_part_in_debugging,
+    with_debugger,
+)
 from lockstep.launch.runs import RunOnHost
-from lockstep.world import DEBUG_RANK, World
+from lockstep.runtime.heartbeat import Heartbeat
 
 MONTH = 30 * 86400.0
 
@@ -35,25 +39,25 @@ def test_a_port_that_is_taken_is_refused(options):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} cannot be had: Address already in use"):
+        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}: Address already in use"):
             with_debugger(options, 1, port)
 
 
-@pytest.mark.parametrize(("place", "has_rank"), [({"first_rank": 2}, True), ({"first_rank": 0}, False)])
-def test_over_hosts_only_the_one_that_has_the_rank_needs_the_port(options, place, has_rank):
-    place = Place(run_id="", world_size=4, nodes=2, **place)
+@pytest.mark.parametrize(("layout", "has_rank"), [({"first_rank": 2}, True), ({"first_rank": 0}, False)])
+def test_over_hosts_only_the_one_that_has_the_rank_needs_the_port(options, layout, has_rank):
+    layout = HostLayout(run_id="", world_size=4, nodes=2, **layout)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match="cannot be had") if has_rank else nullcontext():
-            assert with_debugger(options, 3, port, place).debug_rank == 3
+        with pytest.raises(ConfigError, match="Cannot bind") if has_rank else nullcontext():
+            assert with_debugger(options, 3, port, layout).debug_rank == 3
 
 
 def test_over_hosts_ranks_are_those_of_all_of_them(options):
-    place = Place(run_id="", world_size=4, nodes=2)
+    layout = HostLayout(run_id="", world_size=4, nodes=2)
     with pytest.raises(ConfigError, match="rank 4 was asked for, and the run has the ranks 0 to 3"):
-        with_debugger(options, 4, 0, place)
+        with_debugger(options, 4, 0, layout)
 
 
 def test_a_rank_of_another_launcher_does_not_wait_where_there_is_no_such_rank(monkeypatch):
@@ -108,14 +112,14 @@ def run(tmp_path):
 
 
 def test_a_rank_that_has_not_begun_cannot_be_asked(run):
-    with pytest.raises(ConfigError, match="has not begun"):
-        ask_to_listen(run, 0, 0, within=1.0)
+    with pytest.raises(ConfigError, match="has not started"):
+        request_debugger(run, 0, 0, within=1.0)
 
 
 def test_a_process_that_has_the_number_of_a_rank_and_is_none_gets_no_signal(run):
     """The signal would end it; here it would end the tests."""
-    with pytest.raises(ConfigError, match="Rank 1 has ended"):
-        ask_to_listen(run, 1, 0, within=1.0)
+    with pytest.raises(ConfigError, match="rank 1: it has ended"):
+        request_debugger(run, 1, 0, within=1.0)
     assert not is_debugged(run.directory)
 
 
@@ -123,5 +127,5 @@ def test_a_refusal_of_the_rank_is_passed_on_and_it_may_be_asked_again(run):
     answer = run.directory / "debugger-001.answer"
     answer.write_text('{"refused": "Rank 1 cannot listen."}')
     with pytest.raises(ConfigError, match=r"^Rank 1 cannot listen\.$"):
-        ask_to_listen(run, 1, 0, within=1.0)
+        request_debugger(run, 1, 0, within=1.0)
     assert not answer.exists()

@@ -14,8 +14,8 @@ def total(x, *, times=1):
     import torch
     import torch.distributed as dist
 
-    from lockstep.process_group import open_process_group
-    from lockstep.world import World
+    from lockstep.core.world import World
+    from lockstep.distributed.process_group import open_process_group
 
     world = World.from_environment()
     with open_process_group(world):
@@ -52,9 +52,7 @@ def test_a_failing_rank_raises_with_its_traceback(tmp_path):
 
 
 def test_a_result_that_is_not_json_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(
-        RankError, match=r"returns_an_object returned a object, and results come back as JSON"
-    ):
+    with pytest.raises(RankError, match=r"returns_an_object returned a object, and results must be JSON"):
         launch(returns_an_object, devices="cpu:1", log_directory=str(tmp_path))
 
 
@@ -88,7 +86,7 @@ def test_the_program_that_launches_does_not_import_torch(tmp_path):
 
 
 def test_a_lambda_is_refused():
-    with pytest.raises(ConfigError, match=r"cannot be found by another process.*top level of a file"):
+    with pytest.raises(ConfigError, match=r"cannot be imported by another process.*top level of a file"):
         launch(lambda: 1, devices="cpu:1")
 
 

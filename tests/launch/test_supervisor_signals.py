@@ -170,5 +170,5 @@ def test_a_killed_fork_server_ends_the_run(command):
     os.kill(command.parent_of(int(ranks[0])), signal.SIGKILL)
     code, lines = command.end()
     assert code == 4
-    assert lines == ["The process that forks the ranks was killed, and the ranks ended with it."]
+    assert lines == ["The process that forks the ranks was killed, and the ranks with it."]
     command.wait_until_nothing_runs()

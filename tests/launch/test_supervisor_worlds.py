@@ -69,7 +69,7 @@ def test_a_script_is_a_real_main_whose_classes_its_loader_workers_can_pickle(com
 def test_rank_settings_do_not_depend_on_the_number_of_ranks(command):
     script = command.folder / "threads.py"
     script.write_text(
-        "import os, torch\nfrom lockstep.world import World\n"
+        "import os, torch\nfrom lockstep.core.world import World\n"
         "world = World.from_environment()\n"
         "print(torch.get_num_threads(), world.launcher, world.local_world_size, os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )

@@ -1,4 +1,4 @@
-"""Whole training scripts: one with every usual mistake, and the same one mended."""
+"""Whole training scripts: one with every usual mistake, and the same one without them."""
 
 import re
 from pathlib import Path

@@ -100,4 +100,4 @@ def test_a_log_in_a_place_that_cannot_be_made_warns_once(caplog):
     for step in range(3):
         logger.log(step, {"loss": 1.0})
     assert len(caplog.records) == 1
-    assert "JsonLines cannot be written" in caplog.text
+    assert "Logger JsonLines failed and is disabled" in caplog.text

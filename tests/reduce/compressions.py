@@ -5,7 +5,7 @@ import torch.distributed as dist
 from tests.reduce.exchanges import CPU, HEADER, leaf, tree_sum
 
 from lockstep.reduce import BucketShape, open_reducer
-from lockstep.reduce.contract import Holding
+from lockstep.reduce.reducer import NodeLayout
 
 MEMBERS = ((24, 3, 4), (12,), (), (16, 16), (3, 2), (0, 3), (40, 20))
 LEAVES = [8, 8, 3, 8, 1, 5, 8, 8, 2, 8, 8, 8, 7, 8]
@@ -21,7 +21,7 @@ def step_of(reducer, world, step, leaves, shapes, value=leaf):
     handed = []
     for bucket, shape in enumerate(shapes):
         nodes = []
-        for slot, node in enumerate(Holding.of(leaves, world.world_size).ranks[world.rank]):
+        for slot, node in enumerate(NodeLayout.of(leaves, world.world_size).ranks[world.rank]):
             nodes.append(tree_sum([value(step, bucket, k, shape) for k in range(node.start, node.stop)]))
             reducer.staging(bucket, slot).copy_(nodes[-1])
         reducer.start(bucket)
@@ -46,7 +46,7 @@ def bf16_steps(world):
     wrong, rounded = [], False
     for step, leaves in enumerate(LEAVES):
         step_of(reducer, world, step, leaves, shapes)
-        holding = Holding.of(leaves, world.world_size)
+        holding = NodeLayout.of(leaves, world.world_size)
         for bucket, shape in enumerate(shapes):
             total = reducer.total(bucket)
             leaf_values = [leaf(step, bucket, k, shape) for k in range(leaves)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lockstep.core.plan import share
 from lockstep.errors import StallError
-from lockstep.plan import share
 from lockstep.reduce import (
     BucketShape,
     OrderedReducer,
@@ -18,7 +18,7 @@ from lockstep.reduce import (
     open_reducer,
     shared_memory,
 )
-from lockstep.reduce.contract import Holding
+from lockstep.reduce.reducer import NodeLayout
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -85,7 +85,7 @@ def reduce_steps(world, kind, all_leaves, most, pause=0.0, shapes=None):
 
 
 def hand_in(reducer, world, step, leaves, shapes, wait):
-    mine = Holding.of(leaves, world.world_size).ranks[world.rank]
+    mine = NodeLayout.of(leaves, world.world_size).ranks[world.rank]
     for bucket, shape in enumerate(shapes):
         for slot, node in enumerate(mine):
             staging = reducer.staging(bucket, slot)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
+from lockstep.core.fingerprint import fingerprint
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import fingerprint
 from lockstep.reduce import OrderedHookState, ordered_hook
 
 STEPS, ROWS = 12, 8

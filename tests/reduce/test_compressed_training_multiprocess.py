@@ -11,9 +11,9 @@ from tests.strategies.training import parameters_after
 from torch import nn
 
 import lockstep
-from lockstep.data.digits import Digits
+from lockstep.data.formats.digits import Digits
 from lockstep.models import digits_net
-from lockstep.trainer.meter import accuracy
+from lockstep.trainer.state import accuracy
 
 EPOCHS = 12
 

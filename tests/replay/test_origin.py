@@ -7,13 +7,13 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
+from lockstep.config.components import Component
+from lockstep.config.job import CheckpointConfig, DataConfig, JobConfig, RunConfig, TrainingConfig
+from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
-from lockstep.job.component import Component
-from lockstep.job.config import CheckpointConfig, DataConfig, JobConfig, RunConfig, TrainingConfig
-from lockstep.job.history import FILE, Start, with_start
-from lockstep.plan import Share
+from lockstep.job.run_folder import FILE, Start, with_start
 from lockstep.replay import find_origin
-from lockstep.replay.origin import alone
+from lockstep.replay.origin import single_process_config
 
 PART = Component(target="torch.nn:Identity")
 JOB = JobConfig(model=PART, data=DataConfig(train=PART), optimizer=Component(target="x:y", args={"lr": 0.1}))
@@ -63,7 +63,7 @@ def test_the_nearest_checkpoint_at_or_before_the_step_is_taken_or_else_the_seed(
     assert (origin.checkpoint.name if origin.checkpoint else None) == name
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_word(folder, caplog):
+def test_a_broken_checkpoint_is_skipped_with_a_warning(folder, caplog):
     run = folder([start(0)], [12, 24])
     (run / "step-00000024" / "model.safetensors").write_bytes(b"")
     assert find_origin(run, 30).step == 12
@@ -95,13 +95,13 @@ def test_a_run_that_went_on_from_another_begins_with_its_checkpoint(folder):
     run = folder([start(12, resumed_from(first / "step-00000012"))], [24], "second")
     assert find_origin(run, 14).checkpoint == first / "step-00000012"
     assert find_origin(run, 24).checkpoint == run / "step-00000024"
-    with pytest.raises(ConfigError, match="went on from step 12 of another run"):
+    with pytest.raises(ConfigError, match="resumed from step 12 of another run"):
         find_origin(run, 3)
 
 
 def test_where_nothing_is_left_to_begin_with_the_checkpoints_are_told(folder, tmp_path):
     run = folder([start(12, resumed_from(tmp_path / "gone"))], [24, 36])
-    with pytest.raises(ConfigError, match=r"No checkpoint at or before step 14 .*there are 24, 36"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint at or before step 14 \(its steps: 24, 36\)"):
         find_origin(run, 14)
 
 
@@ -130,7 +130,7 @@ def test_the_job_alone_is_the_same_recipe_and_writes_nothing():
         training=TrainingConfig(strategy="hybrid", mesh="data=2,pipeline=2", seed=7, precision="bf16"),
         run=RunConfig(threads=3, directory="elsewhere", name="x"),
     )
-    found = alone(job, resume="step-00000012", force_context=True)
+    found = single_process_config(job, resume="step-00000012", force_context=True)
     assert (found.training.strategy, found.training.mesh) == ("single", "")
     assert (found.training.seed, found.training.precision, found.run.threads) == (7, "bf16", 3)
     assert (found.checkpoint.resume, found.checkpoint.force_context) == ("step-00000012", True)

@@ -1,14 +1,14 @@
-"""What a replay says, from what it found."""
+"""The report of a replay."""
 
 from pathlib import Path
 
-from lockstep.job.component import Component
-from lockstep.job.config import DataConfig, JobConfig
-from lockstep.job.history import Start
-from lockstep.plan import Share
-from lockstep.replay import Origin, Report, describe
-from lockstep.replay.report import Compared
-from lockstep.trainer.gradients import GradientDigest, GradientRecord
+from lockstep.config.components import Component
+from lockstep.config.job import DataConfig, JobConfig
+from lockstep.core.plan import Share
+from lockstep.job.run_folder import Start
+from lockstep.replay import Origin, ReplayReport, describe
+from lockstep.replay.report import GradientComparison
+from lockstep.trainer.gradient_record import GradientDigest, GradientRecord
 
 DIGESTS = {f"layer.{number}": f"{number:064x}" for number in range(8)}
 MINE = GradientDigest.of(DIGESTS)
@@ -26,7 +26,7 @@ def report(
     part = Component(target="torch.nn:Identity")
     job = JobConfig(model=part, data=DataConfig(train=part), optimizer=part)
     start = Start(step=0, strategy="fsdp", shares=shares, level=level, device="cpu", context={}, job=job)
-    return Report(
+    return ReplayReport(
         folder=Path("runs/digits-001"),
         origin=Origin(start=start, step=12, checkpoint=Path("runs/digits-001/step-00000012")),
         epoch=1,
@@ -43,7 +43,7 @@ def report(
 
 
 def compared(recorded, step=17, **more):
-    return Compared(step=step, gradient=MINE, recorded=recorded, **more)
+    return GradientComparison(step=step, gradient=MINE, recorded=recorded, **more)
 
 
 def last_line(found):
@@ -84,7 +84,7 @@ def test_a_difference_names_the_first_parameters_and_counts_the_others():
     found = report(compared(OTHERS))
     assert found.differs
     assert last_line(found) == (
-        "record    differs: layer.0, layer.1, layer.2, layer.3, layer.4, ... 3 more (8 of 8 parameters)"
+        "record    differs: layer.0, layer.1, layer.2, layer.3, layer.4 and 3 more (8 of 8 parameters)"
     )
     assert "differs: layer.3 (1 of 8 parameters)" in last_line(report(compared(ONE_OTHER)))
 
@@ -107,7 +107,7 @@ def test_what_was_not_recorded_is_no_difference_and_says_how_to_record_it():
     assert not found.differs
     assert last_line(found) == (
         "record    was not recorded; train with --set training.gradients_every=1 to record it "
-        "(step 15, the last on the way that was, matches)"
+        "(step 15, the last recorded one before it, matches)"
     )
     record = GradientRecord(step=17, loss=(1.5).hex(), norm=2.25, gradient=MINE)
     line = last_line(report(compared(None), record=record, micro_batch=1))

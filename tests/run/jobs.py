@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.fingerprint import digest_tensors
+from lockstep.core.fingerprint import digest_tensors
 
 SAMPLES, GLOBAL_BATCH = 53, 24
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import lockstep
+from lockstep.core.fingerprint import digest_tensors
 from lockstep.data import Bucketed, SkipBroken, Weighted
 from lockstep.errors import ConfigError, DataError
-from lockstep.fingerprint import digest_tensors
 
 SAMPLES, WORDS = 230, 20
 LENGTHS = np.random.default_rng(0).integers(2, 12, SAMPLES)
@@ -60,7 +60,7 @@ def trained(dataset, workers=0, epochs=1, **options):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("lockstep.run.skipping")
+    logger = logging.getLogger("lockstep.run.agreement")
     logger.addHandler(handler)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Dropout(0.1), nn.Linear(8, WORDS))

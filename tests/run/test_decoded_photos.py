@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 import lockstep
-from lockstep.data import ImageFolder, Squeeze
-from lockstep.data.decoding import pixels_digest
+from lockstep.data import ImageFolder, Resize
+from lockstep.data.images.decoding import pixels_digest
 from lockstep.errors import CheckpointMismatch
-from lockstep.run import handle
+from lockstep.run import run as handle
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def photos(tmp_path):
             Image.fromarray(np.full((9, 9, 3), 30 * number, np.uint8)).save(
                 tmp_path / "photos" / name / f"{number}.jpg"
             )
-    return ImageFolder(tmp_path / "photos", transform=Squeeze(4))
+    return ImageFolder(tmp_path / "photos", transform=Resize(4))
 
 
 def step(photos, directory, **options):
@@ -36,7 +36,7 @@ def step(photos, directory, **options):
     optimizer.step()
     optimizer.zero_grad()
     run.save()
-    return run.require_prepared().context
+    return run.require_prepared().state.context
 
 
 def test_a_run_goes_on_only_where_photos_have_the_same_pixels(photos, tmp_path, monkeypatch, caplog):

@@ -5,15 +5,14 @@ import io
 import pytest
 from PIL import Image
 from tests.scale.browser import OVERLAPPING_WORDS, needs_browser, open_page
-from tests.scale.prediction.test_model import ONE
-from tests.scale.test_chart import a_row
+from tests.scale.test_page import a_row
+from tests.scale.test_prediction import ONE
 
+from lockstep.scale.forecast import CheckedPrediction, Forecast
 from lockstep.scale.measured import Row
 from lockstep.scale.page import page
-from lockstep.scale.prediction.forecast import Checked, Forecast
-from lockstep.scale.prediction.links import PRESETS
-from lockstep.scale.prediction.model import WORLDS, predict
-from lockstep.scale.report import Report
+from lockstep.scale.prediction import PRESETS, WORLDS, predict
+from lockstep.scale.report import ScaleReport
 
 STRATEGIES = ("ddp", "fsdp", "pipeline", "parameter_server", "hybrid data=2,fsdp=2")
 WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -32,9 +31,11 @@ def report():
     refused = Row("tensor on 4", "tensor", 4, "the model has no <plan> & no layers.")
     worlds = [predict(ONE, devices, preset, adding=1e10) for devices in WORLDS for preset in PRESETS.values()]
     messages = {ranks: {1 << power: 1e-9 * (1 << power) for power in (12, 20, 24)} for ranks in (2, 4)}
-    here = tuple(Checked(f"ddp on {devices}", devices, 31.0, 35.1) for devices in (2, 4))
+    here = tuple(CheckedPrediction(f"ddp on {devices}", devices, 31.0, 35.1) for devices in (2, 4))
     forecast = Forecast(ONE, 1e10, messages, here, tuple(worlds))
-    return Report("flowers", 20, 3, (*rows, refused), "ddp on 4 reaches 76 %: <exchange>.", forecast=forecast)
+    return ScaleReport(
+        "flowers", 20, 3, (*rows, refused), "ddp on 4 reaches 76 %: <exchange>.", forecast=forecast
+    )
 
 
 @pytest.fixture

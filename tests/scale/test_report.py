@@ -3,7 +3,7 @@
 import json
 
 from lockstep.scale.measured import Round, Row, row
-from lockstep.scale.report import Report, as_json, text
+from lockstep.scale.report import ScaleReport, as_json, text
 
 
 def a_report():
@@ -15,7 +15,7 @@ def a_report():
         row("ddp on 2", "ddp", 2, [two], [one]),
         Row("tensor on 2", "tensor", 2, refused="it has no plan."),
     )
-    return Report("digits", 20, 1, rows, "What limits it is the test.")
+    return ScaleReport("digits", 20, 1, rows, "What limits it is the test.")
 
 
 def test_the_table_shows_time_speed_up_efficiency_and_the_slowest_rank():

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch.beat import read_beat
+from lockstep.runtime.heartbeat import read_beat
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "perceptron.py"

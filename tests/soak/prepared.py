@@ -42,7 +42,8 @@ class Forked:
     def _serve(self, arguments, environment, pass_fds):
         import signal
 
-        from lockstep.launch import fork_server, stop_signals
+        from lockstep.launch import fork_server
+        from lockstep.runtime import stop_signals
 
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -81,8 +82,8 @@ class Forked:
 def command(order):
     """Becomes the command; never returns."""
     from lockstep.cli import main
-    from lockstep.launch import server_process
-    from lockstep.launch.parent_death import die_with_parent
+    from lockstep.launch import fork_server
+    from lockstep.runtime.parent_death import die_with_parent
 
     die_with_parent()
     os.setsid()
@@ -91,7 +92,7 @@ def command(order):
     outputs = [os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for name in ("stdout", "stderr")]
     for number, descriptor in enumerate([nothing, *outputs]):
         os.dup2(descriptor, number)
-    server_process.subprocess.Popen = Forked
+    fork_server.subprocess.Popen = Forked
     code = main(order["arguments"])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -103,8 +104,8 @@ def main():
 
     for name in ("lockstep.cli.run", "lockstep.run", "lockstep.strategies.fsdp"):
         importlib.import_module(name)
-    from lockstep.launch.light_torch import postpone_compiler
-    from lockstep.launch.parent_death import die_with_parent
+    from lockstep.runtime.lazy_compiler import postpone_compiler
+    from lockstep.runtime.parent_death import die_with_parent
 
     die_with_parent()
     postpone_compiler()

@@ -14,7 +14,7 @@ from lockstep.checkpoint import committed
 def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak, undisturbed):
     """The script does not even ask to resume: a restarted run finds its own checkpoint."""
     soak.new_run("restarted")
-    options = ["--restarts", "2", "--restart-world", "left"]
+    options = ["--restarts", "2", "--restart-world", "remaining"]
     soak.start(3, "ddp", "--once", "1:9", "--new", options=options)
     code, output, errors = soak.end()
     assert (code, output.split()) == (0, [undisturbed]), errors
@@ -22,7 +22,7 @@ def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak,
     logs = soak.place / "logs"
     assert first.startswith("rank 1 killed by SIGKILL, step ")
     assert first.endswith(f". Logs: {logs}")
-    assert second == "Restart 1 of 2: 2 ranks of 3 go on from the last checkpoint."
+    assert second == "Restart 1 of 2: 2 ranks of 3 resume from the last checkpoint."
     assert {path.name for path in logs.iterdir()} >= {"rank-001.log", "rank-002.log", "restart-1"}
     assert {path.name for path in (logs / "restart-1").iterdir()} == {"rank-001.log"}
     assert [path.name for path in committed(soak.place / "run")] == ["step-00000023", "step-00000024"]

@@ -10,10 +10,10 @@ from tests.strategies.jobs import SmallResNet, photos, token_loss, tokens
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.data.digits import Digits
-from lockstep.launch.light_torch import postpone_compiler
+from lockstep.data.formats.digits import Digits
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 STEPS = 12
 
@@ -124,7 +124,7 @@ def train(world, make, options):
         found[f"evaluation {epoch}"] = torch.tensor(run.evaluate(job.data, job.metric), dtype=torch.float64)
     assert steps == STEPS, f"{steps} steps, not {STEPS}"
     found["skipped"] = torch.tensor(run.skipped_steps)
-    state = run._saved.capture(run.fingerprint(), keep=world.is_main)
+    state = run.require_prepared().state.capture(run.fingerprint(), keep=world.is_main)
     found |= {name: tensor.clone() for name, tensor in {**state.model, **state.optimizer}.items()}
     run.close()
     return found if world.is_main else {}

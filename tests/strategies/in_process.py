@@ -4,9 +4,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.fingerprint import digest_tensors
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.core.world import World
 from lockstep.run import Run, RunOptions
-from lockstep.world import World
 
 
 def rows(count=90, width=6):

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.digits import Digits
-from lockstep.data.image_arrays import PadCropFlip
+from lockstep.data.formats.digits import Digits
+from lockstep.data.images.image_arrays import PadCropFlip
 from lockstep.models import digits_net, freeze, lstm, transformer
 from lockstep.models.resnet import BasicBlock
 

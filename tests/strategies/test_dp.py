@@ -16,9 +16,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.models import resnet18
-from lockstep.randomness import KeyedRandomness, draws_in_forward
-from lockstep.strategies.dp import DataParallel
-from lockstep.strategies.dp.replica import copy_model
+from lockstep.numerics.randomness import KeyedRandomness, draws_in_forward
+from lockstep.strategies.dp import DataParallel, copy_model
 
 pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
@@ -125,7 +124,9 @@ def meet(*_):
 def test_under_autocast_no_replica_empties_the_cache_of_cast_weights_that_another_one_uses(monkeypatch):
     """Two replicas in forward at once: the one that left autocast first emptied torch's one cache for all threads, the
     other cast the weight of a layer that it used twice a second time, and its gradient had other bits."""
-    monkeypatch.setattr("lockstep.randomness._draws_through_children", lambda module: type(module) is Twice)
+    monkeypatch.setattr(
+        "lockstep.numerics.randomness._draws_through_children", lambda module: type(module) is Twice
+    )
     assert not draws_in_forward(Twice())
     wide = rows(96)
 
@@ -240,11 +241,11 @@ class Counting(nn.Module):
     [
         (
             Locked,
-            r"a Locked cannot be copied: cannot pickle '_thread.lock' object. Make it fit copy.deepcopy",
+            r"copy.deepcopy of Locked failed: cannot pickle '_thread.lock' object. Make the model copyable",
         ),
         (
             Counting,
-            r"changes the buffer 'calls', and how its values .* Declare it .*running_buffers=\['calls'\]",
+            r"changes the buffer 'calls', and Lockstep does not know .* Average it with running_buffers=\['calls'\]",
         ),
     ],
 )

@@ -8,9 +8,9 @@ from tests.reduce.exchanges import tree_sum
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.plan import BatchShape, SamplePlan
 from lockstep.strategies import Single
 from lockstep.strategies.gradients import GradientTree, Slot, _fill_buckets, _shaped_like
 
@@ -79,7 +79,7 @@ def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     batch = batch_of(torch.randn(rows, 3, 5, 5), size, k)
     expected = by_hand(model, batch)
     strategy = Single(CPU, k)
-    strategy.place(model)
+    strategy.setup_model(model)
     result = strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     for name, parameter in model.named_parameters():
         if expected[name] is None:
@@ -95,7 +95,7 @@ def test_a_gradient_that_was_there_is_added_to():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     batch, strategy = batch_of(torch.randn(4, 3), 1, 4), Single(CPU, 4)
-    strategy.place(model)
+    strategy.setup_model(model)
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
     first = model.weight.grad.clone()
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=3)
@@ -107,14 +107,14 @@ def test_a_gradient_or_loss_that_is_not_finite_is_reported(bad):
     model, data = nn.Linear(3, 2), torch.randn(4, 3)
     data[2, 1] = bad
     strategy = Single(CPU, 4)
-    strategy.place(model)
+    strategy.setup_model(model)
     assert not bool(strategy.backward(batch_of(data, 1, 4), SquaredOutputs(model), scale=1.0, stop=0).finite)
 
 
 def test_sparse_gradients_are_refused_by_name():
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
     strategy = Single(CPU, 2)
-    strategy.place(model)
+    strategy.setup_model(model)
     with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient.*sparse=False"):
         strategy.backward(batch_of(torch.tensor([0, 1]), 1, 2), SquaredOutputs(model), scale=1.0, stop=0)
 
@@ -122,7 +122,7 @@ def test_sparse_gradients_are_refused_by_name():
 def test_re_entrant_checkpointing_of_a_shared_parameter_is_refused_by_name():
     layer = nn.Linear(3, 3)
     strategy = Single(CPU, 2)
-    strategy.place(layer)
+    strategy.setup_model(layer)
 
     def compute(micro_batch):
         x = micro_batch.data.requires_grad_()

@@ -7,15 +7,15 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.strategies.in_process import differing, open_run, rows, train
-from tests.strategies.pipeline.test_splitting import Clock, Costly
+from tests.strategies.pipeline.test_partition import Clock, Costly
 from torch import nn
 
+from lockstep.config.strategy_options import LayersOptions, PipelineOptions
 from lockstep.errors import ConfigError
+from lockstep.job.assemble import balance
 from lockstep.models import freeze, resnet18, transformer
 from lockstep.run import Run, RunOptions
-from lockstep.run.balancing import balance
 from lockstep.strategies.layers import ModelParallel
-from lockstep.strategy_options import LayersOptions, PipelineOptions
 
 pytestmark = pytest.mark.timeout(120)
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -105,7 +105,7 @@ def test_a_forward_and_a_loss_of_ones_own_may_use_the_whole_model():
 def test_each_device_gets_its_layers_and_what_enters_them():
     """The second device holds no values, which shows what lies there on a machine with one device."""
     strategy = ModelParallel([CPU, META, META], 8, LayersOptions(split=("3", "6")))
-    model = strategy.place(chain_of_layers())
+    model = strategy.setup_model(chain_of_layers())
     held = {name: tensor.device for name, tensor in model.named_parameters()}
     assert {name for name, device in held.items() if device == CPU} == {
         "0.weight",
@@ -124,7 +124,7 @@ def test_each_device_gets_its_layers_and_what_enters_them():
 
 def test_the_log_says_where_devices_begin(caplog):
     caplog.set_level(logging.INFO, "lockstep.strategies.layers")
-    ModelParallel([CPU] * 3, 8, LayersOptions(split=("3", "5"))).place(chain_of_layers())
+    ModelParallel([CPU] * 3, 8, LayersOptions(split=("3", "5"))).setup_model(chain_of_layers())
     assert caplog.messages == ["Layers begin with: 0 on cpu, 3 on cpu, 5 on cpu."]
 
 
@@ -136,9 +136,9 @@ def test_the_log_says_where_devices_begin(caplog):
         (
             2,
             ("33",),
-            r"names '33', where the model cannot be cut. Did you mean '3'\? It can be cut before: 1, 2",
+            r"names '33', and the model cannot be cut there. Did you mean '3'\? It can be cut before: 1, 2",
         ),
-        (2, ("3.inner",), r"layers.split names '3.inner', where the model cannot be cut"),
+        (2, ("3.inner",), r"layers.split names '3.inner', and the model cannot be cut there"),
         (3, ("5", "3"), r"layers.split=\['5', '3'\] is not in the order of the model"),
         (
             2,
@@ -163,7 +163,7 @@ def test_a_weight_that_would_lie_on_two_devices_is_refused_with_a_split_that_wor
     with pytest.raises(
         ConfigError, match=r"'head.weight' is also used in 'embed.table'.*Untie it .*, or use"
     ):
-        ModelParallel([CPU] * 2, 8, LayersOptions()).place(language_model)
+        ModelParallel([CPU] * 2, 8, LayersOptions()).setup_model(language_model)
 
 
 def costly():
@@ -176,7 +176,7 @@ CLOCK = Clock()
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("lockstep.strategies.pipeline.measuring.time", CLOCK)
+    monkeypatch.setattr("lockstep.strategies.pipeline.partition.time", CLOCK)
 
 
 def test_the_time_of_a_forward_pass_decides_where_it_is_asked_to_and_changes_no_bit(clock, caplog):
@@ -196,7 +196,7 @@ def test_measuring_leaves_values_modes_and_random_numbers_as_they_were(clock):
         torch.get_rng_state(),
     )
     balance(run, model, rows())
-    assert list(run.strategy.cuts.points) == ["3", "4"]
+    assert list(run.strategy.partition.points) == ["3", "4"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(numbers, torch.get_rng_state())
     assert [part.training for part in model] == [number != 2 for number in range(6)]
@@ -255,7 +255,7 @@ def in_two_processes(world):
         try:
             run = Run(RunOptions.of(global_batch=16, micro_batches=8, threads=1, **options), world)
             balance(run, chain_of_layers(), rows())
-            found.append(list(run.strategy.cuts.points))
+            found.append(list(run.strategy.partition.points))
             run.strategy.release()
         except ConfigError as error:
             found.append(str(error))
@@ -268,7 +268,7 @@ def test_all_ranks_take_what_the_first_one_measured():
     assert [len(points) for points in first[:2]] == [3, 2]
     assert "needs 9 stages, and the model is a chain of 8 modules" in first[2]
     assert (
-        "uses all its devices from one process, and 2 were started. Start one, or use strategy 'hybrid'"
+        "uses all its devices from one process, but 2 processes were started. Start one, or use strategy 'hybrid'"
         in first[3]
     )
 

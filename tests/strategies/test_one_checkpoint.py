@@ -6,11 +6,11 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.strategies.contract_jobs import JOBS
-from tests.strategies.test_contract import LAYOUTS
+from tests.strategies.test_strategy import LAYOUTS
 
-from lockstep.fingerprint import digest_tensors
-from lockstep.launch.light_torch import postpone_compiler
+from lockstep.core.fingerprint import digest_tensors
 from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 pytestmark = pytest.mark.timeout(900)
 JOB = {"fp32": "resnet", "fp16": "attention_untied"}
@@ -77,7 +77,7 @@ def train(world, job, options, stop):
             schedule.step()
             if batch.plan.step + 1 == stop:
                 run.save()
-                captured = run._saved.capture(run.fingerprint(), keep=world.is_main)
+                captured = run.require_prepared().state.capture(run.fingerprint(), keep=world.is_main)
                 state = {name: t.clone() for name, t in {**captured.model, **captured.optimizer}.items()}
                 break
         if run.position.step >= stop:

@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network
 from torch import nn
 
-from lockstep.launch.light_torch import postpone_compiler
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 
 def trained(world, options, warm):

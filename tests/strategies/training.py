@@ -5,9 +5,9 @@ import logging
 import torch
 from tests.strategies.jobs import JOBS
 
-from lockstep.fingerprint import digest_tensor, digest_tensors
-from lockstep.launch.light_torch import postpone_compiler
+from lockstep.core.fingerprint import digest_tensor, digest_tensors
 from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 
 def train_all(world, cases):

@@ -25,11 +25,11 @@ def digests(folder):
 @pytest.mark.fault("P1", "K5")
 def test_a_killed_run_goes_on_by_itself_with_the_processes_that_are_left(jobs, undisturbed):
     jobs.fault("kill", rank=1, call=31)
-    done = jobs.train("--devices", "cpu:3", "--restart-world", "left")
+    done = jobs.train("--devices", "cpu:3", "--restart-world", "remaining")
     assert fingerprint_of(done) == undisturbed
     said = done.stderr.splitlines()
     killed = next(number for number, line in enumerate(said) if line.startswith("rank 1 killed by SIGKILL"))
-    assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3 go on from the last checkpoint."
+    assert said[killed + 1] == "Restart 1 of 3: 2 ranks of 3 resume from the last checkpoint."
 
 
 @pytest.mark.fault("D6")

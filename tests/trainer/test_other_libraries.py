@@ -2,10 +2,10 @@
 
 import pytest
 
+from lockstep.core.world import World
 from lockstep.job import load_job
 from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import choose_run_folder
-from lockstep.world import World
 
 JOB = """\
 [model]

@@ -5,13 +5,13 @@ from tests.ranks import run_ranks
 from tests.trainer.test_trainer import outcome, records, trainer
 
 from lockstep import checkpoint
-from lockstep.launch.control import Stopped, StopReason
-from lockstep.run import leaving
+from lockstep.run import evaluation
+from lockstep.runtime.control import Stopped, StopReason
 
 
 def stopped(world, folder):
     """Trains until rank 0 is asked to stop in the middle of the third evaluation."""
-    leaving.AGREE_EVERY = 0.0
+    evaluation.AGREE_EVERY = 0.0
     job = trainer(world, folder)
     evaluations, evaluate = [], job._run.evaluate
 

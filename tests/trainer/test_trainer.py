@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
-from lockstep.job.config import TrainingConfig
+from lockstep.config.job import TrainingConfig
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
-from lockstep.trainer import Prepared, Rhythm, Trainer
+from lockstep.trainer import Intervals, Trainer, TrainingParts
 
 
 def blobs(seed):
@@ -29,7 +29,7 @@ def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings)
     model, optimizer, scheduler = run.prepare(
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     )
-    parts = Prepared(
+    parts = TrainingParts(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -39,9 +39,9 @@ def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings)
         validation_set=blobs(1),
         workers=0,
     )
-    rhythm = Rhythm(log_every=2, save_every_steps=save_every_steps)
+    intervals = Intervals(log_every=2, save_every_steps=save_every_steps)
     logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
-    return Trainer(run, parts, settings, rhythm, logger)
+    return Trainer(run, parts, settings, intervals, logger)
 
 
 def outcome(world, folder, options):

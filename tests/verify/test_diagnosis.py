@@ -1,56 +1,10 @@
-"""Where two runs part and why, decided from what was written down of them."""
-
-import copy
+"""The first difference of two traces and its cause."""
 
 import pytest
+from tests.verify.traces import changed, put, scaled, trace
 
-from lockstep.verify import Cause, StepTrace, Trace, compare
+from lockstep.verify import Cause, compare
 from lockstep.verify.diagnosis import diagnose
-
-
-def trace(steps=3, **settings):
-    made = Trace(
-        "ddp on 2", "ddp", 2, "A", context={"threads": "1", "optimizers": "SGD"}, start={"w": "s", "b": "s"}
-    )
-    for key, value in settings.items():
-        setattr(made, key, value)
-    made.steps = [
-        StepTrace(
-            step=n,
-            loss=(2.0 - n / 10).hex(),
-            samples={"0": f"i{n}0", "1": f"i{n}1"},
-            inputs={"0": f"x{n}0", "1": f"x{n}1"},
-            losses=[(4.0 - n).hex(), (3.0 - n).hex()],
-            gradients={name: (f"g{n}{name}", 1.0 + n) for name in ("w", "b", "c", "d")},
-            parameters={"w": f"p{n}", "b": f"q{n}"},
-            buffers={"mean": f"m{n}"},
-            optimizer={"0|w|momentum_buffer": f"o{n}"},
-            settings={"lr": "0.1"},
-        )
-        for n in range(steps)
-    ]
-    return made
-
-
-def changed(change, at=1, **settings):
-    other = copy.deepcopy(trace(**settings))
-    for step in other.steps[at:]:
-        change(step)
-    return other
-
-
-def scaled(factor, names=("w", "b", "c", "d")):
-    def change(step):
-        for name in names:
-            digest, norm = step.gradients[name]
-            step.gradients[name] = digest + "!", norm * factor
-
-    return change
-
-
-def put(field, key, value):
-    return lambda step: getattr(step, field).__setitem__(key, value)
-
 
 CASES = {
     "other samples": (put("samples", "1", "other"), Cause.DATA_ORDER, "micro-batch 1"),
@@ -112,21 +66,3 @@ def test_another_context_explains_other_numbers_but_not_other_samples(key, cause
     samples = changed(put("samples", "0", "other"))
     samples.context[key] = "2"
     assert diagnose(trace(), samples).cause is Cause.DATA_ORDER
-
-
-def test_a_layout_that_did_not_keep_level_a_is_broken_and_one_of_level_b_is_not():
-    other = changed(scaled(1.0 + 1e-7))
-    assert compare(trace(), other, 1e-7).is_broken
-    other.level = "B"
-    found = compare(trace(), other, 1e-7)
-    assert (found.reached, found.is_broken) == ("B", False)
-
-
-def test_a_layout_that_did_not_run_is_not_broken():
-    refused = Trace("pipeline on 2", "pipeline", 2, "", refused="The model is no chain.")
-    assert not compare(trace(), refused, 0.0).is_broken
-
-
-def test_a_trace_survives_being_written(tmp_path):
-    trace().write(tmp_path / "trace.json")
-    assert Trace.read(tmp_path / "trace.json") == trace()

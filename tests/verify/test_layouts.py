@@ -1,6 +1,6 @@
 """Which layouts of a job are compared."""
 
-from lockstep.job.config_file import load_job
+from lockstep.config.job_file import load_job
 from lockstep.verify.layouts import layouts
 
 DIGITS = load_job("digits", [])

@@ -1,7 +1,7 @@
 """Trains on every rank in rounds with and without the heartbeat, and notes what the supervisor took meanwhile.
 
 Both sides are the same processes in the same minute: between two rounds only the calls of the heartbeat that a step
-makes are replaced by functions that do nothing. The number that short steps store for a phase is stored on both sides.
+makes are replaced by functions that do nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from torch import nn
 import lockstep
 from lockstep.data import Digits
 from lockstep.launch import Heartbeat
-from lockstep.launch.beat import STEP
 from lockstep.models import perceptron, resnet18
 
 WITH, WITHOUT = "heartbeat", "no heartbeat"
 COUNTED = {"digits": 640, "resnet": 32}
 """Steps whose calls are counted and timed, after some that warm up."""
 WARM_UP = 8
-CALLS = ("mark", "samples", "begin_step")
+CALLS = ("begin_step", "enter", "await_data")
 GLOBAL_BATCH = {"digits": 128, "resnet": 32}
 
 
@@ -43,7 +42,7 @@ class Switch:
     def turn(self, side: str) -> None:
         """From now on with or without."""
         for name in CALLS:
-            setattr(Heartbeat, name, self._real[name] if side == WITH else _NOTHING[name])
+            setattr(Heartbeat, name, self._real[name] if side == WITH else _nothing)
 
     def count(self) -> None:
         """Counts the calls from now on, and times each."""
@@ -76,13 +75,6 @@ class Switch:
 
 def _nothing(*_: Any, **__: Any) -> None:
     pass
-
-
-def _short(_: Heartbeat, step: int, *__: Any) -> int:
-    return step * STEP
-
-
-_NOTHING: dict[str, Callable[..., Any]] = {"mark": _nothing, "samples": _nothing, "begin_step": _short}
 
 
 class Loop:

@@ -6,7 +6,7 @@ from harness.moments import mark, read_arguments, small_perceptron
 from torch import nn
 
 import lockstep
-from lockstep.world import World
+from lockstep.core.world import World
 
 
 def main() -> None:

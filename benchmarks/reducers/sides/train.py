@@ -12,7 +12,7 @@ from harness.workloads import WORKLOADS
 from torch import nn
 
 import lockstep
-from lockstep.world import World
+from lockstep.core.world import World
 
 
 def read_arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ from harness.workloads import Arguments, read_arguments
 from torch import nn
 
 import lockstep
-from lockstep.world import World
+from lockstep.core.world import World
 
 
 def train(given: Arguments) -> None:

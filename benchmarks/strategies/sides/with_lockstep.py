@@ -6,7 +6,7 @@ from harness.gate import Gate, forget_peak
 from harness.workloads import Arguments, read_arguments
 
 import lockstep
-from lockstep.world import World
+from lockstep.core.world import World
 
 
 def train(given: Arguments) -> None:

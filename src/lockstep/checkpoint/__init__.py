@@ -1,17 +1,18 @@
 """Checkpoints that are complete or absent, verified before use, and free of any process layout."""
 
+from lockstep.checkpoint.atomic import clean
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
-from lockstep.checkpoint.optimizer import load_optimizer_state, optimizer_state
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
 from lockstep.checkpoint.state import (
     CheckpointState,
     load_model_state,
+    load_optimizer_state,
     model_state,
+    optimizer_state,
     parameter_names,
     require_same_model,
 )
-from lockstep.checkpoint.temporary import clean
 from lockstep.checkpoint.writer import export, write
 
 __all__ = [

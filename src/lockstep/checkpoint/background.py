@@ -3,7 +3,7 @@
     main thread   | step | save: check, copy | step | step | step | save: wait, check, copy | step
     writer                                   | wait for copies, write, commit, prune |      | write ...
 
-At most one is on its way. What goes wrong with it is raised by the next call, on the thread that trains.
+At most one checkpoint is being written. An error in it is raised by the next call, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -12,15 +12,63 @@ import atexit
 import dataclasses
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from lockstep.checkpoint.sharded import ShardedOrder
-from lockstep.checkpoint.snapshot import Snapshot, snapshot
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order, prepare
 from lockstep.errors import EXIT_DATA, LockstepError
-from lockstep.launch.unfinished import Unfinished
+from lockstep.runtime.stop_signals import CriticalThread
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of a run's state, so that training can go on while it is written."""
+
+    state: CheckpointState
+    copied: tuple[torch.cuda.Event, ...] = ()
+    """One per GPU, recorded after its copies."""
+
+    def wait(self) -> CheckpointState:
+        """The state, once every copy from a GPU has arrived."""
+        for event in self.copied:
+            event.synchronize()
+        return self.state
+
+
+def snapshot(state: CheckpointState) -> Snapshot:
+    """Copies all tensors of a state to the host, in row order.
+
+    What lies on a GPU goes to page-locked memory without holding up the host: the copies stand in the queue of the
+    current stream, so the optimizer's next update comes after them.
+    """
+    copied = dataclasses.replace(state, model=_copies(state.model), optimizer=_copies(state.optimizer))
+    tensors = [*state.model.values(), *state.optimizer.values()]
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    return Snapshot(copied, tuple(_mark(device) for device in devices))
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu").clone(memory_format=torch.contiguous_format)
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
+def _mark(device: int) -> torch.cuda.Event:
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event.record()
+    return event
 
 
 class BackgroundWriter:
@@ -31,7 +79,7 @@ class BackgroundWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
+        """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def write(
@@ -46,7 +94,7 @@ class BackgroundWriter:
     ) -> Path:
         """Begins to write ``state`` and returns the folder that the checkpoint will have once it is whole.
 
-        What can be known to fail fails at once, as with ``checkpoint.write``; waits for the one before.
+        Waits for the previous checkpoint. Errors that can be known in advance are raised at once.
 
         Args:
             directory: as for ``checkpoint.write``.
@@ -54,13 +102,13 @@ class BackgroundWriter:
             step: as for ``checkpoint.write``.
             keep: as for ``checkpoint.write``.
             protect: as for ``checkpoint.write``.
-            owned: whether the tensors belong to the caller alone and will not change, so that no copy is needed.
+            owned: True if nobody changes the tensors afterwards, so that no copy is needed.
         """
         self.finish()
         return self.carry_out(prepare(directory, state, step=step, keep=keep, protect=protect), owned=owned)
 
     def carry_out(self, order: Order | ShardedOrder, *, owned: bool = False) -> Path:
-        """Begins to carry out a prepared order; as ``write``, which prepares one."""
+        """Begins to carry out a prepared order; ``write`` prepares one itself."""
         self.finish()
         self._thread = _Writing(order, Snapshot(order.state) if owned else snapshot(order.state))
         atexit.register(self._finish_at_exit)
@@ -68,12 +116,12 @@ class BackgroundWriter:
         return order.path
 
     def check(self) -> None:
-        """Raises what went wrong with the last checkpoint, once; never waits for one on its way."""
+        """Raises the error of the last checkpoint, once; never waits for one that is being written."""
         if not self.busy:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the checkpoint on its way, if there is one, and raises what went wrong with it, once."""
+        """Waits for the checkpoint that is being written, if any, and raises its error, once."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -83,7 +131,7 @@ class BackgroundWriter:
             raise thread.error
 
     def _finish_at_exit(self) -> None:
-        """A program that ends without a last look must not seem to have saved what it has not."""
+        """Ends the process with an error code if the last checkpoint failed and nobody asked for its result."""
         try:
             self.finish()
         except Exception as error:
@@ -94,17 +142,17 @@ class BackgroundWriter:
             os._exit(code)
 
 
-class _Writing(Unfinished):
+class _Writing(CriticalThread):
     """The thread of one checkpoint."""
 
     def __init__(self, order: Order | ShardedOrder, taken: Snapshot) -> None:
         super().__init__(name=f"checkpoint of step {order.step}")
         self._order, self._taken = order, taken
         self.error: Exception | None = None
-        """What went wrong, once the thread has ended."""
+        """The error, once the thread has ended."""
 
     def run(self) -> None:
-        """Writes; gives the copy's memory back."""
+        """Writes the checkpoint, then frees the copy."""
         try:
             dataclasses.replace(self._order, state=self._taken.wait()).carry_out()
         except Exception as error:

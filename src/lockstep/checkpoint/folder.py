@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.checkpoint.atomic import remove_folder, write_whole
 from lockstep.checkpoint.manifest import MANIFEST, read_sealed, seal
-from lockstep.checkpoint.temporary import remove_folder, write_whole
 from lockstep.errors import CheckpointError
-from lockstep.launch.unfinished import wait_for_unfinished
+from lockstep.runtime.stop_signals import wait_for_critical_threads
 
 BEST = "best.json"
 _STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
@@ -55,7 +55,7 @@ def latest(directory: Path) -> Path | None:
 
     Waits for what this process is still writing.
     """
-    wait_for_unfinished()
+    wait_for_critical_threads()
     paths = [path for path in committed(Path(directory)) if (path / MANIFEST).exists()]
     return paths[-1] if paths else None
 

@@ -1,18 +1,156 @@
-"""The manifest of a checkpoint: every file with size and SHA-256, itself sealed by a digest."""
+"""The files of a checkpoint: the manifest with their sizes and SHA-256, the tensors, and the JSON record beside them.
+
+    manifest.json                         every file with size and SHA-256, itself sealed by a digest
+    state.json                            the record; values that JSON lacks are objects with one reserved key, as
+                                          ``{"tuple": [0.9, 0.999]}``, so that the very same values are read back
+    model.safetensors                     the whole model, written by one process
+    model-00002-of-00004.safetensors      what the second of four processes held: rows (dim 0) of some tensors
+
+The rows of a tensor lie in the files in their order; a tensor of one file only is whole there. ``optimizer`` likewise.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint.encoding import JSON, canonical
-from lockstep.checkpoint.files import RECORD, tensor_files
-from lockstep.errors import CheckpointError, CheckpointMismatch
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+
+_RESERVED = frozenset({"tuple", "dict", "float", "tensor"})
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> JSON:
+    """Turns a value into JSON; tensors inside it go into ``tensors``, under a name made of ``path``.
+
+    Args:
+        value: None, bool, int, float, str, and lists, tuples, dicts and tensors of such.
+        path: name of the value, for tensor names and messages.
+        tensors: receives the tensors; None where no tensor may occur.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors[path] = value.detach()
+        return {"tensor": path}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    raise ConfigError(
+        f"{path!r} is a {type(value).__name__}, which a checkpoint cannot hold. "
+        "Give numbers, strings, None, and lists, tuples or dicts of them."
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> JSON:
+    encoded = {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    looks_reserved = len(encoded) == 1 and next(iter(encoded)) in _RESERVED
+    if all(isinstance(key, str) for key in encoded) and not looks_reserved:
+        return encoded
+    return {"dict": [[encode(key, path), item] for key, item in encoded.items()]}
+
+
+def decode(value: JSON, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Turns the JSON of ``encode`` back into the value; tensors are looked up by name in ``tensors``."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (key, content), *_ = value.items()
+        if key in _RESERVED:
+            return _decode_reserved(key, content, tensors)
+    return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _decode_reserved(key: str, content: JSON, tensors: Mapping[str, Tensor] | None) -> Any:
+    if key == "tuple" and isinstance(content, list):
+        return tuple(decode(item, tensors) for item in content)
+    if key == "float" and content in ("inf", "-inf", "nan"):
+        return float(str(content))
+    if key == "tensor" and tensors is not None and content in tensors:
+        return tensors[str(content)]
+    if key == "dict" and isinstance(content, list):
+        pairs = [item for item in content if isinstance(item, list) and len(item) == 2]
+        if len(pairs) == len(content):
+            return {decode(name, tensors): decode(item, tensors) for name, item in pairs}
+    raise CheckpointError(
+        f"Unknown tag {key!r} with {str(content)[:80]!r} in a checkpoint record. Use another checkpoint."
+    )
+
+
+def canonical(value: JSON) -> bytes:
+    """A JSON value as bytes; equal values give equal bytes."""
+    return json.dumps(
+        value, sort_keys=True, allow_nan=False, separators=(",", ":"), ensure_ascii=False
+    ).encode()
+
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RECORD = "state.json"
+
+
+def file_names(shard: int = 0, shards: int = 1) -> tuple[str, str]:
+    """The files of the model's and of the optimizers' tensors that one of ``shards`` processes writes."""
+    if shards == 1:
+        return MODEL, OPTIMIZER
+    number = f"-{shard + 1:05d}-of-{shards:05d}."
+    return MODEL.replace(".", number), OPTIMIZER.replace(".", number)
+
+
+def tensor_files(names: Collection[str]) -> tuple[list[str], list[str]] | None:
+    """The files of the model's and of the optimizers' tensors, in order; None where a checkpoint has other files."""
+    shards = (len(names) - 1) // 2
+    pairs = [file_names(shard, shards) for shard in range(shards)]
+    expected = {RECORD, *(name for pair in pairs for name in pair)}
+    if shards < 1 or set(names) != expected:
+        return None
+    return [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
+
+
+def load_tensors(paths: Iterable[Path], device: str) -> dict[str, Tensor]:
+    """The tensors of some files, whole.
+
+    Raises:
+        CheckpointError: rows of one tensor do not fit together.
+    """
+    rows: dict[str, list[Tensor]] = {}
+    for path in paths:
+        for name, tensor in safetensors.torch.load_file(path, device=device).items():
+            rows.setdefault(name, []).append(tensor)
+    return {name: _joined(name, rows.pop(name)) for name in list(rows)}
+
+
+def _joined(name: str, rows: list[Tensor]) -> Tensor:
+    if len(rows) == 1:
+        return rows[0]
+    if len({(part.dtype, part.shape[1:], part.dim() > 0) for part in rows}) > 1 or not rows[0].dim():
+        forms = ", ".join(f"{part.dtype} {list(part.shape)}" for part in rows)
+        raise CheckpointError(
+            f"The rows of {name!r} do not make up one tensor: {forms}. Use another checkpoint."
+        )
+    return torch.cat(rows)
+
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -37,7 +175,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The files of a checkpoint and its step."""
 
     step: int
     files: dict[str, FileEntry]
@@ -57,7 +195,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads ``manifest.json``; ``CheckpointError`` unless every byte of it is as it was written."""
+        """Reads ``manifest.json``; ``CheckpointError`` if any byte of it was changed."""
         body = read_sealed(folder / MANIFEST)
         if body.get("format") != FORMAT:
             raise CheckpointMismatch(
@@ -72,26 +210,26 @@ class Manifest:
         return cls(step, {name: _entry(folder, name, entry) for name, entry in files.items()})
 
     def verify(self, folder: Path) -> None:
-        """Reads all bytes of every file; ``CheckpointError`` names the first that is not as stated."""
+        """Reads all bytes of every file; ``CheckpointError`` names the first that differs from its entry."""
         if tensor_files(self.files) is None:
             raise CheckpointError(
-                f"{folder / MANIFEST} lists other files than a checkpoint has: {sorted(self.files)}."
+                f"{folder / MANIFEST} does not list the files of a checkpoint: {sorted(self.files)}."
             )
         for name, entry in self.files.items():
             path = folder / name
             size = regular_size(path)
             if size != entry.size:
                 raise CheckpointError(
-                    f"{path} should have {entry.size} bytes and has {size}: it was cut or replaced. "
+                    f"{path} has {size} bytes instead of {entry.size}: it was truncated or replaced. "
                     "Use another checkpoint."
                 )
             if name == RECORD and size > _LARGEST_RECORD:
                 raise CheckpointError(
-                    f"{path} has {size} bytes; a record is at most {_LARGEST_RECORD}. It was not read."
+                    f"{path} has {size} bytes; the limit for a record is {_LARGEST_RECORD}. It was not read."
                 )
             if digest(path) != entry.sha256:
                 raise CheckpointError(
-                    f"{path} does not have the SHA-256 its manifest states: at least one byte of it has "
+                    f"{path} does not match the SHA-256 in its manifest: at least one byte has "
                     "changed since it was written. Use another checkpoint."
                 )
 
@@ -99,7 +237,7 @@ class Manifest:
 def _entry(folder: Path, name: str, entry: JSON) -> FileEntry:
     if not _FILE_NAME.fullmatch(name):
         raise CheckpointError(
-            f"{folder / MANIFEST} lists a file named {name!r}; such a name is never followed."
+            f"{folder / MANIFEST} lists a file with the invalid name {name!r}; it was not read."
         )
     if isinstance(entry, dict):
         size, sha256 = entry.get("size"), entry.get("sha256")
@@ -109,14 +247,16 @@ def _entry(folder: Path, name: str, entry: JSON) -> FileEntry:
 
 
 def seal(body: dict[str, JSON]) -> bytes:
-    """JSON with its own SHA-256 in it, in the one spelling that ``read_sealed`` accepts."""
+    """JSON with its own SHA-256 in it, in the canonical form that ``read_sealed`` requires."""
     return canonical({"body": body, "sha256": hashlib.sha256(canonical(body)).hexdigest()}) + b"\n"
 
 
 def read_sealed(path: Path) -> dict[str, JSON]:
-    """Reads what ``seal`` made; ``CheckpointError`` where it is missing, large, or changed in any byte."""
+    """Reads the output of ``seal``; ``CheckpointError`` if it is missing, too large, or changed in any byte."""
     if regular_size(path) > _SMALL:
-        raise CheckpointError(f"{path} is larger than {_SMALL} bytes, which no manifest is. It was not read.")
+        raise CheckpointError(
+            f"{path} is larger than {_SMALL} bytes, the limit for a manifest. It was not read. Use another checkpoint."
+        )
     content = path.read_bytes()
     try:
         body = json.loads(content)["body"]
@@ -125,7 +265,7 @@ def read_sealed(path: Path) -> dict[str, JSON]:
         intact = False
     if not intact:
         raise CheckpointError(
-            f"{path} is not as it was written: its own SHA-256 does not match. Use another checkpoint."
+            f"{path} was changed after it was written: its own SHA-256 does not match. Use another checkpoint."
         )
     assert isinstance(body, dict)
     return body
@@ -142,9 +282,7 @@ def regular_size(path: Path) -> int:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(
-            f"{path} is not an ordinary file (a link, folder or device); it was not followed."
-        )
+        raise CheckpointError(f"{path} is not a regular file but a link, folder or device; it was not read.")
     return found.st_size
 
 

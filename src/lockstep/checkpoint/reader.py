@@ -1,6 +1,6 @@
-"""Reads a checkpoint only after every byte of it has been verified; nothing in it can run code.
+"""Reads a checkpoint after every byte of it has been verified; nothing in it can run code.
 
-What this process is still writing in the background is waited for first.
+A checkpoint that this process is still writing in the background is waited for first.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.files import RECORD, load_tensors, tensor_files
 from lockstep.checkpoint.folder import committed, step_of
-from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.manifest import RECORD, Manifest, decode, load_tensors, tensor_files
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
-from lockstep.launch.unfinished import wait_for_unfinished
+from lockstep.runtime.stop_signals import wait_for_critical_threads
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class Restored:
 
 def verify(path: Path | str) -> Manifest:
     """Compares every byte of a checkpoint with its manifest; ``CheckpointError`` names what differs."""
-    wait_for_unfinished()
+    wait_for_critical_threads()
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(
@@ -91,7 +89,7 @@ def read_newest(
         map_location: device of the tensors.
         written_by: id of the run whose checkpoints count; empty for those of any.
     """
-    wait_for_unfinished()
+    wait_for_critical_threads()
     refused: list[str] = []
     for path in reversed(committed(Path(directory))):
         try:

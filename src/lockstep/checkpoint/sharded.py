@@ -4,7 +4,7 @@
     rank r   refuse ...                    |                      | see  | write, digest |       |                  |
                                            ^ exchange             ^      ^               ^ exchange                 ^
 
-What goes wrong on one rank is told to all, and raised by all; nothing is committed then. Exchanges are those of one
+An error on one rank is raised on all ranks, and nothing is committed. Exchanges are those of one
 thread at a time, over a process group that nothing else uses, so training goes on beside them.
 """
 
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.files import file_names
-from lockstep.checkpoint.manifest import FileEntry
+from lockstep.checkpoint.atomic import folder_aside
+from lockstep.checkpoint.manifest import FileEntry, file_names
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.temporary import folder_aside
 from lockstep.checkpoint.writer import Order, not_written, prepare, require_dense, write_tensors
 from lockstep.errors import CheckpointError, LockstepError
 
@@ -34,7 +33,7 @@ class ShardedOrder:
     state: CheckpointState
     """This rank's rows."""
     path: Path
-    """What the checkpoint will be called once it is whole."""
+    """The checkpoint's folder once it is committed."""
     aside: Path
     """The hidden folder."""
     step: int
@@ -42,7 +41,7 @@ class ShardedOrder:
     """Of this rank's files."""
     exchange: Exchange
     order: Order | None
-    """What rank 0 does beside writing its rows; None elsewhere."""
+    """The commit, on rank 0; None elsewhere."""
     opened: ExitStack
     """Removes the hidden folder, on rank 0."""
 
@@ -88,7 +87,7 @@ def prepare_sharded(
     exchange: Exchange,
     keep: int | None = None,
 ) -> ShardedOrder | None:
-    """Refuses what cannot be written and makes the folder. Collective.
+    """Checks that the state can be written and makes the folder. Collective.
 
     Args:
         directory: the run folder; made if it does not exist.
@@ -139,7 +138,7 @@ def _size(state: CheckpointState) -> int:
 
 
 def _agreed(exchange: Exchange, action: Callable[[], Any]) -> list[Any]:
-    """What ``action`` gave on each rank; raises on all ranks what it raised on one. Collective."""
+    """Runs ``action`` and returns its result from each rank; an error on one rank is raised on all. Collective."""
     value, failure = None, None
     try:
         value = action()

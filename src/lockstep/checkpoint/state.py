@@ -1,17 +1,24 @@
-"""The state of a run by name: nothing in it says how many processes wrote it, or how they were laid out."""
+"""The state of a run by name: nothing in it says how many processes wrote it, or how they were laid out.
+
+torch keys optimizer state by position, so it fits one order of parameters and one process layout. Here the momentum of
+``layer1.0.weight`` is the tensor ``layer1.0.weight|momentum_buffer``, whoever holds it.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lockstep.checkpoint.encoding import JSON
-from lockstep.errors import CheckpointMismatch, ConfigError
-from lockstep.models.differences import Differences, compare
+from lockstep.checkpoint.manifest import JSON, decode, encode
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.models.weights import Differences, compare
+from lockstep.text import shorten
 
 
 @dataclass(frozen=True)
@@ -127,3 +134,157 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.numel() == 0 or tensor.is_meta:
         return (id(tensor),)
     return (str(tensor.device), tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters that say how a step is computed, not what: they stay those of the running optimizer."""
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str]
+) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+    """Takes the state of a torch optimizer as named tensors and a JSON record.
+
+    Args:
+        optimizer: any whose state is made of tensors, numbers, strings, and lists or dicts of them.
+        names: the name of every parameter it holds.
+
+    Returns:
+        Tensors as ``"<parameter name>|<state key>"`` (the optimizer's own, not copies), and the record:
+        class, hyperparameters per group, and which parameters have state at all.
+    """
+    tensors: dict[str, Tensor] = {}
+    groups: list[JSON] = []
+    states: dict[str, JSON] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        members = [_name(parameter, names) for parameter in group["params"]]
+        hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append(
+            {"parameters": list(members), "hyperparameters": encode(hyperparameters, f"|{number}", tensors)}
+        )
+        for name, parameter in zip(members, group["params"], strict=True):
+            if parameter in optimizer.state:
+                states[name] = {
+                    key: encode(value, f"{name}|{key}", tensors)
+                    for key, value in optimizer.state[parameter].items()
+                }
+    return tensors, {"class": _class_name(optimizer), "groups": groups, "state": states}
+
+
+def load_optimizer_state(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, JSON],
+    members: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Gives named state to a torch optimizer, whose groups and parameter order may differ from the writer's.
+
+    Args:
+        optimizer: takes the state.
+        names: the name of every parameter it holds.
+        tensors: from ``optimizer_state``, in the shapes that are held here.
+        record: from ``optimizer_state``.
+        members: the names of each group's parameters in the whole model, where this process holds only some of them.
+
+    Every bit and dtype is kept; a state tensor of its parameter's shape takes that one's device and strides.
+    A parameter without state stays without. ``CheckpointMismatch`` where class, parameters or groups differ.
+    """
+    if record["class"] != _class_name(optimizer):
+        raise CheckpointMismatch(
+            f"The checkpoint holds state of {record['class']}, and this run uses {_class_name(optimizer)}. "
+            "Resume with the optimizer that wrote it, or start anew from the weights alone."
+        )
+    hyperparameters = _hyperparameters_by_name(record, tensors)
+    groups = [[_name(p, names) for p in group["params"]] for group in optimizer.param_groups]
+    whole = groups if members is None else [list(group) for group in members]
+    _require_equal_names(hyperparameters, {name for group in whole for name in group})
+    chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
+    state = record["state"]
+    assert isinstance(state, dict)
+    optimizer.state.clear()
+    for group, held, values in zip(optimizer.param_groups, groups, chosen, strict=True):
+        group.update({key: value for key, value in values.items() if key not in _IMPLEMENTATION})
+        for name, parameter in zip(held, group["params"], strict=True):
+            if name in state:
+                stored = decode(state[name], tensors)
+                optimizer.state[parameter] = {
+                    key: _placed(value, parameter, key, group) for key, value in stored.items()
+                }
+
+
+def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Any:
+    """A state value where the optimizer would have put it: beside its parameter, in its memory layout."""
+    if isinstance(value, list | tuple):
+        return type(value)(_placed(item, parameter, key, group) for item in value)
+    if isinstance(value, dict):
+        return {name: _placed(item, parameter, key, group) for name, item in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    # torch keeps the step counter on the CPU unless the update itself reads it on the device.
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    device = torch.device("cpu") if on_host else parameter.device
+    if value.shape == parameter.shape:
+        own = torch.empty_like(parameter, dtype=value.dtype, device=device, requires_grad=False)
+    else:
+        own = torch.empty(value.shape, dtype=value.dtype, device=device)
+    return own.copy_(value)
+
+
+def _hyperparameters_by_name(
+    record: Mapping[str, JSON], tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[JSON, dict[str, Any]]]:
+    found: dict[str, tuple[JSON, dict[str, Any]]] = {}
+    groups = record["groups"]
+    assert isinstance(groups, list)
+    for group in groups:
+        assert isinstance(group, dict)
+        members = group["parameters"]
+        assert isinstance(members, list)
+        values = decode(group["hyperparameters"], tensors)
+        if not isinstance(values, dict):
+            raise CheckpointError("The checkpoint's optimizer record holds a group without hyperparameters.")
+        for name in members:
+            found[str(name)] = (group["hyperparameters"], values)
+    return found
+
+
+def _require_equal_names(given: Mapping[str, object], wanted: set[str]) -> None:
+    missing, unexpected = sorted(wanted - set(given)), sorted(set(given) - wanted)
+    if missing or unexpected:
+        parts = [("missing", missing), ("unexpected", unexpected)]
+        raise CheckpointMismatch(
+            "The checkpoint's optimizer state is about other parameters than this run trains:\n"
+            + "\n".join(f"  {kind} ({len(found)}): {shorten(found)}" for kind, found in parts if found)
+            + "\nResume with the same trainable parameters, or start anew from the weights alone."
+        )
+
+
+def _common_hyperparameters(
+    members: list[str], given: Mapping[str, tuple[JSON, dict[str, Any]]]
+) -> dict[str, Any]:
+    """The hyperparameters of a group; groups may be split or joined as long as no two disagree."""
+    if not members:
+        return {}
+    first = given[members[0]]
+    for name in members[1:]:
+        if given[name][0] != first[0]:
+            raise CheckpointMismatch(
+                f"This run puts {members[0]!r} and {name!r} into one parameter group, and the checkpoint "
+                "holds other hyperparameters for each. Resume with the parameter groups that wrote it."
+            )
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first[1].items()}
+
+
+def _name(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
+    name = names.get(parameter)
+    if name is None:
+        raise ConfigError(
+            f"The optimizer holds a parameter of shape {list(parameter.shape)} that the model does not have. "
+            "Build the optimizer from the parameters of the model that is trained."
+        )
+    return name
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,4 +1,4 @@
-"""Writes a checkpoint so that it exists whole or not at all.
+"""Writes a checkpoint that is either complete or absent.
 
 .step-00000450.….partial/          [1] space is there; a hidden folder is made
     model.safetensors              [2] each file is written and made durable
@@ -22,14 +22,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep.checkpoint.encoding import canonical, encode
-from lockstep.checkpoint.files import RECORD, file_names
+from lockstep.checkpoint.atomic import clean, file_aside, folder_aside, make_durable
 from lockstep.checkpoint.folder import name_of, prune
-from lockstep.checkpoint.manifest import MANIFEST, FileEntry, Manifest
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, FileEntry, Manifest, canonical, encode, file_names
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.temporary import clean, file_aside, folder_aside, make_durable
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.models.differences import shorten
+from lockstep.text import format_bytes, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ class Order:
     """A checkpoint whose folder is ready; nothing of it is written yet."""
 
     path: Path
-    """What it will be called once it is whole."""
+    """The checkpoint's folder once it is committed."""
     state: CheckpointState
     record: bytes
     """The content of ``state.json``."""
@@ -168,7 +166,7 @@ def require_space(directory: Path, needed: int) -> None:
     free = found.f_bavail * found.f_frsize
     if free < needed + _SLACK:
         raise CheckpointError(
-            f"no space: needs {_readable(needed + _SLACK)}, {_readable(free)} free at {directory}. "
+            f"no space: needs {format_bytes(needed + _SLACK)}, {format_bytes(free)} free at {directory}. "
             "Nothing was written; make room, keep fewer checkpoints, or choose another folder."
         )
 
@@ -241,12 +239,3 @@ def _plain(tensor: Tensor, seen: set[int]) -> Tensor:
         return values.clone()
     seen.add(memory.data_ptr())
     return values
-
-
-def _readable(size: int) -> str:
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.1f} {unit}" if unit != "B" else f"{size} B"

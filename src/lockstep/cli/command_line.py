@@ -1,42 +1,89 @@
-"""The command line: finds the command, runs it, and turns an error into one sentence and an exit status."""
+"""The command line: finds the command, runs it, and turns an error into one sentence and an exit status.
+
+``lockstep NAME`` lives in ``cli/NAME.py``; ``ps``, ``stacks``, ``stop`` and ``clean`` share ``cli/runs.py``. Each of
+these modules has
+
+    COMMANDS = {"NAME": (add_arguments, main)}
+
+``add_arguments(parser)`` declares the arguments, ``main(arguments)`` returns the exit status or raises a
+``LockstepError``. To add a command, write such a module and add a line to ``_COMMANDS`` below, which holds the one
+sentence of ``lockstep --help``. Only the module of the command that is asked for is imported.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from lockstep import __version__
-from lockstep.cli.parser import Parser
-from lockstep.errors import EXIT_INTERRUPTED, LockstepError
+from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
+
+_CHOICE = re.compile(r"invalid choice: '(.*?)'")
+
+
+class Parser(argparse.ArgumentParser):
+    """``argparse`` without abbreviations, whose errors are ``ConfigError`` and name the nearest option."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises an error for unknown options here, where the options of the command are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            asked = unknown[0].partition("=")[0]
+            close = nearest(asked, self._option_string_actions).partition(" Known:")[0]
+            self.error(f"{asked} is not an argument of '{self.prog}'.{close}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a ``ConfigError`` instead of printing the usage and exiting."""
+        choice = _CHOICE.search(message)
+        if choice:
+            known = [name for action in self._actions if action.choices for name in action.choices]
+            asked = choice.group(1)
+            message = f"{asked!r} is not a command of '{self.prog}'.{nearest(asked, known)}"
+        sentence = message if message.endswith((".", "?")) else f"{message[0].upper()}{message[1:]}."
+        raise ConfigError(f"{sentence} See '{self.prog} --help'.")
+
 
 _COMMANDS = {
     "train": ("lockstep.cli.train", "train a job: a TOML file or a built-in name"),
-    "run": ("lockstep.cli.run", "start your own script on several local processes"),
-    "lint": ("lockstep.cli.lint", "check training scripts for the known mistakes of distributed training"),
-    "slurm": ("lockstep.cli.slurm", "write and submit the batch script of a job"),
-    "verify": ("lockstep.cli.verify", "prove that a job gives the same bits in every layout, or say why not"),
-    "scale": ("lockstep.cli.scale", "measure how training gets faster with more devices, and what limits it"),
-    "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare its bits"),
-    "doctor": ("lockstep.cli.doctor", "look at this machine: devices, versions, memory, links"),
-    "debug": (
-        "lockstep.cli.debug",
-        "write VS Code's configurations for one rank, rank R of N, or a running one",
+    "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
+    "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
+    "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
+    "verify": (
+        "lockstep.cli.verify",
+        "compare a job or script on several numbers of devices with one",
     ),
-    "explain": ("lockstep.cli.explain", "draw who reads, adds, sends and computes what, for given numbers"),
-    "ps": ("lockstep.cli.ps", "list your runs on this host and their processes"),
-    "stacks": ("lockstep.cli.stacks", "show in which line every rank of a run stands"),
-    "stop": ("lockstep.cli.stop", "stop a run, with a checkpoint if it saves any, and nothing else"),
-    "clean": ("lockstep.cli.clean", "end what is left of runs whose command was killed"),
+    "scale": (
+        "lockstep.cli.scale",
+        "measure how much faster training gets with more devices, and what limits it",
+    ),
+    "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
+    "doctor": (
+        "lockstep.cli.doctor",
+        "check this machine: devices, versions, memory, and how fast ranks exchange data",
+    ),
+    "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
+    "explain": ("lockstep.cli.explain", "draw which rank reads, adds, sends and computes what"),
+    "ps": ("lockstep.cli.runs", "list your runs on this host and their processes"),
+    "stacks": ("lockstep.cli.runs", "print the stack of every rank of a run, without stopping it"),
+    "stop": ("lockstep.cli.runs", "stop one run, with a checkpoint if it saves any"),
+    "clean": ("lockstep.cli.runs", "end the processes that runs left when their command was killed"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``lockstep ARGUMENTS`` and returns the exit status.
 
-    Nothing of torch is imported here; a mistake in the arguments or the job ends before a process is started.
+    Does not import torch: a mistake in the arguments or the job is reported before any process is started.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -47,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of a dry run has seen enough
+    except BrokenPipeError:  # the output was closed, as by ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except SystemExit as ending:  # argparse ends this way after --help and --version
@@ -55,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> Parser:
-    """The parser of the whole line; only the module of the command that is asked for is imported."""
+    """Makes the parser, with the arguments of the command that is asked for."""
     parser = Parser(
-        prog="lockstep", description="Trains a PyTorch model on any number of devices, bit for bit alike."
+        prog="lockstep", description="Trains a PyTorch model on any number of devices with bit-equal results."
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -66,6 +113,7 @@ def _parser(words: Sequence[str]) -> Parser:
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == asked:
             module = importlib.import_module(module_name)
-            module.add_arguments(command)
-            command.set_defaults(command_main=module.main)
+            add_arguments, command_main = module.COMMANDS[name]
+            add_arguments(command)
+            command.set_defaults(command_main=command_main)
     return parser

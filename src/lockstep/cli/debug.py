@@ -1,4 +1,4 @@
-"""``lockstep debug``: writes the configurations with which VS Code debugs a script or a job."""
+"""``lockstep debug``: writes the configurations with which VS Code debugs a script or a job, or attaches to a rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from lockstep.config.job_file import built_in_jobs, load_job
 from lockstep.debug import DebugPlan, launch_entries, merge_into, task_entries
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.config_file import built_in_jobs, load_job
 from lockstep.launch import parse_devices
-from lockstep.launch.attaching import ask_to_listen
-from lockstep.launch.debugger import DEFAULT_PORT, check_rank_and_port, require_debugpy
+from lockstep.launch.debugger import DEFAULT_PORT, check_rank_and_port, request_debugger, require_debugpy
 from lockstep.launch.runs import choose_run
 
 _ANSWER_WITHIN = 30.0
@@ -20,13 +19,14 @@ _ANSWER_WITHIN = 30.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; all that follow the target belong to it."""
     parser.add_argument(
-        "--devices", default="cpu:2", help="of the run with several ranks, as for 'run' (default: cpu:2)"
+        "--devices", default="cpu:2", help="devices of the run, as in 'lockstep run' (default: cpu:2)"
     )
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to debug (default: 0)")
     parser.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="the rank that the debugger joins (default: 0)"
-    )
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"on 127.0.0.1 (default: {DEFAULT_PORT})"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"port of the debugger on 127.0.0.1 (default: {DEFAULT_PORT})",
     )
     parser.add_argument(
         "--folder", default=".", metavar="DIR", help="the folder that the editor opens (default: this one)"
@@ -37,12 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         default=None,
         metavar="RUN",
-        help="write nothing; rank R of a run that runs already listens for the debugger",
+        help="write nothing; make rank R of a running run (default: the only one) listen for a debugger",
     )
     parser.add_argument(
         "target", nargs="?", metavar="TARGET", help="a script (.py), a job file or a built-in job"
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is for the target"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -50,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.attach is not None:
         return _attach(arguments)
     if arguments.target is None:
-        raise ConfigError("No script or job was named. Example: lockstep debug --rank 1 train.py")
+        raise ConfigError("No script or job was given. Example: lockstep debug --rank 1 train.py")
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise ConfigError(f"The folder {arguments.folder!r} was asked for and is not one. Check the path.")
+        raise ConfigError(f"--folder {arguments.folder!r} is not a folder. Check the path.")
     check_rank_and_port(arguments.rank, parse_devices(arguments.devices).count, arguments.port)
     if arguments.port == 0:
-        raise ConfigError("The editor must know the port beforehand. Give --port a number from 1 to 65535.")
+        raise ConfigError("The editor must know the port in advance. Set --port to a number from 1 to 65535.")
     plan = DebugPlan(
         target=_within(folder, arguments.target),
         arguments=tuple(arguments.arguments),
@@ -69,11 +71,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _attach(arguments: argparse.Namespace) -> int:
-    """Has a rank that runs already listen, and prints the address."""
+    """Makes a running rank listen for a debugger and prints the address."""
     require_debugpy()
     run = choose_run(arguments.attach)
     check_rank_and_port(arguments.rank, run.ranks, arguments.port)
-    address = ask_to_listen(run, arguments.rank, arguments.port, _ANSWER_WITHIN)
+    address = request_debugger(run, arguments.rank, arguments.port, _ANSWER_WITHIN)
     print(f"rank {arguments.rank} of run {run.run_id} serves a debugger at {address}")
     return EXIT_DONE
 
@@ -89,23 +91,24 @@ def _write(settings: Path, plan: DebugPlan) -> None:
     for entry in launch:
         print(f"    {entry['name']}")
     if importlib.util.find_spec("debugpy") is None:
-        print(
-            "debugpy is not installed in this environment; ranks need it: pip install 'lockstep-train[debug]'"
-        )
+        print("debugpy is not installed here, and ranks need it: pip install 'lockstep-train[debug]'")
 
 
 def _within(folder: Path, target: str) -> str:
-    """The target as it is called from the editor's folder; ``ConfigError`` where there is none."""
+    """The target relative to the editor's folder. Raises ``ConfigError`` where it does not exist."""
     if target in built_in_jobs():
         return target
     path = Path(target)
-    if path.suffix != ".py":
+    if not DebugPlan(target=target).is_script:
         load_job(target, [])
     elif not path.is_file():
-        raise ConfigError(f"The script {target!r} was asked for and is not a file. Check the path.")
+        raise ConfigError(f"The script {target!r} is not a file. Check the path.")
     try:
         return path.resolve().relative_to(folder.resolve()).as_posix()
     except ValueError as error:
         raise ConfigError(
-            f"{target} is not in the folder {folder.resolve()} that the editor opens. Give that folder with --folder."
+            f"{target} is not in the folder {folder.resolve()} that the editor opens. Set that folder with --folder."
         ) from error
+
+
+COMMANDS = {"debug": (add_arguments, main)}

@@ -15,8 +15,8 @@ _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what can be explained, each with its numbers."""
-    subjects = parser.add_subparsers(title="what", metavar="WHAT", required=True)
+    """Declares the subjects, each with its numbers."""
+    subjects = parser.add_subparsers(title="subjects", metavar="SUBJECT", required=True)
     for add in (_add_samples, _add_tree, _add_traffic, _add_pipeline, _add_timeline):
         add(subjects)
 
@@ -36,32 +36,30 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def number(words: str) -> int:
-    """A count such as ``25M``, ``1.5G`` or ``21,797,672``.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Parses a count such as ``25M``, ``1.5G`` or ``21,797,672``. Raises ``ConfigError`` where it is not one."""
     plain = words.replace(",", "").replace("_", "")
     unit = _UNITS.get(plain[-1:], 1)
     try:
         return round(float(plain if unit == 1 else plain[:-1]) * unit)
     except (ValueError, OverflowError) as error:
-        raise ConfigError(f"--parameters={words} is no number. Give one such as 21797672 or 25M.") from error
+        raise ConfigError(
+            f"--parameters {words} is not a number. Use one such as 21797672 or 25M."
+        ) from error
 
 
 def _add_samples(subjects: Any) -> None:
     samples = _subject(
-        subjects, "samples", _samples, "which rank reads which samples, beside torch's sampler"
+        subjects, "samples", _samples, "which rank reads which samples, compared with torch's sampler"
     )
     samples.add_argument("--samples", type=int, default=11, help="size of the data set (default: 11)")
     samples.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (default: 2)")
     samples.add_argument("--batch", type=int, default=2, help="samples of a rank in a step (default: 2)")
     _add_micro_batches(samples, "as many as ranks")
-    samples.add_argument("--shuffle", action="store_true", help="in the shuffled order of --seed and --epoch")
-    samples.add_argument("--seed", type=int, default=0, help="of the order (default: 0)")
-    samples.add_argument("--epoch", type=int, default=0, help="which epoch (default: 0)")
+    samples.add_argument("--shuffle", action="store_true", help="shuffle by --seed and --epoch")
+    samples.add_argument("--seed", type=int, default=0, help="seed of the order (default: 0)")
+    samples.add_argument("--epoch", type=int, default=0, help="epoch of the order (default: 0)")
     samples.add_argument(
-        "--drop-last", action="store_true", help="leave out what does not fill the last step"
+        "--drop-last", action="store_true", help="skip the samples that do not fill the last step"
     )
 
 
@@ -69,7 +67,9 @@ def _add_tree(subjects: Any) -> None:
     tree = _subject(subjects, "tree", _tree, "how micro-batches fold into the fixed summation tree")
     tree.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (default: 2)")
     _add_micro_batches(tree, "8, or as many as ranks")
-    tree.add_argument("--leaves", type=int, help="micro-batches that are not empty, as in a ragged last step")
+    tree.add_argument(
+        "--leaves", type=int, help="micro-batches that are not empty, as in a last step that is not full"
+    )
 
 
 def _add_traffic(subjects: Any) -> None:
@@ -77,13 +77,15 @@ def _add_traffic(subjects: Any) -> None:
         subjects, "traffic", _traffic, "who sends what to whom: ring, ordered, parameter server"
     )
     traffic.add_argument("--ranks", type=int, default=4, help="ranks that compute gradients (default: 4)")
-    traffic.add_argument("--servers", type=int, default=1, help="parameter servers beside them (default: 1)")
+    traffic.add_argument(
+        "--servers", type=int, default=1, help="parameter servers, in addition to the ranks (default: 1)"
+    )
     _add_micro_batches(traffic, "8, or as many as ranks")
     traffic.add_argument(
         "--parameters",
         default="21797672",
         metavar="N",
-        help="of the model, such as 25M (default: ResNet-34's)",
+        help="parameters of the model, such as 25M (default: those of ResNet-34)",
     )
 
 
@@ -92,12 +94,14 @@ def _add_pipeline(subjects: Any) -> None:
     pipeline.add_argument("--stages", type=int, default=4, help="ranks of the pipeline (default: 4)")
     _add_micro_batches(pipeline, "the first multiple of the stages from 8 on")
     pipeline.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe or interleaved (default: all)")
-    pipeline.add_argument("--stages-per-rank", type=int, default=2, help="where interleaved (default: 2)")
+    pipeline.add_argument(
+        "--stages-per-rank", type=int, default=2, help="stages of each rank, for interleaved (default: 2)"
+    )
 
 
 def _add_timeline(subjects: Any) -> None:
     timeline = _subject(
-        subjects, "timeline", _timeline, "what the ranks of a run did when, from its timeline"
+        subjects, "timeline", _timeline, "what the ranks of a run did and when, from its timeline"
     )
     timeline.add_argument("file", metavar="FILE", help="timeline.json of a run with --profile")
 
@@ -113,7 +117,7 @@ def _subject(
 
 
 def _add_micro_batches(parser: argparse.ArgumentParser, default: str) -> None:
-    words = f"K: micro-batches of a step (default: {default})"
+    words = f"micro-batches of a step (default: {default})"
     parser.add_argument("--micro-batches", type=int, metavar="K", help=words)
 
 
@@ -181,5 +185,8 @@ def _write(name: str, text: str) -> None:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"--svg={name} cannot be written: {error.strerror}. Name a file in a folder of yours."
+            f"--svg {name} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."
         ) from error
+
+
+COMMANDS = {"explain": (add_arguments, main)}

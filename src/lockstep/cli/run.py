@@ -1,4 +1,4 @@
-"""``lockstep run``: starts a user's own script on every device of one or several hosts, or joins a started world."""
+"""``lockstep run``: starts a script on every device of one or several hosts, or joins another launcher's world."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.cli.debug_options import (
+from lockstep.cli.shared_options import (
     add_debug_arguments,
-    debug_setting,
-    debugged,
-    with_debug_arguments,
-)
-from lockstep.cli.host_options import (
     add_host_arguments,
+    add_profile_argument,
     add_rendezvous_argument,
     common_settings,
+    debug_setting,
+    debugged,
     host_options,
     refuse_hosts,
     take_rendezvous,
+    with_debug_arguments,
 )
-from lockstep.cli.profile_option import add_profile_argument
+from lockstep.core.world import PROFILE, World
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.hosts import join_hosts
 from lockstep.launch.options import RESTART_WORLDS
-from lockstep.launch.parent_death import arm_future_children, tie_to_launcher
-from lockstep.launch.run_target import run_script
-from lockstep.world import PROFILE, World
+from lockstep.launch.rank_process import run_script
+from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 
 _PRELOAD = {
     "lockstep": "lockstep.run",
     "DistributedDataParallel": "torch._dynamo",
     "torch.compile": "torch._dynamo",
 }
-"""What a script that contains the word makes every rank import, and the fork server can import once instead."""
+"""Modules that every rank of a script with this word imports; the fork server imports them once instead."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,50 +51,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="intra-op threads per rank (default: OMP_NUM_THREADS, else 1)",
     )
     parser.add_argument(
-        "--logs", default="", metavar="DIR", help="folder for output and error records of the ranks"
+        "--logs", default="", metavar="DIR", help="folder for the output and the errors of the ranks"
     )
     _add_ending_arguments(parser)
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
     add_profile_argument(parser)
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python script")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is for the script"
+    )
 
 
 def _add_ending_arguments(parser: argparse.ArgumentParser) -> None:
-    """When ranks are ended, and started again."""
+    """Declares the options on the end and the restart of ranks."""
     parser.add_argument(
         "--grace",
         type=float,
         default=25.0,
         metavar="SECONDS",
-        help="time to save and stop after SIGTERM or SIGUSR1 (default: 25)",
+        help="time to save and exit after SIGTERM or SIGUSR1 (default: 25)",
     )
     parser.add_argument(
         "--stall-limit",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="time without progress after which a hanging run is explained and ended; 0: never (default: 60)",
+        help="time without progress after which a hanging run is diagnosed and ended; 0: never (default: 60)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
         metavar="N",
-        help="starts again after a lost process, for a script that saves into a run folder (default: 0)",
+        help="restarts after a lost process, for a script that saves into a run folder (default: 0)",
     )
     parser.add_argument(
         "--restart-world",
-        choices=RESTART_WORLDS,
+        choices=(*RESTART_WORLDS, "left"),
+        metavar="same|remaining",
         default="same",
-        help="on the same devices, or on those whose ranks were not lost (default: same)",
+        help="restart on the same devices, or on those whose ranks were not lost (default: same)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Runs the script and returns the exit code. ``ConfigError`` before anything is started."""
+    """Runs the script and returns the exit status. Raises ``ConfigError`` before anything is started."""
     target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
     world = take_rendezvous(arguments, World.from_environment())
     if world.launcher != "python":
@@ -118,11 +119,11 @@ def main(arguments: argparse.Namespace) -> int:
         return supervise(target, with_debug_arguments(options, arguments))
     settings = common_settings(options.devices.kind, [*_of_script(target, options), debug_setting(arguments)])
     with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
-        return supervise(target, with_debug_arguments(options, arguments, joined.place), joined)
+        return supervise(target, with_debug_arguments(options, arguments, joined.layout), joined)
 
 
 def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, str]]:
-    """What identifies a run of a script on every host, wherever the script lies there."""
+    """The settings that must be equal on every host, wherever the script is stored there."""
     digest = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
     return [
         (f"{Path(target.path).name} (sha256)", digest),
@@ -134,16 +135,16 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
 
 
 def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> int:
-    """Runs the script in this process, which torchrun, SLURM or MPI has made a rank already."""
+    """Runs the script in this process, which torchrun, SLURM or MPI started as a rank."""
     tie_to_launcher(world)
     arm_future_children()
     world = debugged(world, arguments)
     if arguments.profile:
         os.environ[PROFILE] = arguments.profile
     if arguments.rendezvous:
-        from lockstep.rendezvous import answer_env
+        from lockstep.distributed.rendezvous import register_env_rendezvous
 
-        answer_env(world)
+        register_env_rendezvous(world)
     try:
         run_script(target)
     except SystemExit as ending:
@@ -154,7 +155,7 @@ def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> 
 
 
 def _end_at_once(ending: SystemExit) -> NoReturn:
-    """Ends a rank that gave up, before anything at exit could wait for the other ranks."""
+    """Exits a rank that failed, before anything at exit can wait for the other ranks."""
     is_number = isinstance(ending.code, int)
     if not is_number:
         print(ending.code, file=sys.stderr)
@@ -166,3 +167,6 @@ def _end_at_once(ending: SystemExit) -> NoReturn:
 def _preload(path: str) -> tuple[str, ...]:
     text = Path(path).read_text(errors="replace")
     return tuple(sorted({module for word, module in _PRELOAD.items() if word in text}))
+
+
+COMMANDS = {"run": (add_arguments, main)}

@@ -1,4 +1,4 @@
-"""``lockstep scale``: how training gets faster with more devices, where each step goes, and what limits it."""
+"""``lockstep scale``: measures the speed-up with more devices, where the time of a step goes, and what limits it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lockstep.cli.layout_options import device_counts, job_on_one_device, strategy_names
-from lockstep.cli.parser import Parser
+from lockstep.cli.command_line import Parser
+from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
+from lockstep.config.job import JobConfig
+from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.config import JobConfig
-from lockstep.scale.chart import chart, png, svg
-from lockstep.scale.limits import Machine, sentence
-from lockstep.scale.measured import Row
-from lockstep.scale.page import page
-from lockstep.scale.prediction.forecast import forecast
-from lockstep.scale.prediction.links import PRESETS, presets
-from lockstep.scale.prediction.model import OneDevice, require_formula
-from lockstep.scale.report import Report, as_json, text
-from lockstep.scale.rounds import Rounds
-from lockstep.strategy_options import STRATEGIES
+from lockstep.scale.forecast import forecast
+from lockstep.scale.measured import Rounds, Row
+from lockstep.scale.page import chart, page, png, svg
+from lockstep.scale.prediction import PRESETS, OneDevice, presets, require_formula
+from lockstep.scale.report import Resources, ScaleReport, as_json, sentence, text
 from lockstep.verify.layouts import DEVICES, Layout, layouts
 
 _FILES = {
-    "json": "writes all that was found",
-    "html": "writes one page with all of it, which needs no network",
-    "svg": "writes the bar chart of seconds per epoch over devices",
-    "png": "writes the same chart as PNG",
+    "json": "write all results to a JSON file",
+    "html": "write a self-contained HTML page with all results",
+    "svg": "write the bar chart of seconds per epoch over devices as SVG",
+    "png": "write the same chart as PNG",
 }
 
 
@@ -43,32 +40,33 @@ def add_arguments(parser: Parser) -> None:
         help="a TOML file, or a built-in job (default: digits)",
     )
     parser.add_argument(
-        "--devices", default="", metavar="N,N", help="numbers of CPU devices (default: 1,2,4)"
+        "--devices", default="", metavar="N,N", help="numbers of CPU devices to measure (default: 1,2,4)"
     )
     parser.add_argument(
         "--strategies",
         default="",
         metavar="A,B",
-        help=f"of {', '.join(STRATEGIES)} (default: those that fit)",
+        help=f"some of {', '.join(STRATEGIES)} (default: those that fit)",
     )
     parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="measured steps of each start (default: 20)"
+        "--steps", type=int, default=20, metavar="N", help="measured steps of each run (default: 20)"
     )
-    parser.add_argument("--warm-up", type=int, default=3, metavar="N", help="steps before them (default: 3)")
     parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="starts of each layout, in turn (default: 3)"
+        "--warm-up", type=int, default=3, metavar="N", help="steps before the measured ones (default: 3)"
     )
-    parser.add_argument("--predict", action="store_true", help="predicts worlds of 2 to 4096 devices")
     parser.add_argument(
-        "--interconnect", default="", metavar="A,B", help=f"of {', '.join(PRESETS)} (default: all)"
+        "--rounds", type=int, default=3, metavar="N", help="runs of each layout, in turn (default: 3)"
+    )
+    parser.add_argument("--predict", action="store_true", help="predict the speed-up on 2 to 4096 devices")
+    parser.add_argument(
+        "--interconnect",
+        default="",
+        metavar="A,B",
+        help=f"for --predict, some of {', '.join(PRESETS)} (default: all)",
     )
     for name, what in _FILES.items():
         parser.add_argument(f"--{name}", default="", metavar="FILE", help=what)
-    parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], help="any setting of the job"
-    )
-    for name in ("data", "precision", "threads"):
-        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as of 'lockstep train --{name}'")
+    add_train_options(parser, "data", "precision", "threads")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,12 +74,10 @@ def main(arguments: argparse.Namespace) -> int:
     for name, least in (("steps", 1), ("warm_up", 0), ("rounds", 1)):
         if getattr(arguments, name) < least:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{option} {getattr(arguments, name)} was asked for; it must be at least {least}."
-            )
+            raise ConfigError(f"{option} is {getattr(arguments, name)}, and must be at least {least}.")
     _require_files(arguments)
     if arguments.interconnect and not arguments.predict:
-        raise ConfigError("--interconnect was given, which is for --predict. Give both.")
+        raise ConfigError("--interconnect was given without --predict. Add --predict.")
     config = job_on_one_device(arguments.job, arguments)
     with tempfile.TemporaryDirectory(prefix="lockstep-scale-") as folder:
         report = _measure(config, arguments, Path(folder))
@@ -91,20 +87,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _require_files(arguments: argparse.Namespace) -> None:
-    """Refuses a file that cannot be written before anything is measured."""
+    """Raises ``ConfigError`` for a file that cannot be written, before anything is measured."""
     for name in _FILES:
         if not (given := getattr(arguments, name)):
             continue
         path = Path(given)
         if not path.parent.is_dir():
             raise ConfigError(
-                f"--{name} {given} was asked for, and there is no folder {str(path.parent)!r}. Make it first."
+                f"--{name} {given}: the folder {str(path.parent)!r} does not exist. Create it first."
             )
         if path.is_dir():
-            raise ConfigError(f"--{name} {given} was asked for, which is a folder. Name a file in it.")
+            raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
 
 
-def _write(report: Report, arguments: argparse.Namespace) -> None:
+def _write(report: ScaleReport, arguments: argparse.Namespace) -> None:
     """Writes the files that were asked for."""
     if arguments.json:
         Path(arguments.json).write_text(as_json(report))
@@ -118,7 +114,7 @@ def _write(report: Report, arguments: argparse.Namespace) -> None:
             Path(arguments.png).write_bytes(png(picture))
 
 
-def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> Report:
+def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> ScaleReport:
     links = presets(arguments.interconnect)
     if arguments.predict:
         require_formula(config.training.reduce)
@@ -126,37 +122,40 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
     chosen = _layouts(config, counts, strategy_names(arguments.strategies))
     rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
     rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
-    machine = Machine(
+    machine = Resources(
         cores=len(os.sched_getaffinity(0)),
         threads=config.run.threads,
         workers=config.data.workers,
         micro_batches=config.training.micro_batches,
     )
     limit = _limit(rows, machine)
-    report = Report(config.job, arguments.steps, arguments.rounds, tuple(rows), limit, machine=machine)
+    report = ScaleReport(config.job, arguments.steps, arguments.rounds, tuple(rows), limit, machine=machine)
     if not arguments.predict:
         return report
     one = OneDevice.of(rows[0], rounds.alone[0], config.training.reduce)
     return dataclasses.replace(report, forecast=forecast(config, one, rows, links, machine.cores, folder))
 
 
-def _limit(rows: list[Row], machine: Machine) -> str:
-    """About the best layout of the most devices."""
+def _limit(rows: list[Row], machine: Resources) -> str:
+    """The sentence about the best layout of the most devices."""
     many = [row for row in rows[1:] if not row.refused]
     if not many:
-        return "Only one device was measured, so nothing can be said of scaling: ask for --devices 1,2."
+        return "Only one device was measured. To see the speed-up, use --devices 1,2."
     most = max(row.devices for row in many)
     best = max((row for row in many if row.devices == most), key=lambda row: row.speed_up.median)
     return sentence(rows[0], best, machine)
 
 
 def _layouts(config: JobConfig, numbers: list[int], strategies: list[str]) -> list[Layout]:
-    """One device is measured in any case, and is no layout of its own here."""
+    """The layouts to measure, without the one on one device, which is always measured."""
     k = config.training.micro_batches
     if too_many := [number for number in numbers if number > k]:
         raise ConfigError(
-            f"--devices {too_many[0]} was asked for, and the recipe has micro_batches={k}, which at most {k} devices "
-            "can share. Ask for fewer, or set training.micro_batches, which is another recipe."
+            f"--devices {too_many[0]} was asked for, and the job has micro_batches={k}, which at most {k} devices can "
+            "share. Use fewer devices, or another training.micro_batches, which changes the results."
         )
     numbers = numbers or [number for number in DEVICES if number <= k]
     return [layout for layout in layouts(config, numbers, strategies) if layout.devices > 1]
+
+
+COMMANDS = {"scale": (add_arguments, main)}

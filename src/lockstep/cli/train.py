@@ -1,4 +1,7 @@
-"""``lockstep train``: checks a job, then has the launcher start its ranks."""
+"""``lockstep train``: checks a job and starts its ranks, or joins the world of another launcher.
+
+``verify``, ``scale`` and ``slurm`` take a job with the same options; what they share with ``train`` is here too.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,35 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 
-from lockstep.cli.debug_options import (
+from lockstep.cli.command_line import Parser
+from lockstep.cli.shared_options import (
     add_debug_arguments,
-    debug_setting,
-    debugged,
-    with_debug_arguments,
-)
-from lockstep.cli.host_options import (
     add_host_arguments,
+    add_profile_argument,
     add_rendezvous_argument,
     common_settings,
+    debug_setting,
+    debugged,
     host_options,
     refuse_hosts,
     take_rendezvous,
+    with_debug_arguments,
 )
-from lockstep.cli.parser import Parser
-from lockstep.cli.profile_option import add_profile_argument
-from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.job.config import PRECISIONS, JobConfig
-from lockstep.job.config_file import built_in_jobs, load_job
-from lockstep.job.config_overrides import Override, parse_set, toml_value
-from lockstep.job.config_reader import Problem
-from lockstep.job.config_rules import machine_problems
+from lockstep.config.checks import refuse
+from lockstep.config.job import JobConfig
+from lockstep.config.job_file import Override, built_in_jobs, load_job, parse_set, toml_value
+from lockstep.config.rules import machine_problems
+from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
+from lockstep.core.mesh import Mesh
+from lockstep.core.world import World
+from lockstep.errors import EXIT_DONE, ConfigError, nearest
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
 from lockstep.launch.hosts import Joined, join_hosts
-from lockstep.launch.parent_death import tie_to_launcher
-from lockstep.mesh import Mesh
-from lockstep.strategy_options import ONE_PROCESS, STRATEGIES, devices_per_process
-from lockstep.timeline import file
-from lockstep.world import World
+from lockstep.profile import trace
+from lockstep.runtime.parent_death import tie_to_launcher
 
 ENTRY = "lockstep.job.rank:main"
 
@@ -55,12 +54,12 @@ _SHORTCUTS = {
     "restart_world": ("run", "restart_world"),
 }
 _OF_HOST = ("run.devices",)
-"""Settings that may differ from host to host."""
+"""Settings that may differ between hosts."""
 _TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
 
 
 def add_arguments(parser: Parser) -> None:
-    """Adds the arguments of the command."""
+    """Declares the command's arguments."""
     jobs = ", ".join(built_in_jobs())
     parser.add_argument(
         "job",
@@ -69,30 +68,34 @@ def add_arguments(parser: Parser) -> None:
         metavar="JOB",
         help=f"a TOML file, or one of: {jobs} (default: digits)",
     )
-    parser.add_argument("--data", metavar="DIR", help="folder of the data, {data} in the job file")
-    parser.add_argument("--devices", metavar="N", help="a number, auto, cpu, cpu:N, or a list such as 0,5")
+    parser.add_argument("--data", metavar="DIR", help="folder of the data, {data} in a job file")
+    parser.add_argument("--devices", metavar="N", help="N, auto, cpu, cpu:N or a list such as 0,5")
     parser.add_argument("--strategy", metavar="NAME", help=", ".join(STRATEGIES))
-    parser.add_argument("--mesh", metavar="AXES", help="axes of strategy hybrid, such as data=2,pipeline=2")
+    parser.add_argument(
+        "--mesh", metavar="AXES", help="axes of the strategy hybrid, such as data=2,pipeline=2"
+    )
     parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
-    parser.add_argument("--epochs", metavar="N", help="times that every sample is trained on")
+    parser.add_argument("--epochs", metavar="N", help="number of passes over the data")
     parser.add_argument("--threads", metavar="N", help="CPU threads of each rank (part of the recipe)")
     parser.add_argument(
-        "--resume", metavar="PATH", help="run folder or checkpoint to go on from; auto: the latest run"
+        "--resume", metavar="PATH", help="run folder or checkpoint to resume from; auto: the latest run"
     )
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="any setting, such as optimizer.lr=0.1",
+        help="any setting of the job, such as optimizer.lr=0.1",
     )
-    parser.add_argument("--restarts", metavar="N", help="starts again after a lost process (default: 3)")
-    parser.add_argument("--restart-world", metavar="same|left", help="on which devices (default: same)")
+    parser.add_argument("--restarts", metavar="N", help="restarts after a lost process (default: 3)")
+    parser.add_argument(
+        "--restart-world", metavar="same|remaining", help="devices of a restart (default: same)"
+    )
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
     add_profile_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and end")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -102,8 +105,8 @@ def main(arguments: argparse.Namespace) -> int:
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
-        _refuse(machine_problems(config, count))
-        from lockstep.cli.joined_rank import join
+        refuse(machine_problems(config, count))
+        from lockstep.cli.in_process import join
 
         tie_to_launcher(world)
         join(config, debugged(world, arguments), ENTRY, command, arguments.profile)
@@ -111,7 +114,7 @@ def main(arguments: argparse.Namespace) -> int:
     devices = resolve_devices(config, hosts=arguments.nnodes or 1)
     config = with_devices_of_process(config, devices)
     if arguments.dry_run:
-        from lockstep.cli.dry_run import print_plan
+        from lockstep.cli.in_process import print_plan
 
         print_plan(config, devices)
         return EXIT_DONE
@@ -119,7 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def overrides(arguments: argparse.Namespace) -> list[Override]:
-    """What the options put over the job file; ``--set`` first, so that a named option wins."""
+    """The settings that the options override; ``--set`` comes first, so that a named option wins."""
     found = [parse_set(text) for text in arguments.set]
     for option, path in _SHORTCUTS.items():
         text = getattr(arguments, option, None)
@@ -130,30 +133,30 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
 
 
 def resolve_devices(config: JobConfig, *, hosts: int = 1) -> Devices:
-    """The devices of this host for the job; ``ConfigError`` where the job and the machine do not fit.
+    """The devices of this host for the job. Raises ``ConfigError`` where the job and the machine do not fit.
 
     Args:
         config: the job.
-        hosts: how many hosts train it; the others are taken to have as many devices.
+        hosts: the number of hosts; the others are assumed to have as many devices.
     """
     devices = parse_devices(config.run.devices)
     if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
         devices = dataclasses.replace(devices, names=devices.names[:1])
     if hosts > 1 and (config.training.strategy in ONE_PROCESS or config.training.strategy == "single"):
         raise ConfigError(
-            f"{hosts} hosts were asked for, and strategy {config.training.strategy!r} is one process. "
-            "Use ddp, fsdp or another strategy of many processes."
+            f"{hosts} hosts were asked for, and the strategy {config.training.strategy!r} is one process. "
+            "Use ddp, fsdp or another strategy of several processes."
         )
-    _refuse(machine_problems(config, devices.count * hosts, devices.kind))
+    refuse(machine_problems(config, devices.count * hosts, devices.kind))
     return dataclasses.replace(devices, per_rank=_devices_per_rank(config, devices))
 
 
 def with_devices_of_process(config: JobConfig, devices: Devices) -> JobConfig:
-    """The job, in which a strategy of one process is told how many devices that one has."""
-    option = ONE_PROCESS.get(config.training.strategy)
+    """The job, with the number of devices for a strategy that trains in one process."""
+    name = config.training.strategy
+    option = ONE_PROCESS.get(name)
     if option is None:
         return config
-    name = config.training.strategy
     options = getattr(config, name)
     count = getattr(options, option) or devices.per_rank
     return dataclasses.replace(config, **{name: dataclasses.replace(options, **{option: count})})
@@ -174,7 +177,7 @@ def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
 
 
 def _supervise(config: JobConfig, devices: Devices, command: list[str], arguments: argparse.Namespace) -> int:
-    """Starts the ranks on this host, with those of the other hosts if there are any, and waits for them."""
+    """Starts the ranks of this host, together with those of other hosts if there are any, and waits for them."""
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
@@ -190,22 +193,22 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
         return _start(choose_run_folder(config), options, command, arguments.profile)
 
     def decide(world_size: int) -> str:
-        _refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
+        refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
         return choose_run_folder(config).to_json()
 
     settings = common_settings(devices.kind, [*_of_job(config), debug_setting(arguments)])
     with join_hosts(hosts, ranks=devices.count, settings=settings, decide=decide) as joined:
-        options = with_debug_arguments(options, arguments, joined.place)
+        options = with_debug_arguments(options, arguments, joined.layout)
         return _start(JobConfig.from_json(joined.shared), options, command, arguments.profile, joined)
 
 
 def _start(
     config: JobConfig, options: LaunchOptions, command: list[str], profile: str, joined: Joined | None = None
 ) -> int:
-    """Trains into the run's folder; where several hosts see it, node 0 keeps other runs out of it."""
+    """Trains into the run's folder, which this host or node 0 locks against other runs."""
     options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
     if profile:
-        file.begin(run_folder(config))  # or refuse, before any rank has started
+        trace.begin(run_folder(config))  # raises before any rank is started
     payload = {"config": config.to_json(), "command": command, "profile": profile}
     target = EntryTarget(entry=ENTRY, payload=payload)
     with locked(run_folder(config)) if joined is None or joined.node == 0 else nullcontext():
@@ -213,7 +216,7 @@ def _start(
 
 
 def _of_job(config: JobConfig) -> list[tuple[str, str]]:
-    """Every setting of the job but those of a host, by its name in the job file."""
+    """Every setting of the job that must be equal on all hosts, by its name in the job file."""
     found = []
     for name, value in json.loads(config.to_json()).items():
         settings = value.items() if isinstance(value, dict) else [("", value)]
@@ -221,6 +224,30 @@ def _of_job(config: JobConfig) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if name not in _OF_HOST]
 
 
-def _refuse(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError(" ".join(problem.text for problem in problems))
+def device_counts(text: str) -> list[int]:
+    """Parses ``--devices 1,2,4``; empty if it was not given. Raises ``ConfigError`` for anything else."""
+    words = _words(text)
+    if any(not word.isdecimal() or int(word) < 1 for word in words):
+        raise ConfigError(f"--devices {text!r} is not a list of numbers. Use for example --devices 1,2,4.")
+    return [int(word) for word in words]
+
+
+def strategy_names(text: str) -> list[str]:
+    """Parses ``--strategies ddp,fsdp``; empty if it was not given. Raises ``ConfigError`` for an unknown one."""
+    names = _words(text)
+    for name in names:
+        if name not in STRATEGIES:
+            raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
+    return names
+
+
+def job_on_one_device(job: str, arguments: argparse.Namespace) -> JobConfig:
+    """The job with the options of the command line, for one device. Raises ``ConfigError`` where one is wrong."""
+    return load_job(job, overrides(argparse.Namespace(**vars(arguments) | {"devices": "1"})))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+COMMANDS = {"train": (add_arguments, main)}

@@ -1,29 +1,35 @@
 """Data: which samples a rank reads, how they are read, and the formats they are stored in."""
 
 from lockstep.data.adopt import Source, adopt, check_batch_size
-from lockstep.data.arrow_files import ArrowFiles
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.data.bucketed import Bucketed, PadSequences
-from lockstep.data.cifar10 import CIFAR10
-from lockstep.data.csv_table import CSVTable
-from lockstep.data.digits import Digits
-from lockstep.data.finish import Normalize
-from lockstep.data.hugging_face import HuggingFace
-from lockstep.data.idx import IDX, read_idx
-from lockstep.data.image_arrays import ArrayTransform, ImageArrays, PadCropFlip
-from lockstep.data.image_folder import ImageFolder
-from lockstep.data.image_transforms import CenterCrop, Cut, ImageTransform, RandomResizedCrop, Squeeze
+from lockstep.data.formats.arrow_files import ArrowFiles
+from lockstep.data.formats.cifar10 import CIFAR10
+from lockstep.data.formats.csv_table import CSVTable
+from lockstep.data.formats.digits import Digits
+from lockstep.data.formats.hugging_face import HuggingFace
+from lockstep.data.formats.idx import IDX, read_idx
+from lockstep.data.formats.numpy_files import NumpyArrays
+from lockstep.data.formats.tar_shards import TarShards
+from lockstep.data.formats.tokens import TokenFiles
+from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays, PadCropFlip
+from lockstep.data.images.image_folder import ImageFolder
+from lockstep.data.images.transforms import (
+    CenterCrop,
+    Cut,
+    ImageTransform,
+    Normalize,
+    RandomResizedCrop,
+    Resize,
+    Squeeze,
+)
 from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
-from lockstep.data.labels import check_labels, known_labels
 from lockstep.data.loader import EvaluationLoader, StepLoader
-from lockstep.data.mixing import Mixed, RandomErasing
-from lockstep.data.naming import sample_name
-from lockstep.data.numpy_files import NumpyArrays
+from lockstep.data.naming import check_labels, known_labels, sample_name
 from lockstep.data.reader import BatchDataset, BrokenSample
-from lockstep.data.skipping import SkipBroken
-from lockstep.data.tar_shards import TarShards
-from lockstep.data.tokens import TokenFiles
-from lockstep.data.weighted import Weighted, class_weights
+from lockstep.data.wrappers.bucketed import Bucketed, PadSequences
+from lockstep.data.wrappers.mixup import Mixed, RandomErasing
+from lockstep.data.wrappers.skipping import SkipBroken
+from lockstep.data.wrappers.weighted import Weighted, class_weights
 
 __all__ = [
     "CIFAR10",
@@ -52,6 +58,7 @@ __all__ = [
     "PadSequences",
     "RandomErasing",
     "RandomResizedCrop",
+    "Resize",
     "SampleKeys",
     "SkipBroken",
     "Source",

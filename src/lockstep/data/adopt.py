@@ -1,12 +1,11 @@
-"""Takes over what a script already has: a data set, or a DataLoader with the sampler that was given to it.
+"""Takes over the data that a script already has: a data set, or a DataLoader with its sampler.
 
-The sample plan replaces samplers. What a loader or sampler decides that the plan can decide too is taken
-over; anything else is refused, with the line that replaces it.
+The sample plan replaces samplers. What a loader or sampler decides and the plan can decide too is taken over; anything
+else is refused, with the line to write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.data.image_arrays import Finish
-from lockstep.data.naming import look_through
+from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
+from lockstep.data.naming import require_map_style, unwrap_subset
 from lockstep.data.reader import Collate
 from lockstep.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class Source(FinishAlias):
     """A data set and what its owner has decided about reading it; ``None`` where nothing was decided."""
 
     dataset: Any
@@ -41,57 +40,63 @@ class Source:
     workers: int | None = None
     """Worker processes for each rank."""
     shuffle: bool | None = None
-    """Whether the samples are visited in another order in each epoch."""
+    """True if the samples are visited in another order in each epoch."""
     drop_last: bool | None = None
-    """Whether a last, smaller batch of an epoch is left out."""
+    """True if a last, smaller batch of an epoch is left out."""
     pin_memory: bool | None = None
-    """Whether tensors are delivered in page-locked memory."""
+    """True if tensors are delivered in page-locked memory."""
     timeout: float | None = None
     """Seconds to wait for one micro-batch of a worker."""
     batch_size: int | None = None
     """The batch size of the DataLoader, which the run's ``global_batch`` replaces."""
-    finish: Finish | None = None
+    device_transform: DeviceTransform | None = None
     """Applied to the input on its device, before the model."""
     notes: tuple[str, ...] = ()
-    """What was taken over differently than it was written, in sentences for the log."""
+    """Differences to what was written, in sentences for the log."""
 
 
 def adopt(source: Any) -> Source:
-    """Takes a data set as it is, and a DataLoader apart; refuses what no plan can follow."""
+    """Takes over a data set or a DataLoader; ``ConfigError`` if a sample plan cannot replace its sampler."""
     if isinstance(source, Source):
         return source
     if isinstance(source, DataLoader):
         return _adopt_loader(source)
     if isinstance(source, Sampler):
         raise ConfigError(
-            f"A {type(source).__name__} was given, and a data set is needed. "
+            f"run.batches needs a data set and got a {type(source).__name__}. "
             "Write run.batches(dataset): the run itself decides which rank reads which samples."
         )
     _check_map_style(source)
-    return Source(dataset=source, finish=_finish(source), shuffle=False if _keeps_order(source) else None)
+    inner = unwrap_subset(source)[0]
+    return Source(
+        dataset=source,
+        device_transform=device_transform_of(inner),
+        shuffle=False if getattr(inner, "keeps_order", False) else None,
+    )
 
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
     _check_map_style(loader.dataset)
     batches = _batches(loader)
     dataset, shuffle, notes = _adopt_sampler(batches.sampler, loader.dataset)
+    inner = unwrap_subset(dataset)[0]
     drop_last = batches.drop_last or bool(getattr(batches.sampler, "drop_last", False))
     return Source(
         dataset=dataset,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         workers=loader.num_workers,
-        shuffle=shuffle and not _keeps_order(dataset),
+        shuffle=shuffle and not getattr(inner, "keeps_order", False),
         drop_last=drop_last,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or None,
         batch_size=batches.batch_size,
-        finish=_finish(dataset),
+        device_transform=device_transform_of(inner),
         notes=(*notes, *_notes_on_loader(loader)),
     )
 
 
 def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ...]]:
-    """The data set, narrowed to what the sampler visits; whether it is shuffled; and what to say about it."""
+    """The data set, narrowed to what the sampler visits; True if it is shuffled; notes for the log."""
     if type(sampler) is SequentialSampler:
         return dataset, False, ()
     if type(sampler) is RandomSampler:
@@ -99,7 +104,7 @@ def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ..
             raise _refused(sampler, "draws with replacement or another number of samples", _ONCE)
         return dataset, True, ()
     if type(sampler) is SubsetRandomSampler:
-        return Subset(dataset, _as_numbers(sampler.indices)), True, ()
+        return Subset(dataset, list(map(int, sampler.indices))), True, ()
     if type(sampler) is DistributedSampler:
         said = (
             f"The DistributedSampler (shuffle={sampler.shuffle}, drop_last={sampler.drop_last}, "
@@ -127,18 +132,14 @@ def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
 def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"{type(dataset).__name__} is an IterableDataset: its samples have no numbers, so no "
-            "plan can say who reads which. Give it __len__ and __getitem__(index)."
+            f"{type(dataset).__name__} is an IterableDataset, whose samples have no index, "
+            "so they cannot be distributed by a plan. Give it __len__ and __getitem__(index)."
         )
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise ConfigError(
-            f"A {type(dataset).__name__} was given as data, and it has no length and no access by number. "
-            "Give a data set with __len__ and __getitem__(index), or a DataLoader of one."
-        )
+    require_map_style(dataset, "run.batches")
 
 
 def _batches(loader: DataLoader[Any]) -> BatchSampler:
-    """What cuts the loader's samples into batches, if that is torch's own way."""
+    """The loader's ``BatchSampler``; ``ConfigError`` if it makes batches in another way."""
     if loader.batch_size is None and loader.batch_sampler is None:
         raise ConfigError(
             "The DataLoader has batch_size=None, so its data set makes its own batches. Give single samples: "
@@ -157,15 +158,12 @@ def _notes_on_loader(loader: DataLoader[Any]) -> tuple[str, ...]:
         return ()
     return (
         "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
-        "What else it sets up belongs into the data set.",
+        "Move any other setup into the data set.",
     )
 
 
 def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int, holders: int) -> str | None:
-    """A sentence for the log if the DataLoader's batch size is none of the recipe's, else ``None``.
-
-    It is replaced in any case: the global batch belongs to the run.
-    """
+    """A sentence for the log if the run replaces the DataLoader's batch size by another one, else ``None``."""
     known = {global_batch, micro_batch_size, global_batch // holders}
     if source.batch_size is None or source.batch_size in known:
         return None
@@ -173,18 +171,3 @@ def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int
         f"The DataLoader's batch_size={source.batch_size} is replaced by the run's "
         f"global_batch={global_batch} ({micro_batch_size} samples in each micro-batch)."
     )
-
-
-def _as_numbers(indices: Sequence[int]) -> list[int]:
-    return [int(index) for index in indices]
-
-
-def _keeps_order(dataset: Any) -> bool:
-    """Whether a set orders its samples itself, as ``Bucketed`` does."""
-    return bool(getattr(look_through(dataset)[0], "keeps_order", False))
-
-
-def _finish(dataset: Any) -> Finish | None:
-    inner, _ = look_through(dataset)
-    finish = getattr(inner, "finish", None)
-    return finish if callable(finish) else None

@@ -1,12 +1,29 @@
-"""What a rank computes in one step: some of the step's micro-batches, each with its samples collated."""
+"""The micro-batches that one rank computes in a step, and helpers for nested data such as collate functions return."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.permutation import Indices
-from lockstep.plan import StepPlan
+from lockstep.core.plan import Indices, StepPlan
+
+
+def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
+    """The same with all changed that is no tuple, list or dict."""
+    if isinstance(data, dict):
+        return {name: map_leaves(value, change) for name, value in data.items()}
+    if isinstance(data, list):
+        return [map_leaves(value, change) for value in data]
+    if isinstance(data, tuple):
+        values = [map_leaves(value, change) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
+    return change(data)
+
+
+def pinned(data: Any) -> Any:
+    """The same tensors in page-locked memory, in tuples, lists and dicts of any depth."""
+    return map_leaves(data, lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value)
 
 
 @dataclass(frozen=True)
@@ -15,7 +32,7 @@ class MicroBatch:
 
     k: int
     """Position among the micro-batches of the step, or of the whole set where it is evaluated. One that is not below
-    their number is a spare (see ``lockstep.plan.Share.rounds``)."""
+    their number is a spare (see ``lockstep.core.plan.Share.rounds``)."""
     indices: Indices
     """The samples' numbers in the data set, in the order of the rows of ``data``."""
     data: Any

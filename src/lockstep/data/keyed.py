@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.permutation import Indices, mix
-from lockstep.seeding import sample_seeds
+from lockstep.core.plan import Indices, mix
+from lockstep.core.seeding import sample_seeds
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of samples that are evaluated: they look alike after every epoch of training."""

@@ -1,18 +1,23 @@
-"""Names a sample for people: its number, and its file where the data set knows it."""
+"""Samples as people see them: their number and file, their labels, and the split that they belong to."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Subset
+import numpy.typing as npt
+import torch
+from torch.utils.data import Subset, TensorDataset
 
-from lockstep.errors import DataError
-from lockstep.permutation import Indices
+from lockstep.core.plan import Indices
+from lockstep.core.seeding import derive_seed
+from lockstep.errors import ConfigError, DataError
+from lockstep.text import plural
 
 
-def look_through(dataset: Any) -> tuple[Any, Indices | None]:
+def unwrap_subset(dataset: Any) -> tuple[Any, Indices | None]:
     """The data set under any number of ``Subset``, and the numbers that the outermost one selects of it."""
     numbers: Indices | None = None
     while type(dataset) is Subset:
@@ -28,7 +33,7 @@ def sample_name(dataset: Any, index: int) -> str:
     A file is known if the set has a method ``sample_path(index)``, or a list ``samples`` or ``imgs`` of pairs
     that begin with the path, as torchvision's folders do. ``Subset`` is looked through.
     """
-    inner, numbers = look_through(dataset)
+    inner, numbers = unwrap_subset(dataset)
     path = _path(inner, index if numbers is None else int(numbers[index]))
     return f"sample {index} ({path})" if path else f"sample {index}"
 
@@ -58,3 +63,80 @@ def _short(dataset: Any, path: str) -> str:
     if isinstance(root, (str, PurePath)) and PurePath(path).is_relative_to(root):
         return str(PurePath(path).relative_to(root))
     return path
+
+
+def check_labels(dataset: Any, classes: int) -> None:
+    """Refuses a label below 0 or from ``classes`` on (``DataError``, which names the first such sample).
+
+    Looks at ``labels`` or ``targets`` of the data set, or at the second tensor of a ``TensorDataset`` if that
+    holds one whole number for each sample. A set that does not show its labels passes.
+    """
+    labels = known_labels(dataset)
+    if labels is None:
+        return
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        first = int(wrong[0])
+        others = f" {len(wrong) - 1} more labels are wrong too." if len(wrong) > 1 else ""
+        raise DataError(
+            f"There are {classes} classes, so labels are 0 to {classes - 1}; "
+            f"{sample_name(dataset, first)} has label {labels[first]}.{others} "
+            "Correct the label, or give model and data set the number of classes that the labels need."
+        )
+
+
+def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
+    """The names of the classes, which are numbers where only their count is given."""
+    return tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+
+
+def require_map_style(dataset: Any, user: str) -> None:
+    """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user."""
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"{user} was given a {type(dataset).__name__}, which has no __len__ or no __getitem__. "
+            "Give a map-style data set with __len__ and __getitem__(index), or a DataLoader of one."
+        )
+
+
+def known_labels(dataset: Any) -> npt.NDArray[np.int64] | None:
+    """The labels of all samples, if the data set shows one whole number for each."""
+    inner, numbers = unwrap_subset(dataset)
+    shown = getattr(inner, "labels", None)
+    if shown is None:
+        shown = getattr(inner, "targets", None)
+    if shown is None and type(inner) is TensorDataset and len(inner.tensors) == 2:
+        shown = inner.tensors[1]
+    if not isinstance(shown, (torch.Tensor, np.ndarray, list, tuple)):
+        return None
+    try:
+        labels = np.asarray(shown)
+    except (ValueError, TypeError):
+        return None
+    if labels.shape != (len(inner),) or labels.dtype.kind not in "iu":
+        return None
+    labels = labels.astype(np.int64)
+    return labels if numbers is None else labels[numbers]
+
+
+def held_out(names: Sequence[str], fraction: float, seed: int, what: str) -> set[str]:
+    """The names that are for validation: the ``fraction`` with the smallest keys ``(seed, name)``, rounded.
+
+    At least one is held out and at least one is left. A name's key depends on no other name, so a few files
+    more or less move few others.
+
+    Args:
+        names: all names, each once.
+        fraction: how many of them to hold out, between 0 and 1.
+        seed: another seed gives another choice.
+        what: names the group in the error that says it is too small.
+    """
+    if not 0.0 < fraction < 1.0:
+        raise ConfigError(f"A held-out fraction of {fraction:g} was asked for; it must lie between 0 and 1.")
+    if len(names) < 2:
+        raise DataError(
+            f"{what} has {plural(len(names), 'sample')}, "
+            "too few to train on some and hold out others. It needs at least 2."
+        )
+    count = min(max(1, round(len(names) * fraction)), len(names) - 1)
+    return set(sorted(names, key=lambda name: (derive_seed(seed, "split", name), name))[:count])

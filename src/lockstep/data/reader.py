@@ -1,4 +1,4 @@
-"""Reads one micro-batch of a data set, whole where the set can give it whole, else sample by sample.
+"""Reads one micro-batch of a data set, in one call if the set can do that, else sample by sample.
 
     what the set offers       how it is read                            random numbers
     nothing but tensors       its tensors are indexed                   none
@@ -6,26 +6,126 @@
     __getitems__ (torch's)    one call, then collated                   seeded once per micro-batch
     __getitem__               call by call, then collated               seeded before each sample
 
-A custom ``collate`` needs the samples one by one, so the first two rows are for torch's own way of collating.
+A custom ``collate`` needs the samples one by one, so the first two rows apply to torch's default collate only.
+
+Several micro-batches of a step are read in one call where every row follows from its own number and key, and split
+afterwards:
+
+    micro-batches of a step  |-- k0 --|-- k1 --|-- k2 --|     three reads of few rows: three times the calls
+    read as a group          |---------- rows ----------|     one read, and each micro-batch is a view of its rows
+
+A set says so with ``rows_independent = True`` in the class that defines ``get_batch``; a class that overrides the
+method, to mix rows for example, has to repeat it. ``InlineReading`` reads in the training process, when a micro-batch
+is asked for; ``lockstep.data.workers`` reads ahead in processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
 
+from lockstep.core.plan import Indices
+from lockstep.data.batch import map_leaves, pinned
+from lockstep.data.images.image_arrays import ImageArrays
+from lockstep.data.images.transforms import warn_renamed
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.data.naming import look_through, sample_error
-from lockstep.data.plain_tensors import plain_tensors
-from lockstep.data.read_clock import ReadClock
-from lockstep.data.together import Together, rows_alone
+from lockstep.data.naming import sample_error, unwrap_subset
+from lockstep.data.read_trace import ReadTrace
 from lockstep.errors import DataError
-from lockstep.permutation import Indices
+from lockstep.runtime.stack_dump import Mark, stack_marker
+from lockstep.text import shorten
+
+ALIGNMENT = 64
+"""Bytes that the first element of a tensor is to be a multiple of."""
+
+
+def aligned(data: Any) -> Any:
+    """The same values, each CPU tensor at a multiple of 64 bytes; copied only where it is not.
+
+    Page-locked tensors stay where they are: nothing is computed on them before they are on their device.
+    """
+    return map_leaves(data, _aligned)
+
+
+def _aligned(value: Any) -> Any:
+    misaligned = isinstance(value, Tensor) and value.device.type == "cpu" and value.data_ptr() % ALIGNMENT
+    return value.clone() if misaligned and not value.is_pinned() else value
+
+
+@dataclass(frozen=True)
+class GroupedBatch:
+    """Micro-batches as they were read."""
+
+    data: Any
+    """The rows of all of them, or a list of them."""
+    sizes: tuple[int, ...] | None
+    """Rows of each, where they are still to be cut apart."""
+
+    def map(self, change: Callable[[Any], Any]) -> GroupedBatch:
+        """The same with all data changed."""
+        return GroupedBatch(change(self.data), self.sizes)
+
+    def pin_memory(self) -> GroupedBatch:
+        """The same in page-locked memory; torch's ``DataLoader`` asks for it under this name."""
+        return self.map(pinned)
+
+    def apart(self) -> Sequence[Any]:
+        """The data of each micro-batch, aligned; views of the same memory where they were read as one."""
+        return aligned(self.data) if self.sizes is None else split_rows(self.data, self.sizes)
+
+
+def rows_independent(dataset: Any) -> bool:
+    """True where each row that ``get_batch`` gives follows from its own number and key alone, in strided tensors."""
+    for cls in type(dataset).__mro__:
+        if "get_batch" in vars(cls):
+            if "rows_alone" in vars(cls):
+                warn_renamed(f"the attribute rows_alone of {cls.__name__}", "rows_independent")
+            return bool(vars(cls).get("rows_independent", vars(cls).get("rows_alone", False)))
+    return False
+
+
+def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
+    """Data in tuples, lists and dicts of any depth, whose tensors are cut into so many rows each, aligned.
+
+    The parts of a tensor share memory and nothing else: one may be changed in place between another's forward and
+    backward pass, which with ordinary views would be an error.
+    """
+    if isinstance(data, Tensor):
+        parts = torch.unsafe_split_with_sizes(data, sizes)
+        fit = data.data_ptr() % ALIGNMENT == 0 and not any(
+            size * data.stride(0) * data.itemsize % ALIGNMENT for size in set(sizes[:-1])
+        )
+        return parts if fit else aligned(parts)
+    if isinstance(data, dict):
+        values = [split_rows(value, sizes) for value in data.values()]
+        return [dict(zip(data, part, strict=True)) for part in zip(*values, strict=True)]
+    values = [split_rows(value, sizes) for value in data]
+    make = type(data)._make if hasattr(data, "_fields") else type(data)
+    return [make(part) for part in zip(*values, strict=True)]
+
+
+_READING = ("get_batch", "__getitem__")
+
+
+def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
+    """The tensors whose rows are the samples; None of a set that is or does anything else.
+
+    They are those of a ``TensorDataset``, and the images and labels of a set in memory that nothing transforms.
+    """
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    if isinstance(dataset, ImageArrays) and dataset.transform is None:
+        own = all(getattr(type(dataset), name) is getattr(ImageArrays, name) for name in _READING)
+        return (dataset.images, dataset.labels) if own else None
+    return None
+
 
 Collate = Callable[[list[Any]], Any]
 
@@ -69,21 +169,21 @@ class SampleReader:
         seed: int,
         collate: Collate | None = None,
         keep_generators: bool = True,
-        clock: ReadClock | None = None,
+        clock: ReadTrace | None = None,
     ) -> None:
         self._given = dataset
-        self._dataset, self._numbers = look_through(dataset)
+        self._dataset, self._numbers = unwrap_subset(dataset)
         self._seed = seed
         self._collate = None if collate is default_collate else collate
         self._keep, self._clock = keep_generators, clock
-        self.stand_alone = False
-        """Whether every row follows from its own number and key, so that micro-batches can be read together."""
+        self.rows_independent = False
+        """True if every row follows from its own number and key, so that micro-batches can be read as a group."""
         self._seen: list[tuple[torch.Tensor, int]] = []
         self._read = self._choose()
 
     @property
     def in_memory(self) -> bool:
-        """Whether reading is so cheap that worker processes would only slow it down."""
+        """True if reading is so cheap that worker processes would only slow it down."""
         return self._read == self._read_tensors or (
             self._read == self._read_whole and bool(getattr(self._dataset, "in_memory", False))
         )
@@ -91,13 +191,13 @@ class SampleReader:
     @property
     def row_bytes(self) -> int:
         """Bytes of a sample, where rows are taken from tensors in memory; 0 where what a read costs is not known."""
-        if self._read != self._read_tensors or not self.stand_alone or self._clock is not None:
+        if self._read != self._read_tensors or not self.rows_independent or self._clock is not None:
             return 0
         return sum(tensor[:1].nbytes for tensor in plain_tensors(self._dataset) or ())
 
     @property
     def unchanged(self) -> bool:
-        """Whether the tensors that were read last are still the set's, and nobody has written into them."""
+        """True if the tensors that were read last are still the set's and nobody has written into them."""
         if not self._seen:
             return True
         tensors = plain_tensors(self._dataset) or ()
@@ -113,8 +213,9 @@ class SampleReader:
         with self._clock.noting(epoch, indices):
             return self._read(SampleKeys(self._seed, epoch, indices))
 
-    def read_together(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> Together:
-        """Several micro-batches of a step, in one go where every row stands for itself.
+    @stack_marker(Mark.READS_SAMPLES)
+    def read_grouped(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> GroupedBatch:
+        """Several micro-batches of a step, in one call where rows are independent.
 
         Args:
             epoch: of the samples' keys.
@@ -122,20 +223,20 @@ class SampleReader:
             sizes: samples of each; empty for a single one.
         """
         if len(sizes) < 2:
-            return Together([self.read(epoch, indices)], None)
-        if self.stand_alone:
-            return Together(self.read(epoch, indices), sizes)
+            return GroupedBatch([self.read(epoch, indices)], None)
+        if self.rows_independent:
+            return GroupedBatch(self.read(epoch, indices), sizes)
         with self._kept_over_all():
             parts = np.split(indices, np.cumsum(sizes)[:-1])
-            return Together([self.read(epoch, part) for part in parts], None)
+            return GroupedBatch([self.read(epoch, part) for part in parts], None)
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
         tensors = plain_tensors(self._dataset) if self._collate is None else None
         if tensors is not None:
-            self.stand_alone = all(_is_ordinary(tensor) for tensor in tensors)
+            self.rows_independent = all(_is_ordinary(tensor) for tensor in tensors)
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
-            self.stand_alone = rows_alone(self._dataset)
+            self.rows_independent = rows_independent(self._dataset)
             return self._read_whole
         if getattr(self._dataset, "__getitems__", None) is not None:
             return self._read_items
@@ -149,7 +250,7 @@ class SampleReader:
         if tensors is None:  # its owner has given it a transform since
             self._read = self._choose()
             return self._read(keys)
-        self._seen = [(tensor, tensor._version) for tensor in tensors] if self.stand_alone else []
+        self._seen = [(tensor, tensor._version) for tensor in tensors] if self.rows_independent else []
         rows = torch.from_numpy(self._rows(keys))
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
 
@@ -163,7 +264,7 @@ class SampleReader:
         except DataError:
             raise
         except Exception as error:
-            raise DataError(f"The samples {_numbers(keys)} cannot be read: {_told(error)}") from error
+            raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
 
     def _read_items(self, keys: SampleKeys) -> Any:
         rows = self._rows(keys).tolist()
@@ -172,7 +273,7 @@ class SampleReader:
             try:
                 samples = self._dataset.__getitems__(rows)
             except Exception as error:
-                raise DataError(f"The samples {_numbers(keys)} cannot be read: {_told(error)}") from error
+                raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
             return self._collated(list(samples), keys)
 
     def _read_each(self, keys: SampleKeys) -> Any:
@@ -188,7 +289,7 @@ class SampleReader:
 
     @contextmanager
     def _kept_over_all(self) -> Iterator[None]:
-        """Where several micro-batches are read inside, the generators get their state back after the last of them."""
+        """Restores the generators after all micro-batches that are read inside, instead of after each."""
         if not self._keep or self._read not in (self._read_items, self._read_each):
             yield
             return
@@ -207,17 +308,15 @@ class SampleReader:
             data = (self._collate or default_collate)(samples)
         except Exception as error:
             raise DataError(
-                f"The samples {_numbers(keys)} cannot be put into one micro-batch: {_told(error)}. "
+                f"{_named(keys)} cannot be collated into one micro-batch: {_told(error)}. "
                 "Give a transform that makes all samples of one shape, or a collate function that pads them."
             ) from error
         is_pair = self._collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
         return tuple(data) if is_pair else data
 
 
-def _numbers(keys: SampleKeys) -> str:
-    rows = keys.indices.tolist()
-    shown = ", ".join(str(row) for row in rows[:8])
-    return f"{shown}, … ({len(rows)} in all)" if len(rows) > 8 else shown
+def _named(keys: SampleKeys) -> str:
+    return f"The samples {shorten(keys.indices.tolist(), 8)}"
 
 
 def _told(error: Exception) -> str:
@@ -225,5 +324,78 @@ def _told(error: Exception) -> str:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether rows can be cut apart without a copy, and writing into the tensor is counted."""
+    """True if rows can be split without a copy, and torch counts writes to the tensor."""
     return tensor.layout is torch.strided and not tensor.is_inference()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One micro-batch that is to be read, or several of a step."""
+
+    epoch: int
+    indices: Indices
+    """The samples of all of them, one micro-batch after the other."""
+    sizes: tuple[int, ...] = ()
+    """Samples of each micro-batch; empty for a single one."""
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches."""
+        return len(self.sizes) or 1
+
+
+class Reading(Protocol):
+    """Reads micro-batches here, or in worker processes."""
+
+    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Yields the collated samples of each micro-batch, in the order of the requests."""
+
+    @property
+    def at_a_time(self) -> int:
+        """Micro-batches per request: some of a step, or those of several steps."""
+
+    @property
+    def sound(self) -> bool:
+        """True while every process that was started is alive."""
+
+    def close(self) -> None:
+        """Ends the processes that were started. Reading again starts new ones."""
+
+
+class InlineReading:
+    """No processes and no threads: right where the samples are in memory.
+
+    Args:
+        reader: reads the micro-batches.
+        per_step: how many of them a step has here.
+        steps: how many steps are read together, unless somebody writes into the set meanwhile.
+        pin_memory: deliver tensors in page-locked memory.
+    """
+
+    def __init__(
+        self, reader: SampleReader, *, per_step: int = 1, steps: int = 1, pin_memory: bool = False
+    ) -> None:
+        self._reader = reader
+        self._per_step, self.at_a_time = per_step, per_step * steps
+        self._pin_memory = pin_memory
+
+    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
+        """Yields the collated samples of each micro-batch, in the order of the requests."""
+        for request in requests:
+            parts = self._parts(request)
+            for number in range(request.micro_batches):
+                if number and number % self._per_step == 0 and not self._reader.unchanged:
+                    parts = self._parts(request)
+                yield parts[number]
+
+    def _parts(self, request: Request) -> Sequence[Any]:
+        found = self._reader.read_grouped(request.epoch, request.indices, request.sizes)
+        return (found.map(pinned) if self._pin_memory else found).apart()
+
+    @property
+    def sound(self) -> bool:
+        """Always: nothing was started."""
+        return True
+
+    def close(self) -> None:
+        """Does nothing: nothing was started."""

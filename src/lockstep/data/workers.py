@@ -1,9 +1,8 @@
-"""Reads micro-batches in worker processes, ahead of the training process.
+"""Reads micro-batches in worker processes, ahead of the training process, or in that process where that is cheaper.
 
-torch's ``DataLoader`` moves the requests and the tensors; what to read is decided here, a micro-batch per
-request, so the number of workers changes who reads and never what. Workers stay over the epochs, leave Ctrl-C
-and a cluster's SIGTERM to the rank (which finishes its step and saves), and end with the rank however it
-ends.
+torch's ``DataLoader`` moves the requests and the tensors; this module decides what to read, a micro-batch per request,
+so the number of workers changes who reads and never what. Workers stay over the epochs, leave Ctrl-C and a cluster's
+SIGTERM to the rank (which finishes its step and saves), and end with the rank however it ends.
 """
 
 from __future__ import annotations
@@ -18,18 +17,27 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.answering import Failure, InWorker, Reads
-from lockstep.data.inline import Request
-from lockstep.data.reader import SampleReader
-from lockstep.data.together import Together
-from lockstep.data.worker_state import WorkerStacks, explain_loss, signals_held, unwatch
-from lockstep.errors import DataError, StallError
+from lockstep.data.read_trace import ReadTrace
+from lockstep.data.reader import Collate, GroupedBatch, InlineReading, Reading, Request, SampleReader
+from lockstep.data.worker_process import (
+    Failure,
+    InWorker,
+    WorkerDataset,
+    WorkerStacks,
+    explain_loss,
+    signals_held,
+    unwatch,
+)
+from lockstep.errors import ConfigError, DataError, StallError
+from lockstep.runtime.stack_dump import Mark, stack_marker
+from lockstep.runtime.torch_internals import LOADER_TIMED_OUT, MANY_WORKERS
+from lockstep.text import shorten
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks at the workers while nothing comes; a dead one is found within this time."""
+"""Seconds between two checks of the workers; a dead one is found within this time."""
 
 _FAILED = (RuntimeError, OSError, EOFError)
-"""What torch raises, depending on where a worker was when it died, or that a time limit is over."""
+"""The errors that torch raises when a worker has died, or did not answer in time."""
 
 
 class WorkerReading:
@@ -38,7 +46,7 @@ class WorkerReading:
     Args:
         reader: reads one micro-batch; used in the workers only.
         workers: number of processes, at least 1.
-        ahead: requests each worker may be ahead of what was asked for.
+        prefetch: requests each worker may be ahead of what was asked for.
         at_a_time: how many micro-batches of a step one request should ask for.
         pin_memory: deliver tensors in page-locked memory.
         timeout: seconds to wait for the answer to one request before the loader counts as stuck.
@@ -49,7 +57,7 @@ class WorkerReading:
         reader: SampleReader,
         *,
         workers: int,
-        ahead: int = 2,
+        prefetch: int = 2,
         at_a_time: int = 1,
         pin_memory: bool = False,
         timeout: float = 120.0,
@@ -58,8 +66,8 @@ class WorkerReading:
         self._requests = _Requests()
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
-        self._reads = Reads(reader)
-        self._rooms_each = 0 if pin_memory else 2 * ahead + 1  # page-locking copies anyway
+        self._reads = WorkerDataset(reader)
+        self._rooms_each = 0 if pin_memory else 2 * prefetch + 1  # page-locking copies anyway
         with _hints_silenced():
             self._loader: DataLoader[Any] = DataLoader(
                 self._reads,
@@ -70,7 +78,7 @@ class WorkerReading:
                 pin_memory=pin_memory,
                 timeout=min(timeout, _LOOK_EVERY),
                 worker_init_fn=self._stacks.prepare_worker,
-                prefetch_factor=ahead,
+                prefetch_factor=prefetch,
                 persistent_workers=True,
                 multiprocessing_context="fork",  # data sets and transforms need not be picklable
                 generator=torch.Generator(),  # without it torch draws from the training process's generator
@@ -85,11 +93,11 @@ class WorkerReading:
         if self._requests.waiting:
             self.close()  # an iteration was left early; its results must not be taken for ours
         self._requests.replace(requests)
-        return self._results(self._start(), self._requests.turn)
+        return self._results(self._start(), self._requests.iteration_id)
 
-    def _results(self, iterator: Iterator[Any], turn: int) -> Iterator[Any]:
+    def _results(self, iterator: Iterator[Any], iteration_id: int) -> Iterator[Any]:
         while True:
-            self._requests.check(turn)
+            self._requests.check(iteration_id)
             try:
                 result = self._next(iterator)
             except StopIteration:
@@ -100,13 +108,13 @@ class WorkerReading:
             if isinstance(result, Failure):
                 self.close()
                 raise DataError(result.message) from InWorker(result.trace)
-            for data in (result if isinstance(result, Together) else self._reads.opened(result)).apart():
-                self._requests.check(turn)
+            for data in (result if isinstance(result, GroupedBatch) else self._reads.opened(result)).apart():
+                self._requests.check(iteration_id)
                 yield data
 
     @property
     def sound(self) -> bool:
-        """Whether no worker that was started has died."""
+        """True while every worker that was started is alive."""
         return all(worker.is_alive() for worker in getattr(self._loader._iterator, "_workers", ()))
 
     def close(self) -> None:
@@ -132,6 +140,7 @@ class WorkerReading:
             unwatch(iterator)
         return iterator
 
+    @stack_marker(Mark.WAITS_FOR_WORKER)
     def _next(self, iterator: Iterator[Any]) -> Any:
         """The next result; looks at the workers while it waits, and gives up after the time limit."""
         deadline = time.monotonic() + self._timeout
@@ -139,15 +148,15 @@ class WorkerReading:
             try:
                 return next(iterator)
             except RuntimeError as error:
-                if "timed out" not in str(error) or time.monotonic() >= deadline:
+                if not LOADER_TIMED_OUT.is_in(str(error)) or time.monotonic() >= deadline:
                     raise
 
     def _explained(self, error: Exception) -> Exception:
         workers = list(getattr(self._loader._iterator, "_workers", ()))
         reading = _described(self._requests.waiting)
-        if "timed out" in str(error):
+        if LOADER_TIMED_OUT.is_in(str(error)):
             found: Exception = StallError(
-                f"The data loader gave nothing for {self._timeout:g} s, while it read {reading}. "
+                f"The data loader returned nothing for {self._timeout:g} s while it read {reading}. "
                 f"If a sample may take so long, raise timeout=.{self._stacks.report(workers)}"
             )
         else:
@@ -164,15 +173,15 @@ class _Requests(Sampler[Request]):
     def __init__(self) -> None:
         self.waiting: deque[Request] = deque()
         self.requests: Iterator[Request] = iter(())
-        self.turn = 0
+        self.iteration_id = 0
 
     def replace(self, requests: Iterator[Request]) -> None:
         self.requests = requests
-        self.turn += 1
+        self.iteration_id += 1
         self.waiting.clear()
 
-    def check(self, turn: int) -> None:
-        if turn != self.turn:
+    def check(self, iteration_id: int) -> None:
+        if iteration_id != self.iteration_id:
             raise RuntimeError(
                 "This iteration has ended, because the same loader was iterated again or closed."
             )
@@ -187,8 +196,7 @@ def _described(waiting: deque[Request]) -> str:
     if not waiting:
         return "nothing"
     request = waiting[0]
-    shown = ", ".join(str(index) for index in request.indices[:8].tolist())
-    return f"samples {shown}{', …' if len(request.indices) > 8 else ''} of epoch {request.epoch}"
+    return f"samples {shorten(request.indices.tolist(), 8)} of epoch {request.epoch}"
 
 
 def _unchanged(data: Any) -> Any:
@@ -197,10 +205,67 @@ def _unchanged(data: Any) -> Any:
 
 @contextmanager
 def _hints_silenced() -> Iterator[None]:
-    """Hides the general advice of torch and Python about starting processes: these were asked for."""
+    """Hides general advice of torch and Python about starting processes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message=MANY_WORKERS.texts[0])
         warnings.filterwarnings(
             "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
         )
         yield
+
+
+_READ_AT_ONCE = 1 << 19
+"""Bytes of small steps that are taken from memory at once; what is read fits into a core's cache."""
+
+
+def open_reading(
+    dataset: Any,
+    *,
+    seed: int,
+    workers: int = 0,
+    collate: Collate | None = None,
+    prefetch: int = 2,
+    per_step: int = 1,
+    rows: int = 1,
+    pin_memory: bool = False,
+    timeout: float = 120.0,
+    clock: ReadTrace | None = None,
+) -> Reading:
+    """The way to read a data set: in worker processes if there are any and the set is not in memory, else here.
+
+    Args:
+        dataset: any map-style data set.
+        seed: the run's seed.
+        workers: number of worker processes.
+        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        prefetch: micro-batches that may be read ahead by all workers together; each is kept busy with two at
+            least.
+        pin_memory: deliver tensors in page-locked memory.
+        per_step: micro-batches of a step that this process reads; see ``Reading.at_a_time``.
+        rows: samples of a micro-batch.
+        timeout: seconds to wait for one answer of a worker: a micro-batch, or its part of a step that is read together.
+        clock: notes when each micro-batch is read.
+    """
+    if workers < 0:
+        raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
+    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
+    if workers == 0 or reader.in_memory:
+        return InlineReading(
+            reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
+        )
+    at_a_time = (
+        -(-per_step // workers) if reader.rows_independent else 1
+    )  # then each worker answers once a step
+    return WorkerReading(
+        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
+        workers=workers,
+        prefetch=max(2, -(-prefetch // (workers * at_a_time))),
+        at_a_time=at_a_time,
+        pin_memory=pin_memory,
+        timeout=timeout,
+    )
+
+
+def _steps(reader: SampleReader, rows: int) -> int:
+    """The number of steps to read at once: more than one where the set is in memory and steps are small."""
+    return max(1, _READ_AT_ONCE // (reader.row_bytes * rows)) if reader.row_bytes else 1

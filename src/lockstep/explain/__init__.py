@@ -1,5 +1,5 @@
-"""Pictures of who does what, for given numbers: as text, as SVG, and as values.
+"""Pictures of what each rank does, for given numbers: as values, as text and as SVG.
 
-A subject is a folder with three files: ``facts`` computes what is true, by the functions with which the library trains;
-``terminal`` and ``drawing`` write it down.
+Each subject is a file: ``explain_*`` computes the facts with the functions that the library trains with, and ``*_text``
+and ``*_svg`` write them.
 """

@@ -24,14 +24,14 @@ def figures() -> dict[str, str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Writes all figures to the folder that is named, by default ``docs/figures``; 2 where that cannot be done."""
+    """Writes all figures to a folder, by default ``docs/figures``; returns 2 where that fails."""
     folder = Path(words[0] if words else "docs/figures")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in figures().items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        sys.stderr.write(f"The figures cannot be written to {folder}: {error.strerror}.\n")
+        sys.stderr.write(f"Cannot write the figures to {folder}: {error.strerror}.\n")
         return 2
     sys.stdout.write(f"Wrote {len(figures())} figures to {folder}.\n")
     return 0

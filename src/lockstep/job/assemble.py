@@ -1,8 +1,11 @@
-"""Makes a job's objects from its configuration, in the order in which they must be applied."""
+"""Makes a job's objects from its configuration, in the order in which they must be applied.
+
+run -> data sets (photos decoded once, if asked for) -> model and weights -> optimizer, scheduler, loss
+    -> where the model is cut, if that is measured -> run.prepare -> Trainer
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,26 +15,132 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lockstep.data import SkipBroken, check_labels
+from lockstep.config.components import Component
+from lockstep.config.job import DataConfig, JobConfig
+from lockstep.config.job_file import with_lengths
+from lockstep.core.seeding import derive_seed
+from lockstep.core.world import World
+from lockstep.data import ImageFolder, SkipBroken, StepLoader, check_labels
+from lockstep.data.images.encoded import EncodedPairs
+from lockstep.data.naming import unwrap_subset
+from lockstep.data.wrappers.wrapping import Wrapping
+from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.job.component import Component
-from lockstep.job.config import JobConfig
-from lockstep.job.config_places import with_lengths
 from lockstep.job.instantiate import importable_from, instantiate
-from lockstep.job.kept_photos import keep_photos
-from lockstep.job.made_model import make_model
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
-from lockstep.run import Run, RunOptions
-from lockstep.run.balancing import balance
-from lockstep.seeding import derive_seed
-from lockstep.strategy_options import OPTIONS
-from lockstep.trainer import Prepared, Rhythm, Trainer
-from lockstep.world import World
+from lockstep.run import Run
+from lockstep.run.loaders import smallest_micro_batch
+from lockstep.run.step import ForwardPass
+from lockstep.runtime.control import Stopped, StopReason
+from lockstep.strategies.layers import ModelParallel
+from lockstep.strategies.pipeline import Pipeline
+from lockstep.trainer import Intervals, Trainer, TrainingParts
 
 logger = logging.getLogger(__name__)
-_CLASSIFYING = (nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+def build_model(component: Component) -> nn.Module:
+    """Makes the model that a component names; ``ConfigError`` where that is no ``torch.nn.Module``."""
+    model = instantiate(component, name="model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: {component.target} made a {type(model).__name__}, not a torch.nn.Module.")
+    return model
+
+
+def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> None:
+    """Opens the cache of a data set's photos, and makes it where there is none. Every rank must call this.
+
+    One rank of each host, or of all that share the folder, decodes; the others wait for it. All show that they are
+    alive, and stop when the run is asked to.
+
+    Args:
+        data_set: an ``ImageFolder``, ``ArrowFiles``, ``HuggingFace`` or ``TarShards``, also within ``Subset`` and our
+            data sets around data sets.
+        name: its place in the job, for the error.
+        config: the job's settings.
+        run: the handle.
+
+    Raises:
+        ConfigError: the set is none of photos, or its photos cannot be kept in that folder; names the set.
+        Stopped: the run was asked to stop.
+    """
+    if config.cache is False or config.cache == "":
+        return
+    inner = unwrap_subset(data_set)[0]
+    while isinstance(inner, Wrapping):
+        inner = unwrap_subset(inner.dataset)[0]
+    if not isinstance(inner, (ImageFolder, EncodedPairs)):
+        raise ConfigError(
+            f"data.cache is given, and {name} is a {type(inner).__name__}: only photos are kept, of an ImageFolder, "
+            "ArrowFiles, HuggingFace or TarShards. Leave data.cache out."
+        )
+    heartbeat = run._session.heartbeat
+
+    def tell(done: int, count: int) -> None:
+        heartbeat.mark("prepare")
+        if heartbeat.stop_reason is not StopReason.NONE:
+            raise Stopped(heartbeat.stop_reason)
+
+    folder = None if config.cache is True else Path(config.cache)
+    try:
+        inner.use_cache(folder, workers=config.workers, tell=tell)
+    except ConfigError as error:
+        raise ConfigError(f"data.cache is given, but for {name} it cannot be: {error}") from error
+    if run.is_main and inner.cache is not None:
+        logger.info("Photos of %s are read decoded, from %s", name, inner.cache.file)
+
+
+def balance(run: Run, model: nn.Module, training_set: Any) -> None:
+    """Finds the cuts of a strategy whose option ``balance`` is ``time``; does nothing for others. Collective.
+
+    Rank 0 runs the first micro-batch of training through the model a few times, in evaluation mode, and all ranks take
+    what it finds. Where a model is cut changes no result, so measuring does not either.
+
+    Args:
+        run: the handle, before ``prepare``.
+        model: the whole model.
+        training_set: what ``run.batches`` will be given.
+
+    Raises:
+        ConfigError: on every rank; the model has too few parts, or takes its batches by keyword.
+    """
+    strategy = run.strategy
+    if not isinstance(strategy, ModelParallel | Pipeline) or not strategy.partition.missing:
+        return
+    points, problem, group = [], "", run._session.group
+    try:
+        if run.is_main:
+            compute = ForwardPass(model, run._precision, run.device, run.options.channels_last)
+            inputs = _first_inputs(run, compute, training_set)
+            with compute.autocast():
+                points = strategy.partition.measure(model, inputs)
+    except ConfigError as error:
+        problem = str(error)
+    if group is not None:
+        points, problem = gather_json([points, problem], group, run.device)[0]
+    if problem:
+        raise ConfigError(problem)
+    strategy.partition.points = points
+
+
+def _first_inputs(run: Run, compute: ForwardPass, training_set: Any) -> tuple[Any, ...]:
+    """The model's arguments for the first micro-batch of training, on the device."""
+    source = run._loaders.source(training_set)
+    plan = run._loaders.plan(training_set, True, False, smallest_micro_batch(compute.model))
+    loader = StepLoader(source.dataset, plan, seed=run.options.seed, collate=source.collate)
+    try:
+        data = next(loader.batches(0)).micro_batches[0].data
+    finally:
+        loader.close()
+    inputs, named, _ = compute.inputs(data, source.device_transform)
+    if named:
+        raise ConfigError(
+            "balance='time' runs a micro-batch through the layers one by one, and this model takes its batches by "
+            "keyword. Let samples be pairs (input, target), or use balance='bytes'."
+        )
+    return inputs
 
 
 def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
@@ -43,7 +152,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         profile: the steps that are written into a timeline, as FIRST:COUNT; none by default.
     """
     importable_from(config.code)
-    run = Run(dataclasses.replace(run_options(config), profile=profile), world)
+    run = Run(config.run_options(run_folder(config), profile), world)
     training_set, validation_set = _data_sets(config, run)
     model = _model(config, run.is_main)
     _check_classes(config, (training_set, validation_set))
@@ -56,67 +165,36 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     model, optimizer, scheduler = run.prepare(
         model, optimizer, scheduler, values_from_main=bool(config.weights.path)
     )
-    parts = Prepared(
+    parts = TrainingParts(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         loss=loss,
-        classifies=isinstance(loss, _CLASSIFYING),
+        classifies=isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss),
         training_set=training_set,
         validation_set=validation_set,
         workers=config.data.workers,
     )
-    return Trainer(run, parts, config.training, _rhythm(config), _loggers(config, run))
-
-
-def run_options(config: JobConfig) -> RunOptions:
-    """The part of a job's configuration that the handle needs."""
-    training = config.training
-    return RunOptions(
-        global_batch=training.global_batch,
-        micro_batches=training.micro_batches,
-        evaluation_batch=training.evaluation_batch,
-        seed=training.seed,
-        strategy=training.strategy,
-        mesh=training.mesh,
-        **{name: getattr(config, name) for name in OPTIONS},
-        reduce=training.reduce,
-        powersgd_rank=training.powersgd_rank,
-        precision=training.precision,
-        channels_last=training.channels_last,
-        compile=training.compile,
-        sync_batch_norm=training.sync_batch_norm,
-        running_buffers=training.running_buffers,
-        fingerprint_every=training.fingerprint_every,
-        threads=config.run.threads,
-        prefetch=config.data.prefetch,
-        loader_timeout=config.data.timeout,
-        timeout=config.run.timeout,
-        directory=run_folder(config),
-        resume=config.checkpoint.resume,
-        force_context=config.checkpoint.force_context,
-        keep=config.checkpoint.keep,
-        save_in_background=config.checkpoint.background,
-    )
+    return Trainer(run, parts, config.training, _intervals(config), _loggers(config, run))
 
 
 def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
     data = config.data
     training_set = instantiate(data.train, name="data.train")
-    keep_photos(training_set, "data.train", data, run)
+    use_image_cache(training_set, "data.train", data, run)
     if data.on_bad_sample == "skip":
         training_set = SkipBroken(training_set)
     if data.validation is None:
         return training_set, None
     validation_set = instantiate(data.validation, name="data.validation")
-    keep_photos(validation_set, "data.validation", data, run)
+    use_image_cache(validation_set, "data.validation", data, run)
     return training_set, validation_set
 
 
 def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
     """The model with its first weights: from the seed on every rank, then from a file on the main one alone."""
     torch.manual_seed(derive_seed(config.training.seed, "weights"))
-    model = make_model(config.model)
+    model = build_model(config.model)
     if config.weights.path and reads_weights:
         logger.info("%s", load_weights(model, config.weights.path).describe())
     if config.weights.freeze:
@@ -145,8 +223,8 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
     return LambdaLR(optimizer, schedule.factor)
 
 
-def _rhythm(config: JobConfig) -> Rhythm:
-    return Rhythm(
+def _intervals(config: JobConfig) -> Intervals:
+    return Intervals(
         save_every_epochs=config.checkpoint.every_epochs,
         save_every_steps=config.checkpoint.every_steps,
         log_every=config.log.every,

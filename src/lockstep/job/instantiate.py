@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checks import absent_module, nearest_name
+from lockstep.config.checks import absent_module, nearest_name
+from lockstep.config.components import Component
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.job.component import Component
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
 

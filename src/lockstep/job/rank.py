@@ -1,23 +1,86 @@
-"""What a rank of ``lockstep train`` runs: assemble the job, train, say what came of it."""
+"""Runs ``lockstep train`` in a rank: assembles the job, trains, records it for ``lockstep replay``, and reports."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.atomic import write_whole
+from lockstep.config.job import JobConfig
+from lockstep.config.options import mention_unused_options
+from lockstep.config.strategy_options import Level
+from lockstep.core.plan import Share
+from lockstep.core.world import World
+from lockstep.distributed.collectives import gather_json
+from lockstep.errors import ConfigError
 from lockstep.job.assemble import assemble
-from lockstep.job.config import JobConfig
-from lockstep.job.history import one_recipe, read_starts
-from lockstep.job.record import record
-from lockstep.job.run_folder import run_folder
-from lockstep.levels import Level
-from lockstep.run.unused_options import mention_unused_options
-from lockstep.timeline.window import Window
-from lockstep.trainer import Outcome
-from lockstep.world import World
+from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, run_folder, with_start
+from lockstep.profile.trace import ProfileWindow
+from lockstep.run import Run
+from lockstep.text import format_bytes
+from lockstep.trainer import Trainer, TrainingOutcome
+from lockstep.trainer.gradient_record import GradientRecorder
+
+
+def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
+    """Writes the job into the run folder, and has digests of gradients written there. Collective.
+
+    Gradients are recorded where their bits depend on the recipe alone, which level A promises.
+
+    Args:
+        trainer: ready to run.
+        config: what it was made from.
+        folder: of the run.
+
+    Raises:
+        ConfigError: gradients of micro-batches are asked for where there are none, or the folder cannot be written.
+    """
+    run, training = trainer.run, config.training
+    every = training.gradients_every
+    every = training.fingerprint_every if every is None else every
+    if every and run.strategy.level is Level.BITWISE:
+        run.add_callback(GradientRecorder(run, folder, every, micro_batches=training.record_micro_batches))
+    elif training.record_micro_batches:
+        raise ConfigError(
+            "training.record_micro_batches is true, but gradients are recorded at level A only, and strategy "
+            f"{run.strategy.name!r} promises level {run.strategy.level.value} here. Leave it out."
+        )
+    shares = _shares(run)
+    if run.is_main:
+        _note_start(run, config, folder, shares)
+
+
+def _shares(run: Run) -> list[Share]:
+    """The share of each rank, by rank. Collective."""
+    group, mine = run.require_prepared().state.group, asdict(run.strategy.share)
+    everyone = gather_json(mine, group, run.device) if group is not None else [mine]
+    return [Share(**each) for each in everyone]
+
+
+def _note_start(run: Run, config: JobConfig, folder: Path, shares: Sequence[Share]) -> None:
+    start = Start(
+        step=run.position.step,
+        strategy=" ".join(part for part in (run.options.strategy, run.options.mesh) if part),
+        shares=shares,
+        level=run.strategy.level.value,
+        device=run.device.type,
+        context=run.require_prepared().state.context.as_dict(),
+        job=config,
+    )
+    earlier: list[Start] = []
+    with contextlib.suppress(ConfigError):  # the first start, or a file that nobody can use
+        earlier = read_starts(folder)
+    try:
+        write_whole(folder / FILE, with_start(earlier, start).encode())
+    except OSError as error:
+        raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error
+
 
 _OF_PLACE = (
     *("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world"),
@@ -53,7 +116,7 @@ def main(payload: Any) -> None:
         print(report(outcome, proof), flush=True)
 
 
-def report(outcome: Outcome, proof: str) -> str:
+def report(outcome: TrainingOutcome, proof: str) -> str:
     """The last lines of a run, for people and for scripts.
 
     Args:
@@ -79,7 +142,7 @@ def report(outcome: Outcome, proof: str) -> str:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
-        rows.append(("sent", f"{_size(outcome.bytes_per_step)} per step and rank"))
+        rows.append(("sent", f"{format_bytes(outcome.bytes_per_step)} per step and rank"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
@@ -89,14 +152,6 @@ def report(outcome: Outcome, proof: str) -> str:
     if proof:
         rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
     return "\n".join(f"{name:12} {text}" for name, text in rows)
-
-
-def _size(count: float) -> str:
-    """A number of bytes for people: 840 bytes, 12.3 kB, 1.2 MB."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count:.0f} bytes"
 
 
 def prove(command: list[str], strategy: str, ranks: int) -> str:
@@ -128,7 +183,7 @@ def _without_profile(command: list[str]) -> list[str]:
         for before, word in zip(["", *command], command)
         if word != "--profile"
         and not word.startswith("--profile=")
-        and not (before == "--profile" and Window.matches(word))
+        and not (before == "--profile" and ProfileWindow.matches(word))
     ]
 
 

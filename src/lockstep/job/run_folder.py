@@ -1,26 +1,122 @@
-"""Decides which folder a run writes to, and what it goes on from, before any rank starts.
+"""Decides which folder a run writes to and what it resumes from, and keeps ``job.json``, the record of its starts.
 
-new run             runs/digits-001, runs/digits-002, ...      the next free number, created at once
-[run] name = "x"    runs/x                                     refused if it exists and nothing is resumed
-resume = "auto"     the latest runs/digits-NNN that has a checkpoint; a new run if there is none
-resume = FOLDER     that run folder, written on
-resume = CHECKPOINT a new run that starts from it
+    new run             runs/digits-001, runs/digits-002, ...      the next free number, created at once
+    [run] name = "x"    runs/x                                     refused if it exists and nothing is resumed
+    resume = "auto"     the latest runs/digits-NNN that has a checkpoint; a new run if there is none
+    resume = FOLDER     that run folder, written on
+    resume = CHECKPOINT a new run that starts from it
+
+    {"starts": [{"step": 0, "strategy": "ddp", "shares": [...], "job": {...}}, {"step": 450, ...}]}
+
+A resumed run may have another layout, or other settings, than before; a step belongs to the last start at or before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from lockstep.config.job import JobConfig
+from lockstep.config.strategy_options import STRATEGIES
+from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
-from lockstep.job.config import JobConfig
 
-LOCK = "lock"
+FILE, LOCK = "job.json", "lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a run."""
+
+    step: int
+    """The step with which it went on; 0 for a new run."""
+    strategy: str
+    """The layout's name, as in ``hybrid data=2,pipeline=2``."""
+    shares: Sequence[Share]
+    """The share of each rank in the micro-batches of a step, by rank."""
+    level: str
+    """The level that the strategy promises: A, B or C."""
+    device: str
+    """Type of the device: cpu or cuda."""
+    context: Mapping[str, Any]
+    """The conditions of the bits, see ``lockstep.core.fingerprint.Context``."""
+    job: JobConfig
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return len(self.shares)
+
+    def holders(self, micro_batch: int, leaves: int) -> list[int]:
+        """The ranks that computed a micro-batch, or stages of it, in a step of ``leaves`` micro-batches."""
+        return [rank for rank, share in enumerate(self.shares) if micro_batch in share.of(leaves)]
+
+    def as_table(self) -> dict[str, Any]:
+        """The entries, ready for JSON."""
+        own = {name: getattr(self, name) for name in ("step", "strategy", "level", "device")}
+        shares = [asdict(share) for share in self.shares]
+        return {
+            **own,
+            "shares": shares,
+            "context": dict(self.context),
+            "job": json.loads(self.job.to_json()),
+        }
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Start:
+        """Reads what ``as_table`` gave; ``ConfigError`` for a job of other settings than are known here."""
+        own = {name: table[name] for name in ("step", "strategy", "level", "device", "context")}
+        shares = [Share(**share) for share in table["shares"]]
+        return cls(**own, shares=shares, job=JobConfig.from_json(json.dumps(table["job"])))
+
+
+def read_starts(folder: Path) -> list[Start]:
+    """The starts of a run, oldest first; ``ConfigError`` where the folder does not tell."""
+    path = folder / FILE
+    if not folder.is_dir():
+        raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
+    if not path.is_file():
+        raise ConfigError(
+            f"'{folder}' holds no {FILE}, in which 'lockstep train' writes down what it runs. Give the folder of a run "
+            "that this version of Lockstep has trained."
+        )
+    try:
+        starts = [Start.from_table(entry) for entry in json.loads(path.read_bytes())["starts"]]
+        if not starts:
+            raise ValueError("it names no start")
+        return starts
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
+
+
+def with_start(earlier: Sequence[Start], new: Start) -> str:
+    """The file's text with one more start; those that it goes back behind are left out."""
+    kept = [start for start in earlier if start.step < new.step]
+    return json.dumps({"starts": [start.as_table() for start in (*kept, new)]}, indent=1) + "\n"
+
+
+def one_recipe(starts: Sequence[Start]) -> bool:
+    """True where a run started from step 0 and every start had the same recipe."""
+    return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
+
+
+def _recipe(job: JobConfig) -> str:
+    """The settings that the result depends on."""
+    table = json.loads(job.to_json())
+    table["threads"] = job.run.threads
+    for section in ("run", "checkpoint", "log", *STRATEGIES):
+        table.pop(section, None)
+    for key in ("strategy", "mesh", "fingerprint_every", "gradients_every", "record_micro_batches"):
+        table.get("training", {}).pop(key, None)
+    return json.dumps(table, sort_keys=True)
 
 
 def run_folder(config: JobConfig) -> Path:

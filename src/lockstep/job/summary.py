@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.job.config import JobConfig, ScheduleConfig
-from lockstep.plan import BatchShape, SamplePlan, StepPlan, share
+from lockstep.config.job import JobConfig, ScheduleConfig
+from lockstep.core.plan import BatchShape, SamplePlan, StepPlan, share
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
@@ -15,7 +15,7 @@ _LEVELS = {"ring": "B (tolerance)", "bf16": "B (tolerance)", "powersgd": "C (sta
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known about a job only after its data and model have been looked at."""
+    """The facts about a job that its data and model tell."""
 
     samples: int
     """Samples that are trained on."""
@@ -24,13 +24,13 @@ class Facts:
     parameters: int = 0
     """Numbers in the model's parameters."""
     batch_norm: bool = False
-    """Whether the model has BatchNorm, which cannot be computed from one sample."""
+    """True for a model with BatchNorm, which cannot be computed from one sample."""
     ranks: int | None = None
     """Processes of the run; None where the machine decides."""
 
 
 def describe(config: JobConfig, facts: Facts, folder: str) -> str:
-    """What the job would do, as lines of text.
+    """Describes the work of a job as lines of text.
 
     Args:
         config: the checked job.
@@ -138,7 +138,7 @@ def _shares(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
 
 
 def _workers(config: JobConfig, ranks: int) -> tuple[int, int]:
-    """How many ranks compute micro-batches, and the first of them."""
+    """The number of ranks that compute micro-batches, and the first of them."""
     servers = config.parameter_server.servers
     if config.training.strategy != "parameter_server" or ranks <= servers:
         return ranks, 0

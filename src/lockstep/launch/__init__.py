@@ -2,14 +2,13 @@
 
 import sys
 
-from lockstep.launch.control import Stopped, StopReason
-from lockstep.launch.devices import Devices, parse_devices
 from lockstep.launch.function import CallablePackage, launch
-from lockstep.launch.heartbeat import Heartbeat
-from lockstep.launch.options import LaunchOptions
-from lockstep.launch.parent_death import die_with_parent
+from lockstep.launch.options import Devices, LaunchOptions, parse_devices
 from lockstep.launch.supervisor import supervise
 from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
+from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.parent_death import die_with_parent
 
 __all__ = [
     "Devices",

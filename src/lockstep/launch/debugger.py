@@ -1,9 +1,14 @@
-"""Lets a debugger join one rank, which waits for it, while nothing that the other ranks wait for has a limit.
+"""Attaches a debugger to one rank, at its start or while it runs; the other ranks wait for it without a time limit.
 
     rank 1   start ── listens on 127.0.0.1 ── waits ── the debugger attaches ── the user's script ...
-    others   start ── meet ........................................... wait for rank 1, however long it stands
+    others   start ── rendezvous ..................................... wait for rank 1, however long it stands
 
-debugpy serves the protocol from within the rank: no further process, and no socket but the one on loopback.
+debugpy serves the protocol from within the rank: no other process, and no socket but the one on loopback. A running
+rank is asked by a signal. No process is traced or written to from outside, so this works where ptrace is forbidden, as
+in most containers.
+
+    lockstep debug --attach   request file, signal ────────────────> reads the answer file
+    the rank                                  listens on loopback ──> writes the answer file
 """
 
 from __future__ import annotations
@@ -11,40 +16,45 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
+import signal
 import socket
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.core.world import DEBUG_RANK, HostLayout, World
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.options import LaunchOptions
-from lockstep.launch.place import Place
-from lockstep.world import DEBUG_RANK, World
+from lockstep.launch.runs import RunOnHost, signal_process
 
 DEFAULT_PORT = 5678
-"""The one that debuggers offer first."""
+"""The default of debuggers."""
 _HOST = "127.0.0.1"
 _MOST_PORT = 65535
 
 
 def with_debugger(
-    options: LaunchOptions, rank: int, port: int = DEFAULT_PORT, place: Place | None = None
+    options: LaunchOptions, rank: int, port: int = DEFAULT_PORT, layout: HostLayout | None = None
 ) -> LaunchOptions:
-    """The options of a run in which ``rank`` waits for a debugger, no rank is hurried, and nothing starts again.
+    """Returns the options of a run in which ``rank`` waits for a debugger, without time limits and restarts.
 
     Args:
         options: of this host.
         rank: of all hosts' ranks.
         port: on loopback of the host that has the rank.
-        place: of this host among several.
+        layout: of this host among several.
 
     Raises:
-        ConfigError: there is no such rank; or it is on this host, and debugpy is not installed or the port is taken.
+        ConfigError: there is no such rank; or it is on this host, and debugpy is not installed or the port is in use.
     """
     count = options.devices.count
-    check_rank_and_port(rank, count if place is None else place.world_size, port)
-    first = 0 if place is None else place.first_rank
+    check_rank_and_port(rank, count if layout is None else layout.world_size, port)
+    first = 0 if layout is None else layout.first_rank
     if first <= rank < first + count:
         require_debugpy()
         _require_free(port)
@@ -52,7 +62,7 @@ def with_debugger(
 
 
 def require_debugpy() -> None:
-    """Raises ``ConfigError`` with the line that installs it where debugpy is missing."""
+    """Raises ``ConfigError`` if debugpy is not installed."""
     if importlib.util.find_spec("debugpy") is None:
         raise ConfigError(
             "A debugger on a rank was asked for, and debugpy is not installed in this environment. Install it with: "
@@ -61,29 +71,29 @@ def require_debugpy() -> None:
 
 
 def check_rank_and_port(rank: int, ranks: int, port: int) -> None:
-    """Raises ``ConfigError`` where a run of that many ranks has no such rank, or there is no such port."""
+    """Raises ``ConfigError`` if a run of that many ranks has no such rank, or there is no such port."""
     if not 0 <= rank < ranks:
         has = f"the ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 alone"
         raise ConfigError(
-            f"A debugger on rank {rank} was asked for, and the run has {has}. Choose one it has, or start more with "
-            "--devices."
+            f"A debugger on rank {rank} was asked for, and the run has {has}. Choose one of them, or start more ranks "
+            "with --devices."
         )
     if not 0 <= port <= _MOST_PORT:
         raise ConfigError(
-            f"The port {port} was asked for; ports are numbers from 1 to {_MOST_PORT}, or 0 for any free one."
+            f"The port {port} was given; use a number from 1 to {_MOST_PORT}, or 0 for any free port."
         )
 
 
 def take_part_in_debugging(world: World, rank: int, port: int) -> World:
-    """The same for a world that another launcher has started. Every rank must call this, before the process group.
+    """Does the same in a world that another launcher has started. Every rank must call this, before the process group.
 
     Args:
-        world: who this process is.
-        rank: the one that waits here until a debugger has attached; the others wait for it without a limit.
+        world: of this process.
+        rank: the one that waits here until a debugger has attached; the others wait for it without a time limit.
         port: on loopback of that rank's host.
 
     Raises:
-        ConfigError: there is no such rank; or it is this one, and debugpy is not installed or the port is taken.
+        ConfigError: there is no such rank; or it is this one, and debugpy is not installed or the port is in use.
     """
     check_rank_and_port(rank, world.world_size, port)
     os.environ[DEBUG_RANK] = str(rank)
@@ -97,9 +107,9 @@ def take_part_in_debugging(world: World, rank: int, port: int) -> World:
 
 
 def wait_for_debugger(rank: int, port: int) -> None:
-    """Listens on loopback, says where, and returns when a debugger has attached and set its breakpoints.
+    """Listens on loopback, prints the address, and waits until a debugger has attached and set its breakpoints.
 
-    To be called on the rank that is debugged.
+    Call this on the rank that is debugged.
     """
     address = listen(rank, port)
     print(f"lockstep: rank {rank} waits for a debugger at {address}.", file=sys.stderr, flush=True)
@@ -107,17 +117,17 @@ def wait_for_debugger(rank: int, port: int) -> None:
 
 
 def listen(rank: int, port: int) -> str:
-    """Serves debuggers in this process from now on, one at a time, and returns the address.
+    """Starts to serve debuggers in this process, one at a time, and returns the address.
 
-    The processes it starts, such as loader workers, are left alone.
+    Child processes, such as loader workers, are not debugged.
 
     Args:
         rank: for the message.
-        port: 0 takes any free one.
+        port: 0 for any free one.
     """
-    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # else it warns of frozen modules
+    os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # otherwise it warns about frozen modules
     debugpy = _debugpy()
-    _require_free(port)  # it would wait forever for a port that is taken
+    _require_free(port)  # debugpy would wait forever for a port in use
     debugpy.configure(subProcess=False)
     try:
         host, port = debugpy.listen((_HOST, port), in_process_debug_adapter=True)
@@ -131,9 +141,9 @@ def _debugpy() -> Any:
 
 
 def lift_default_limit(world: World) -> None:
-    """Lets a script's own ``init_process_group()`` wait without a limit where a rank is debugged.
+    """Lets a script's own ``init_process_group()`` wait without a time limit if a rank is debugged.
 
-    torch has no public place for it, so nothing happens where the constant is not found.
+    torch has no public setting for it, so nothing happens if the constant is not found.
     """
     torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
     if world.is_debugged and hasattr(torch_groups, "default_pg_timeout"):
@@ -148,6 +158,91 @@ def _require_free(port: int) -> None:
             probe.bind((_HOST, port))
         except OSError as error:
             raise ConfigError(
-                f"The debugger's port {_HOST}:{port} cannot be had: {error.strerror}. Give another --debug-port; 0 "
-                "takes any free one."
+                f"Cannot bind the debugger's port {_HOST}:{port}: {error.strerror}. Choose another --debug-port, "
+                "or 0 for any free port."
             ) from error
+
+
+REQUEST_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+"""Asks a rank to serve a debugger; 0 on systems without real-time signals."""
+_DEBUGGED = "debugged"
+_POLL_INTERVAL = 0.05
+
+
+def serve_debug_requests(world: World) -> None:
+    """Lets a debugger attach to this rank at any time; does nothing if another launcher started it.
+
+    The rank answers between two lines of Python: one that waits in a collective answers when that returns.
+    """
+    if not world.run_directory or not REQUEST_SIGNAL:
+        return
+    directory = Path(world.run_directory)
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        try:
+            result = {"address": listen(world.rank, int(_request_file(directory, world.rank).read_text()))}
+        except LockstepError as error:
+            result = {"refused": str(error)}
+        _write(_answer_file(directory, world.rank), json.dumps(result))
+
+    signal.signal(REQUEST_SIGNAL, answer)
+
+
+def request_debugger(run: RunOnHost, rank: int, port: int, within: float) -> str:
+    """Asks a rank of this user's run to serve debuggers, and returns the address.
+
+    Args:
+        run: of this user, on this host.
+        rank: of the run.
+        port: on loopback; ignored if the rank listens already.
+        within: seconds to wait for its answer.
+
+    Raises:
+        ConfigError: the rank is not running, does not answer, or cannot listen.
+    """
+    answer = _answer_file(run.directory, rank)
+    if not answer.exists():
+        beat = run.beats.get(rank)
+        if beat is None or not REQUEST_SIGNAL:
+            raise ConfigError(f"Cannot attach to rank {rank}: it has not started, or there is no such rank.")
+        _write(_request_file(run.directory, rank), str(port))
+        (run.directory / _DEBUGGED).touch(mode=0o600)  # before the rank can stop at a breakpoint
+        if not signal_process(run, beat.pid, REQUEST_SIGNAL):
+            (run.directory / _DEBUGGED).unlink()
+            raise ConfigError(f"Cannot attach to rank {rank}: it has ended.")
+        _wait_for(answer, rank, within)
+    result = json.loads(answer.read_text())
+    if "refused" in result:
+        answer.unlink()
+        raise ConfigError(result["refused"])
+    return str(result["address"])
+
+
+def is_debugged(directory: Path) -> bool:
+    """True if a rank of the run was asked to serve a debugger."""
+    return (directory / _DEBUGGED).exists()
+
+
+def _wait_for(answer: Path, rank: int, within: float) -> None:
+    deadline = time.monotonic() + within
+    while not answer.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"Rank {rank} has not answered within {within:g} s. A rank that waits in a collective answers when "
+                "that returns; 'lockstep stacks' shows where it is."
+            )
+        time.sleep(_POLL_INTERVAL)  # the rank cannot notify; it can only write
+
+
+def _request_file(directory: Path, rank: int) -> Path:
+    return directory / f"debugger-{rank:03}.ask"
+
+
+def _answer_file(directory: Path, rank: int) -> Path:
+    return directory / f"debugger-{rank:03}.answer"
+
+
+def _write(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)

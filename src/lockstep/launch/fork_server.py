@@ -1,11 +1,10 @@
-"""The process that has torch imported once and forks every rank of one run.
+"""The process that imports torch once and forks every rank of one run, and the supervisor's end of it.
 
-It runs no torch operator and never touches a GPU, so that a fork of it is sound; it forks from its main
-thread, so that the parent-death signal of a rank means the server's end; and it is tied to the supervisor the
-same way.
+    supervisor (ServerProcess) ── JSON lines over a socket pair ──> fork server (_Server) ── fork ──> ranks
+                               <── started, ended (in order) ──────
 
-    supervisor ── JSON lines over a socket pair ──> fork server ── fork ──> ranks
-               <── started, ended (in order) ──────
+The server runs no torch operator and never touches a GPU, so it is safe to fork. It forks from its main thread, so the
+parent-death signal of a rank means that the server has ended; it is tied to the supervisor in the same way.
 """
 
 from __future__ import annotations
@@ -17,16 +16,102 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
-from lockstep.launch.parent_death import arm
-from lockstep.launch.rank import RankTask, run_rank
+from lockstep.launch.rank_process import RankTask, run_rank
 from lockstep.launch.targets import from_json
+from lockstep.runtime.parent_death import arm
+
+_PROGRAM = "from lockstep.launch.fork_server import main; main()"
+
+
+class ServerProcess:
+    """A running fork server.
+
+    It has its own session, so that Ctrl-C at the terminal reaches only the supervisor.
+
+    Args:
+        order: the modules to import and the ranks to start.
+        environment: of the server and so of every rank.
+        signal_pipe: descriptor that the ranks inherit.
+    """
+
+    def __init__(self, order: Mapping[str, Any], environment: Mapping[str, str], signal_pipe: int) -> None:
+        self._channel, theirs = socket.socketpair()
+        try:
+            arguments = [str(theirs.fileno()), str(signal_pipe), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                env=dict(environment),
+                pass_fds=(theirs.fileno(), signal_pipe),
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        self._received = b""
+        self.closed = False
+        """True if the server has closed its end."""
+        self._send(order)
+        self._channel.setblocking(False)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the server and the remaining ranks."""
+        self._channel.close()
+        if kind is not None:
+            self._process.kill()
+        try:
+            self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on for events."""
+        return self._channel.fileno()
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the events that have arrived; never blocks."""
+        try:
+            while part := self._channel.recv(65536):
+                self._received += part
+            self.closed = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self.closed = True
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
+        """Sends a signal to running ranks; SIGKILL also to their child processes."""
+        try:
+            self._send({"signal": int(number), "ranks": list(ranks)})
+        except (BrokenPipeError, ConnectionResetError):
+            self.closed = True
+
+    def kill(self) -> None:
+        """Kills the server, and by the parent-death signal its ranks."""
+        self._process.kill()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 
 def main() -> None:
@@ -48,14 +133,14 @@ def main() -> None:
 
 
 def _import(preload: list[str]) -> None:
-    """Imports torch, and what the target asked for if it is there; the rank says what is missing.
+    """Imports torch, and the target's modules if they exist; the rank reports those that do not.
 
-    The garbage collector rests meanwhile (a tenth of the time), and never looks at what was imported afterwards, so
+    The garbage collector is off meanwhile, which saves a tenth of the time, and later ignores the imported objects, so
     that its marks do not copy the pages that all ranks share.
     """
     gc.disable()
     importlib.import_module("torch.distributed")
-    from lockstep.launch.light_torch import postpone_compiler
+    from lockstep.runtime.lazy_compiler import postpone_compiler
 
     postpone_compiler()
     for name in preload:
@@ -74,7 +159,7 @@ class _Server:
             end.setblocking(False)
 
     def serve(self, order: Mapping[str, Any], signal_pipe: int) -> RankTask | None:
-        """Forks the ranks and reports until the last has ended; in a fork, returns that rank's task."""
+        """Forks the ranks and reports their ends until the last; in a fork, returns that rank's task."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno())
         server = os.getpid()
@@ -95,7 +180,7 @@ class _Server:
         return None
 
     def _forget(self) -> None:
-        """Gives up, in a fork, what belongs to the server."""
+        """Closes, in a fork, what belongs to the server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._wake, self._woken, self._channel):
@@ -110,18 +195,18 @@ class _Server:
             while self._ranks:
                 for key, _ in selector.select():
                     if key.fileobj is self._channel:
-                        received = self._obey(received + self._receive())
+                        received = self._forward_signals(received + self._receive())
                     else:
                         self._woken.recv(4096)
                 self._reap()
 
     def _receive(self) -> bytes:
         part = self._channel.recv(65536)
-        if not part:  # the supervisor has gone; its death signal is on the way
+        if not part:  # the supervisor has ended; its death signal follows
             raise SystemExit
         return part
 
-    def _obey(self, received: bytes) -> bytes:
+    def _forward_signals(self, received: bytes) -> bytes:
         *lines, rest = received.split(b"\n")
         for line in lines:
             command = json.loads(line)
@@ -131,7 +216,7 @@ class _Server:
         return rest
 
     def _reap(self) -> None:
-        """Reports ended ranks, and ends what they started while their number cannot be used again."""
+        """Reports ended ranks, and kills their child processes while their process id cannot be reused."""
         while self._ranks:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -145,11 +230,11 @@ class _Server:
 
 
 def _send_signal(process: int, number: signal.Signals) -> None:
-    """SIGKILL goes to all that the rank started as well."""
+    """Sends a signal to a rank; SIGKILL also to its child processes."""
     if number is signal.SIGKILL:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process, number)
-    os.kill(process, number)  # not reaped yet, so the number is still this rank's
+    os.kill(process, number)  # not reaped yet, so the id is still this rank's
 
 
 def _tell(channel: socket.socket, **event: Any) -> None:

@@ -8,11 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, ConfigError, RankError
-from lockstep.launch.control import Stopped, StopReason
-from lockstep.launch.devices import parse_devices
-from lockstep.launch.options import LaunchOptions
+from lockstep.launch.options import LaunchOptions, parse_devices
 from lockstep.launch.supervisor import run_world
 from lockstep.launch.targets import FunctionTarget
+from lockstep.runtime.control import Stopped, StopReason
 
 
 def launch(
@@ -25,11 +24,11 @@ def launch(
 ) -> list[Any]:
     """Calls ``function(*args, **kwargs)`` on one new process per device and returns the results by rank.
 
-    A script must hold the call back with ``if __name__ == "__main__":``, since every rank imports the script.
+    A script must guard the call with ``if __name__ == "__main__":``, because every rank imports the script.
     A failure raises ``RankError`` with the traceback of the rank that failed first.
 
     Args:
-        function: defined at the top level of a file; what it returns must fit into JSON.
+        function: defined at the top level of a file; its result must be representable as JSON.
         args: for the function; anything that can be pickled.
         devices: ``N``, ``auto``, ``cpu``, ``cpu:N`` or a list such as ``0,5``.
         threads: intra-op threads per rank; see ``LaunchOptions``.
@@ -39,7 +38,7 @@ def launch(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             f"launch() was called on rank {os.environ['RANK']} of a world of {os.environ['WORLD_SIZE']}. "
-            "That would start ranks within ranks. Call the function itself there."
+            "That would start ranks within ranks. Call the function directly instead."
         )
     target = FunctionTarget.from_function(function, args, kwargs)
     options = LaunchOptions(devices=parse_devices(devices), threads=threads, log_directory=log_directory)
@@ -54,7 +53,7 @@ def launch(
 
 
 class CallablePackage(ModuleType):
-    """The package ``lockstep.launch``, which can be called as the function of that name.
+    """The package ``lockstep.launch``, which can be called like the function of that name.
 
     Importing any module of the package makes ``lockstep.launch`` the package, so it has to be both.
     """

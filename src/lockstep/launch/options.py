@@ -1,28 +1,147 @@
-"""How the ranks of this host are started and ended."""
+"""The options of a launch: devices, threads, limits, restarts; and the environment that they give the ranks.
+
+Devices are found without importing torch:
+
+--devices 4        4 GPUs, or 4 CPU processes where there is no GPU
+--devices 0,5      these two of the visible GPUs ("5," is a list of one)
+--devices auto     every visible GPU; without one, a CPU process per core, at most 8
+--devices cpu:3    3 CPU processes, also where there are GPUs; "cpu" chooses the number as auto does
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
+from lockstep.config.checks import device_request
+from lockstep.core.world import DEBUG_RANK, LOOPBACK, PROFILE, HostLayout
 from lockstep.errors import ConfigError, nearest
-from lockstep.launch.devices import Devices
-from lockstep.launch.place import LOOPBACK, Place
-from lockstep.world import DEBUG_RANK, PROFILE
 
-RESTART_WORLDS = ("same", "left")
+_MOST_CPU_RANKS = 8
+_GPU_NODE = re.compile(r"nvidia\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of the ranks of this host."""
+
+    kind: str
+    """``cuda`` or ``cpu``."""
+    names: tuple[str, ...]
+    """Each an entry of ``CUDA_VISIBLE_DEVICES``, or ``cpu``."""
+    per_rank: int = 1
+    """Number of consecutive devices that a rank uses."""
+
+    @property
+    def count(self) -> int:
+        """Number of ranks on this host."""
+        return len(self.names) // self.per_rank
+
+    @property
+    def visible(self) -> str:
+        """The value of ``CUDA_VISIBLE_DEVICES`` for all ranks; the local rank is an index into it."""
+        return ",".join(self.names) if self.kind == "cuda" else ""
+
+
+def parse_devices(
+    text: str | int, *, gpus: tuple[str, ...] | None = None, cores: int | None = None
+) -> Devices:
+    """Reads a ``--devices`` value.
+
+    Args:
+        text: ``N``, ``auto``, ``cpu``, ``cpu:N`` or a list of indices such as ``0,5``.
+        gpus: the visible GPUs; found on this host if not given.
+        cores: the usable cores; found on this host if not given.
+    """
+    asked = device_request(text)
+    if isinstance(asked, str):
+        raise ConfigError(f"devices {asked}")
+    gpus = visible_gpus() if gpus is None else gpus
+    cpu_ranks = min(usable_cores() if cores is None else cores, _MOST_CPU_RANKS)
+    if asked.indices:
+        absent = [index for index in asked.indices if index >= len(gpus)]
+        if absent:
+            raise ConfigError(
+                f"devices={','.join(map(str, asked.indices))} was asked for and {_found(gpus)}: there is no index "
+                f"{absent[0]}. Indices count the visible GPUs from 0."
+            )
+        return Devices(kind="cuda", names=tuple(gpus[index] for index in asked.indices))
+    if asked.is_cpu or not gpus:
+        return Devices(kind="cpu", names=("cpu",) * (asked.count or cpu_ranks))
+    if asked.count is not None and asked.count > len(gpus):
+        raise ConfigError(
+            f"devices={asked.count} was asked for and {_found(gpus)}. "
+            f"Use devices={len(gpus)}, or devices=cpu:{asked.count} for CPU processes."
+        )
+    return Devices(kind="cuda", names=gpus[: asked.count])
+
+
+def visible_gpus(
+    environment: Mapping[str, str] | None = None, device_folder: Path = Path("/dev")
+) -> tuple[str, ...]:
+    """Returns the GPUs that a process may use: those of ``CUDA_VISIBLE_DEVICES`` if it is set, else all of the host.
+
+    Empty if the installed torch is a CPU build.
+    """
+    variables = os.environ if environment is None else environment
+    chosen = variables.get("CUDA_VISIBLE_DEVICES")
+    found = _nodes(device_folder) if chosen is None else _valid(chosen)
+    return () if found and _torch_is_cpu_build() else found
+
+
+def _nodes(device_folder: Path) -> tuple[str, ...]:
+    nodes = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
+    return tuple(str(index) for index in range(nodes))
+
+
+def _valid(chosen: str) -> tuple[str, ...]:
+    """Returns the entries before the first invalid one, where CUDA stops reading."""
+    names = [name.strip() for name in chosen.split(",")]
+    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _found(gpus: tuple[str, ...]) -> str:
+    if not gpus:
+        return "no GPU is visible"
+    verb = "GPU is" if len(gpus) == 1 else "GPUs are"
+    return f"{len(gpus)} {verb} visible ({', '.join(gpus)})"
+
+
+def _torch_is_cpu_build() -> bool:
+    from importlib.metadata import (  # slow to import, and only needed beside a GPU
+        PackageNotFoundError,
+        version,
+    )
+
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+RESTART_WORLDS = ("same", "remaining")
 TOKEN_VARIABLE = "LOCKSTEP_TOKEN"
-"""Holds the secret of the supervisors of several hosts; ranks have no use for it."""
+"""Holds the secret of the supervisors of several hosts; not passed on to ranks."""
 _FOREIGN = ("TORCHELASTIC_", "OMPI_COMM_WORLD_")
-"""Variables of other launchers, which would make a rank believe that one of them started it."""
+"""Prefixes of variables of other launchers; a rank that has them would think that one of them started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What ``supervise`` and ``launch`` can be told."""
+    """The options of ``supervise`` and ``launch``."""
 
     devices: Devices
     """One per rank."""
@@ -34,58 +153,59 @@ class LaunchOptions:
     log_directory: str = ""
     """Where ranks write output and error records; if empty, a temporary folder, kept after a failure."""
     grace: float = 25.0
-    """Seconds between a preemption signal and the end of ranks that did not stop."""
+    """Seconds after a preemption signal until ranks that did not stop are killed."""
     stall_limit: float = 60.0
-    """Seconds without any progress, at least, after which a run in which ranks wait for one is ended; 0: never."""
+    """Minimum number of seconds without progress after which a run that waits for a rank is ended; 0: never."""
     debug_rank: int | None = None
-    """The rank that waits for a debugger before it begins; set by ``with_debugger``."""
+    """The rank that waits for a debugger before it starts; set by ``with_debugger``."""
     debug_port: int = 0
-    """Where it listens, on loopback; 0: any free port."""
+    """Its port on loopback; 0: any free port."""
     profile: str = ""
     """FIRST:COUNT: the steps of which a script's ``lockstep.init`` writes a timeline; empty: as the script says."""
-
     restarts: int = 0
-    """How often the run is started again after a process was lost."""
+    """How often the run is restarted after a process was lost."""
     restart_world: str = "same"
-    """What it is started on: ``same``, or ``left`` for the devices whose ranks were not lost."""
+    """The devices of a restart: ``same``, or ``remaining`` for those whose ranks were not lost (formerly ``left``)."""
     fits: Callable[[int], bool] = field(default=lambda ranks: True, repr=False)
-    """Whether the target can run on so many ranks; asked for ``restart_world="left"``."""
+    """True if the target can run on so many ranks; called for ``restart_world="remaining"``."""
     restart: int = 0
-    """How often it has been started again."""
+    """How often it has been restarted."""
     run_id: str = ""
-    """Of the run, over all restarts; a new one if empty."""
+    """Id of the run, the same over all restarts; a new one if empty."""
 
     def __post_init__(self) -> None:
+        if self.restart_world == "left":
+            object.__setattr__(self, "restart_world", "remaining")
         if self.restarts < 0:
-            raise ConfigError(f"restarts={self.restarts} was asked for; it is a number, 0 for never.")
+            raise ConfigError(f"restarts={self.restarts} was given; it must be 0 or more.")
         if self.restart_world not in RESTART_WORLDS:
             raise ConfigError(
                 f"restart_world {self.restart_world!r} is not known.{nearest(self.restart_world, RESTART_WORLDS)}"
             )
         if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads={self.threads} was asked for; a rank computes with at least 1.")
+            raise ConfigError(f"threads={self.threads} was given; a rank needs at least 1.")
         if self.stall_limit < 0:
             raise ConfigError(
-                f"stall_limit={self.stall_limit:g} was asked for; it is a number of seconds, 0 for never."
+                f"stall_limit={self.stall_limit:g} was given; it must be 0 (never) or more seconds."
             )
         if self.grace < 0:
-            raise ConfigError(f"grace={self.grace:g} was asked for; it is a number of seconds, 0 or more.")
+            raise ConfigError(f"grace={self.grace:g} was given; it must be 0 or more seconds.")
 
 
 def new_run_id() -> str:
-    """A name for a run: the time, and six digits so that two runs of one second differ."""
+    """Returns a new run id: the time, and six random digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def alone(options: LaunchOptions) -> Place:
-    """The place of a host that trains without others."""
-    return Place(run_id=options.run_id or new_run_id(), world_size=options.devices.count)
+def single_host_layout(options: LaunchOptions) -> HostLayout:
+    """Returns the layout of a run on this host alone."""
+    return HostLayout(run_id=options.run_id or new_run_id(), world_size=options.devices.count)
 
 
 def world_environment(
-    options: LaunchOptions, place: Place, run_directory: Path, inherited: Mapping[str, str]
+    options: LaunchOptions, layout: HostLayout, run_directory: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of the fork server, which all ranks share."""
+    """Returns the environment of the fork server, which all ranks share."""
     environment = {
         name: text
         for name, text in inherited.items()
@@ -96,23 +216,23 @@ def world_environment(
         OMP_NUM_THREADS=threads,
         MKL_NUM_THREADS=threads,
         CUDA_VISIBLE_DEVICES=options.devices.visible,
-        GLOO_SOCKET_IFNAME=place.interface,
-        NCCL_SOCKET_IFNAME=place.interface if place.interface == LOOPBACK else f"={place.interface}",
-        WORLD_SIZE=str(place.world_size),
+        GLOO_SOCKET_IFNAME=layout.interface,
+        NCCL_SOCKET_IFNAME=layout.interface if layout.interface == LOOPBACK else f"={layout.interface}",
+        WORLD_SIZE=str(layout.world_size),
         LOCAL_WORLD_SIZE=str(options.devices.count),
-        GROUP_RANK=str(place.node),
-        GROUP_WORLD_SIZE=str(place.nodes),
-        LOCKSTEP_RUN_ID=place.run_id,
+        GROUP_RANK=str(layout.node),
+        GROUP_WORLD_SIZE=str(layout.nodes),
+        LOCKSTEP_RUN_ID=layout.run_id,
         LOCKSTEP_RUN_DIRECTORY=str(run_directory),
         LOCKSTEP_RESTART=str(options.restart),
-        LOCKSTEP_RENDEZVOUS=place.rendezvous or f"file://{run_directory / 'rendezvous'}",
+        LOCKSTEP_RENDEZVOUS=layout.rendezvous or f"file://{run_directory / 'rendezvous'}",
     )
     environment[PROFILE] = options.profile
     if options.debug_rank is not None:
-        environment.update(**{DEBUG_RANK: str(options.debug_rank)})
+        environment[DEBUG_RANK] = str(options.debug_rank)
     return environment
 
 
-def rank_environment(local_rank: int, place: Place) -> dict[str, str]:
-    """What differs between the ranks of one host."""
-    return {"RANK": str(place.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+def rank_environment(local_rank: int, layout: HostLayout) -> dict[str, str]:
+    """Returns the variables that differ between the ranks of one host."""
+    return {"RANK": str(layout.first_rank + local_rank), "LOCAL_RANK": str(local_rank)}

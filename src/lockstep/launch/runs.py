@@ -1,26 +1,114 @@
-"""This user's runs on this host: found by their run directories, their processes by the run id they inherited.
+"""The run directory of a run, and this user's runs on this host, which are found by their run directories.
 
-A process belongs to a run if its environment holds the run's id; names and command lines play no part. It is ended
-through a handle of the kernel (pidfd) that was opened before the environment was read, so a number that has been given
-to another process since is never signalled.
+The run directory holds rendezvous file, heartbeats and results. It is in memory if possible, private to its owner, and
+removed with the run. If the launcher was killed, its lock is free and the user's next launcher removes the directory.
+
+A process belongs to a run if its environment has the run's id; names and command lines are ignored. It is signalled
+through a pidfd that was opened before the environment was read, so a reused process id is never signalled.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from lockstep.errors import ConfigError
-from lockstep.launch.beat import Beat, read_beat
-from lockstep.launch.run_directory import is_in_use, run_directories
+from lockstep.runtime.heartbeat import Beat, read_beat
+
+_PREFIX = "lockstep-run-"
+_LOCK = "lock"
+_LONGEST_BASE = 50
+"""Bytes; the path of a socket may have 107, of which a run needs up to 55."""
+
+
+@contextmanager
+def run_directory(base: Path | None = None) -> Iterator[Path]:
+    """Makes the directory (mode 0700) and removes it at the end."""
+    base = _base() if base is None else base
+    _remove_abandoned(base)
+    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    lock = _held_lock(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def run_directories() -> list[Path]:
+    """Returns the run directories of this user, in every place that a launcher may use."""
+    found = []
+    for base in _bases():
+        for directory in base.glob(f"{_PREFIX}*"):
+            with suppress(OSError):
+                if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
+                    found.append(directory)
+    return found
+
+
+def is_in_use(directory: Path) -> bool:
+    """True if the launcher of the directory is still running: it holds the lock."""
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _bases() -> list[Path]:
+    names = (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir())
+    return [Path(name) for name in dict.fromkeys(names) if name and Path(name).is_dir()]
+
+
+def _base() -> Path:
+    """Returns the first writable folder, if possible one whose path is short enough for sockets."""
+    usable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+    short = (base for base in usable if len(os.fsencode(base)) <= _LONGEST_BASE)
+    return next(short, (usable or [Path(tempfile.gettempdir())])[0])
+
+
+def _held_lock(directory: Path) -> int:
+    """Locks the file before giving it its name, so that no other launcher finds it unlocked."""
+    new = directory / f"{_LOCK}.new"
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    new.rename(directory / _LOCK)
+    return descriptor
+
+
+def _remove_abandoned(base: Path) -> None:
+    for directory in base.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another launcher may remove the same one
+            if directory.lstat().st_uid == os.getuid():
+                _remove_if_abandoned(directory)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
 
 _NOTE = "run.json"
 _RUN_ID = "LOCKSTEP_RUN_ID"
@@ -34,13 +122,13 @@ class Process:
 
     pid: int
     resident: int
-    """Bytes of memory that it holds."""
+    """Bytes of memory that it uses."""
     command: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOnHost:
-    """A run that has not ended, or has left something behind."""
+    """A run that has not ended, or was not cleaned up."""
 
     run_id: str
     directory: Path
@@ -52,7 +140,7 @@ class RunOnHost:
     logs: str
     ranks: int
     is_supervised: bool
-    """Whether the command that started it still runs; if not, what is left of it is left over."""
+    """True if the command that started it is still running."""
 
     @property
     def beats(self) -> dict[int, Beat]:
@@ -61,12 +149,12 @@ class RunOnHost:
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
     def processes(self) -> list[Process]:
-        """All processes of the run but the command itself, by process id."""
-        return [process for pid in _own_processes() if (process := _process_of(self.run_id, pid)) is not None]
+        """Returns all processes of the run but the command itself, by process id."""
+        return [process for pid in psutil.pids() if (process := _process_of(self.run_id, pid)) is not None]
 
 
 def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path, ranks: int) -> None:
-    """Says in the run directory what runs there."""
+    """Writes a description of the run to its directory."""
     note = {
         "run_id": run_id,
         "supervisor": os.getpid(),
@@ -79,27 +167,27 @@ def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path,
 
 
 def find_runs() -> list[RunOnHost]:
-    """This user's runs, the oldest first."""
+    """Returns this user's runs, the oldest first."""
     found = [run for directory in run_directories() if (run := _read(directory)) is not None]
     return sorted(found, key=lambda run: (run.started, run.run_id))
 
 
 def choose_run(name: str | None) -> RunOnHost:
-    """The run whose id is, or begins or ends with, ``name``; without a name the only one that runs.
+    """Returns the run whose id is, or begins or ends with, ``name``; without a name the only run.
 
     Raises:
-        ConfigError: no run, or more than one, is meant.
+        ConfigError: no run matches, or more than one.
     """
     runs = find_runs()
     meant = [run for run in runs if not name or run.run_id.startswith(name) or run.run_id.endswith(name)]
     if len(meant) == 1:
         return meant[0]
     if not runs:
-        raise ConfigError("No run of this user is on this host ('lockstep ps' lists them).")
+        raise ConfigError("This user has no run on this host ('lockstep ps' lists them).")
     known = ", ".join(run.run_id for run in runs)
     if not name:
-        raise ConfigError(f"Say which run is meant; this user's runs on this host: {known}.")
-    fit = f"{len(meant)} runs fit" if meant else "No run fits"
+        raise ConfigError(f"There are several runs: name one of {known}.")
+    fit = f"{len(meant)} runs match" if meant else "No run matches"
     raise ConfigError(f"{fit} {name!r}; this user's runs on this host: {known}.")
 
 
@@ -117,7 +205,7 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
 
 
 def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
-    """Sends a signal to one process of a run; False, and nothing is sent, where it is none of it or has ended."""
+    """Sends a signal to one process of a run; returns False if it has ended or is not of the run."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -133,14 +221,14 @@ def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
     return True
 
 
-def remove_left_over(run: RunOnHost) -> None:
+def remove_run_directory(run: RunOnHost) -> None:
     """Removes the run directory of a run whose command and processes have ended."""
     if not is_in_use(run.directory):
         shutil.rmtree(run.directory, ignore_errors=True)
 
 
 def _read(directory: Path) -> RunOnHost | None:
-    """The run of a directory; None if it is being made or removed, or its note is none."""
+    """Reads the run of a directory; None if it is being made or removed, or is not valid."""
     try:
         path = directory / _NOTE
         if path.stat().st_size > _LARGEST_NOTE:
@@ -160,36 +248,22 @@ def _read(directory: Path) -> RunOnHost | None:
         return None
 
 
-def _own_processes() -> list[int]:
-    own, found = os.getuid(), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if entry.stat().st_uid == own:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
 def _process_of(run_id: str, pid: int) -> Process | None:
-    """The process, if it belongs to the run and has not ended."""
-    folder = Path(f"/proc/{pid}")
+    """The process, if it is this user's, belongs to the run and has not ended."""
     try:
-        environment = dict(
-            part.partition(b"=")[::2] for part in (folder / "environ").read_bytes().split(b"\0") if part
-        )
-        if environment.get(_RUN_ID.encode()) != run_id.encode():
-            return None
-        pages = int((folder / "statm").read_text().split()[1])
-        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except (OSError, ValueError, IndexError):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if process.uids().real != os.getuid() or process.environ().get(_RUN_ID) != run_id:
+                return None
+            command = " ".join(process.cmdline()).encode(errors="replace").decode().strip()
+            return Process(pid, process.memory_info().rss, command) if command else None
+    except psutil.Error:  # it has ended, or is another user's
         return None
-    if not command:  # ended, and not waited for yet
-        return None
-    return Process(pid, pages * os.sysconf("SC_PAGE_SIZE"), command)
 
 
 def _handles(run_id: str) -> Iterator[tuple[int, int]]:
-    """Process id and handle of each process of a run; the caller's list keeps the handles until it has used them."""
-    for pid in _own_processes():
+    """Yields process id and pidfd of each process of a run; the caller closes the pidfds."""
+    for pid in psutil.pids():
         try:
             handle = os.pidfd_open(pid)
         except OSError:
@@ -201,7 +275,7 @@ def _handles(run_id: str) -> Iterator[tuple[int, int]]:
 
 
 def _wait(handles: Sequence[int], limit: float) -> None:
-    """Waits until the processes have ended, and closes their handles."""
+    """Waits until the processes have ended, and closes the pidfds."""
     deadline = time.monotonic() + limit
     for handle in handles:
         select.select([handle], [], [], max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""What the ranks run: a script, an entry point with a JSON payload, or a Python function.
+"""The target of a launch: a script, an entry point with a JSON payload, or a Python function.
 
-A target travels to the ranks as JSON over a private pipe. Only the arguments of a function are pickled; they
-come from the very program that starts the ranks.
+It is sent to the ranks as JSON over a private pipe. Only the arguments of a function are pickled, by the program that
+starts the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ScriptTarget:
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_file():
-            raise ConfigError(f"The script {self.path!r} was asked for and is not a file. Check the path.")
+            raise ConfigError(f"The script {self.path!r} is not a file. Check the path.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class EntryTarget:
     entry: str
     """``package.module:function``."""
     payload: Any = None
-    """Anything JSON can carry."""
+    """A JSON value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class FunctionTarget:
     def from_function(
         cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FunctionTarget:
-        """Names a function so that another process can import it; ``ConfigError`` if none could."""
+        """Names a function so that another process can import it; ``ConfigError`` if that is impossible."""
         module, name, main_path = _address(function)
         try:
             pickled = pickle.dumps((args, dict(kwargs)))
@@ -80,12 +80,12 @@ _KINDS: dict[str, type[ScriptTarget | EntryTarget | FunctionTarget]] = {
 
 
 def to_json(target: Target) -> dict[str, Any]:
-    """The target as a JSON value."""
+    """Returns the target as a JSON value."""
     return {"kind": type(target).__name__, **asdict(target)}
 
 
 def from_json(value: Mapping[str, Any]) -> Target:
-    """The target of a JSON value made by ``to_json``."""
+    """Reads the result of ``to_json``."""
     fields: dict[str, Any] = dict(value)
     for name in ("arguments", "search_path"):
         if isinstance(fields.get(name), list):
@@ -95,11 +95,11 @@ def from_json(value: Mapping[str, Any]) -> Target:
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Module, qualified name, and the path of the main script where the function is defined in it."""
+    """Returns module, qualified name, and the path of the main script if the function is defined there."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not name or "<" in name or _resolve(sys.modules.get(module), name) is not function:
         raise ConfigError(
-            f"{name or function!r} was to run on every rank and cannot be found by another process. "
+            f"{name or function!r} cannot be imported by another process, which running it on every rank needs. "
             "Give a function defined by `def` at the top level of a file, not a lambda or an inner function."
         )
     if module != "__main__":

@@ -3,8 +3,7 @@
 Pure: a script is parsed, never imported; torch is not needed.
 """
 
-from lockstep.lint.catalogue import RULES, choose, table
-from lockstep.lint.check import check_file, check_text
-from lockstep.lint.finding import Finding, Rule
+from lockstep.lint.check import RULES, check_file, check_text, choose, table
+from lockstep.lint.finding import Finding, LintRule
 
-__all__ = ["RULES", "Finding", "Rule", "check_file", "check_text", "choose", "table"]
+__all__ = ["RULES", "Finding", "LintRule", "check_file", "check_text", "choose", "table"]

@@ -1,4 +1,4 @@
-"""What a rule finds, and the rule itself."""
+"""Rules, the places that they object to, and the findings that are reported."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lockstep.lint.script import Script
 
 
 class Hit(NamedTuple):
-    """A place that a rule objects to: the node, what is wrong there, and the line that mends it."""
+    """A place that a rule objects to: the node, what is wrong there, and the line that fixes it."""
 
     node: ast.expr | ast.stmt
     wrong: str
-    mend: str
+    fix: str
 
 
 Check = Callable[[Script], Iterator[Hit]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class LintRule:
     """A rule: its number, its name, one sentence on what it finds, and the function that finds it."""
 
     number: str
@@ -41,18 +41,18 @@ class Finding:
     rule: str
     name: str
     wrong: str
-    mend: str
+    fix: str
 
     def text(self) -> str:
-        """The finding as it is printed: the place and what is wrong, then what mends it."""
+        """The finding as it is printed: the place and what is wrong, then the fix."""
         place = f"{self.path}:{self.line}:{self.column}"
-        return f"{place}: {self.rule} {self.name}: {self.wrong}\n    mend: {self.mend}"
+        return f"{place}: {self.rule} {self.name}: {self.wrong}\n    fix: {self.fix}"
 
 
-def rule(number: str, name: str, summary: str) -> Callable[[Check], Rule]:
-    """Makes a ``Rule`` of the function that follows; the function yields its hits in any order."""
+def rule(number: str, summary: str) -> Callable[[Check], LintRule]:
+    """Makes a rule of a function, which yields its hits in any order and gives the rule its name."""
 
-    def decorate(check: Check) -> Rule:
-        return Rule(number=number, name=name, summary=summary, check=check)
+    def decorate(check: Check) -> LintRule:
+        return LintRule(number, check.__name__.replace("_", "-"), summary, check)
 
     return decorate

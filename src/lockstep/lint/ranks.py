@@ -1,15 +1,17 @@
-"""What in a script is a rank, and what a test of it lets through.
+"""Ranks in a script: the values that are one, the conditions that test one, and the ranks that reach a line.
 
 A value is *proved* to be a rank where it comes from ``get_rank()`` or the launcher's environment; elsewhere it may
-be *called* one. Rules that object to a value want proof; conditions are taken by their name.
+be *called* one. Rules that object to a value want proof; conditions are taken by their name. A line is reached by the
+ranks that the conditions around it, early returns before it, and the callers of its function let through.
 """
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import lru_cache
 
-from lockstep.lint.names import last_name
-from lockstep.lint.script import Script, constant
+from lockstep.lint.script import FUNCTIONS, Function, Script, argument, arguments, constant, last_name
 
 GLOBAL, LOCAL = "global", "local"
 FIRST, OTHERS = "first", "others"
@@ -24,27 +26,14 @@ _ENVIRONMENT = {
 _RANK_NAMES = {"rank": GLOBAL, "global_rank": GLOBAL, "world_rank": GLOBAL, "ddp_rank": GLOBAL}
 _LOCAL_NAMES = {"local_rank": LOCAL, "ddp_local_rank": LOCAL, "localrank": LOCAL}
 _NAMES = _RANK_NAMES | _LOCAL_NAMES
-_NUMBERS = frozenset(
-    {"gpu", "gpu_id", "device_id", "proc_id", "process_id", "process_index", "ngpu_id", "dist_id"}
+_NUMBERS = ("gpu", "gpu_id", "device_id", "proc_id", "process_id", "process_index", "ngpu_id", "dist_id")
+# fmt: off
+_FIRST_NAMES = (
+    "is_main_process", "is_main", "main_process", "is_master", "is_master_process", "master_process",
+    "is_primary", "is_rank_0", "is_rank0", "is_rank_zero", "is_local_main_process", "is_chief", "is_root",
 )
-_FIRST_NAMES = frozenset(
-    {
-        "is_main_process",
-        "is_main",
-        "main_process",
-        "is_master",
-        "is_master_process",
-        "master_process",
-        "is_primary",
-        "is_rank_0",
-        "is_rank0",
-        "is_rank_zero",
-        "is_local_main_process",
-        "is_chief",
-        "is_root",
-    }
-)
-_WRAPPERS = frozenset({"int", "str", "bool", "float"})
+# fmt: on
+_WRAPPERS = ("int", "str", "bool", "float")
 
 
 def proved_rank(script: Script, node: ast.expr | None, depth: int = 4) -> str:
@@ -82,7 +71,7 @@ def rank_kind(script: Script, node: ast.expr | None) -> str:
 
 
 def mentions_rank(script: Script, node: ast.expr) -> bool:
-    """Whether a rank is anywhere in the expression or in what its names were set to."""
+    """Returns True where a rank is anywhere in the expression or in what its names were set to."""
     return any(rank_kind(script, part) for part in script.sources(node))
 
 
@@ -102,7 +91,7 @@ def rank_test(script: Script, test: ast.expr, depth: int = 3) -> str:
 
 
 def tests_local_only(script: Script, test: ast.expr) -> bool:
-    """Whether the ranks that a test compares are all local ones: one process of each host passes."""
+    """Returns True where the ranks that a test compares are all local ones: one process of each host passes."""
     kinds = {rank_kind(script, part) for part in ast.walk(test) if isinstance(part, ast.expr)} - {""}
     return kinds == {LOCAL}
 
@@ -121,29 +110,28 @@ def _compare(script: Script, left: ast.expr, op: ast.cmpop, right: ast.expr) -> 
     if isinstance(op, ast.LtE | ast.Lt) and number == (1 if isinstance(op, ast.Lt) else 0):
         return FIRST
     known = number is not None and number >= 0
-    return (
-        "" if not known else FIRST if isinstance(op, ast.Eq) else OTHERS if isinstance(op, ast.NotEq) else ""
-    )
+    if not known:
+        return ""
+    return FIRST if isinstance(op, ast.Eq) else OTHERS if isinstance(op, ast.NotEq) else ""
 
 
 def _numbers_processes(script: Script, node: ast.expr) -> bool:
-    """Whether a value is a rank, or is called as a number is that processes are told apart by."""
+    """Returns True where a value is a rank, or is called as a number is that processes are told apart by."""
     called = _called(node)
     return bool(rank_kind(script, node)) or called in _NUMBERS or "rank" in called
 
 
 def _called(node: ast.expr) -> str:
-    """What a value is called, in lower case: ``rank`` of ``rank``, ``args.rank`` and ``config["rank"]``."""
+    """The last name of a value, in lower case: ``rank`` of ``rank``, ``args.rank`` and ``config["rank"]``."""
     if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
         return str(constant(node.slice)).lower()
     return last_name(node).lower()
 
 
 def _named(script: Script, test: ast.expr, depth: int) -> str:
-    """What a name such as ``is_main`` or a call such as ``is_main_process()`` tests."""
+    """Returns what a name such as ``is_main`` or a call such as ``is_main_process()`` tests."""
     if isinstance(test, ast.Call):
-        called = last_name(test.func)
-        return FIRST if called in _FIRST_NAMES else ""
+        return FIRST if last_name(test.func) in _FIRST_NAMES else ""
     if isinstance(test, ast.Name | ast.Attribute) and depth:
         values = [value for value in script.values(test) if not isinstance(value, ast.Constant)]
         kinds = {rank_test(script, value, depth - 1) if value is not None else "" for value in values}
@@ -164,5 +152,145 @@ def _number(node: ast.expr) -> int | None:
 
 
 def _is_default(value: ast.expr | None) -> bool:
-    """Whether a value is a plain number or None, which says 'one process'."""
+    """Returns True where a value is a plain number or None, which says 'one process'."""
     return isinstance(value, ast.Constant | ast.UnaryOp) and _number(value) in (None, 0, -1)
+
+
+_ENTRIES = ("main", "train", "run", "main_worker", "worker")
+_LEAVES = (ast.Return, ast.Continue, ast.Raise)
+
+
+def conditions(script: Script, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfExp, str, bool]]:
+    """The rank tests around a node in its function: (statement, first or others, whether in its body)."""
+    for ancestor, child in script.ancestors(node):
+        if isinstance(ancestor, Function | ast.ClassDef | ast.Lambda):
+            return
+        if isinstance(ancestor, ast.If | ast.IfExp) and child is not ancestor.test:
+            kind = rank_test(script, ancestor.test)
+            if kind:
+                body = ancestor.body if isinstance(ancestor.body, list) else [ancestor.body]
+                yield ancestor, kind, any(item is child for item in body)
+
+
+def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
+    """Returns True where only one rank can reach a node: by a test, an early return, a decorator or every caller."""
+    for _, kind, inside in conditions(script, node):
+        if (kind == FIRST) == inside:
+            return True
+    if _after_return_of_others(script, node) or _after_and(script, node):
+        return True
+    function = script.scope(node)
+    return not isinstance(function, ast.Module) and depth > 0 and _called_on_one_rank(script, function, depth)
+
+
+@lru_cache(maxsize=10_000)
+def _called_on_one_rank(script: Script, function: Function, depth: int) -> bool:
+    if any(_says_one_rank(script, decorator) for decorator in function.decorator_list):
+        return True
+    callers = callers_of(script, function)
+    return bool(callers) and all(on_one_rank(script, caller, depth - 1) for caller in callers)
+
+
+def callers_of(script: Script, function: Function) -> list[ast.Call]:
+    """The calls in this file of a function or method, taken by its name, but for calls of itself."""
+    found = script.calls_by_name.get(_called_as(script, function), [])
+    return [call for call in found if script.scope(call) is not function]
+
+
+def runs_on_ranks(script: Script, node: ast.AST) -> bool:
+    """Returns False where a node runs only in a parent process that spawns the ranks."""
+    reached = _functions_of_ranks(script)
+    return reached is None or any(ancestor in reached for ancestor, _ in script.ancestors(node))
+
+
+def is_used_here(script: Script, node: ast.AST) -> bool:
+    """Returns True where this file runs a node: in the module, in a function it calls or passes on, or in ``main``."""
+    function = script.scope(node)
+    if isinstance(function, ast.Module) or function.name in _ENTRIES or callers_of(script, function):
+        return True
+    given = (item for call in script.calls for item in arguments(call))
+    return any(isinstance(item, ast.Name) and item.id == _called_as(script, function) for item in given)
+
+
+@lru_cache(maxsize=4)
+def _functions_of_ranks(script: Script) -> frozenset[Function] | None:
+    """Returns all functions that the targets of spawn reach; None where nothing is spawned."""
+    pending = [last_name(target) for target in _spawned(script)]
+    if not pending:
+        return None
+    named: dict[str, list[Function]] = {}
+    for function in script.functions:
+        named.setdefault(_called_as(script, function), []).append(function)
+    called: dict[Function, set[str]] = {}
+    for call in script.calls:
+        for function in script.around(call, FUNCTIONS):
+            called.setdefault(function, set()).add(last_name(call.func))
+    reached: set[Function] = set()
+    while pending:
+        new = [function for function in named.get(pending.pop(), []) if function not in reached]
+        reached.update(new)
+        pending += [name for function in new for name in called.get(function, set())]
+    return frozenset(reached)
+
+
+def _called_as(script: Script, function: Function) -> str:
+    """The name that a call runs the function by: that of the class for ``__init__``."""
+    parent = script.parent(function)
+    return parent.name if function.name == "__init__" and isinstance(parent, ast.ClassDef) else function.name
+
+
+def _spawned(script: Script) -> Iterator[ast.expr]:
+    for call in script.calls:
+        name = script.name(call).rpartition(".")[2]
+        target = argument(call, "target") if name == "Process" else argument(call, "fn", 0)
+        if name in ("spawn", "start_processes", "Process") and target is not None:
+            yield target
+
+
+def _after_return_of_others(script: Script, node: ast.AST) -> bool:
+    """Returns True below ``if rank != 0: return`` (or ``continue``, or ``raise``) in a block around the node."""
+    for ancestor, child in script.ancestors(node):
+        for item in _statements_before(ancestor, child):
+            if (
+                isinstance(item, ast.If)
+                and isinstance(item.body[-1], _LEAVES)
+                and _stops_others(script, item)
+            ):
+                return True
+        if isinstance(ancestor, Function):
+            return False
+    return False
+
+
+def _statements_before(parent: ast.AST, child: ast.AST) -> list[ast.stmt]:
+    """The statements that stand before a child in its block."""
+    for _, block in ast.iter_fields(parent):
+        if isinstance(block, list):
+            for index, entry in enumerate(block):
+                if entry is child:
+                    return block[:index] if isinstance(child, ast.stmt) else []
+    return []
+
+
+def _stops_others(script: Script, statement: ast.If) -> bool:
+    """Returns True where only one rank comes past: the others leave here, or every run of several ranks does."""
+    text = script.text(statement.test)
+    alone = "world_size" in text and any(text.endswith(end) for end in ("!= 1", "> 1", ">= 2"))
+    return alone or rank_test(script, statement.test) == OTHERS
+
+
+def _after_and(script: Script, node: ast.AST) -> bool:
+    """Returns True where the node is what ``rank == 0 and ...`` goes on to."""
+    for ancestor, child in script.ancestors(node):
+        if isinstance(ancestor, ast.BoolOp) and isinstance(ancestor.op, ast.And):
+            before = ancestor.values[: next(i for i, part in enumerate(ancestor.values) if part is child)]
+            if any(rank_test(script, part) == FIRST for part in before):
+                return True
+        if isinstance(ancestor, ast.stmt):
+            return False
+    return False
+
+
+def _says_one_rank(script: Script, decorator: ast.expr) -> bool:
+    words = script.text(decorator).lower()
+    return any(word in words for word in ("rank_zero", "rank0", "main_process", "master_only", "on_main"))

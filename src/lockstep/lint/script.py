@@ -1,19 +1,79 @@
-"""A parsed script and where everything in it stands: parents, functions, calls, assignments."""
+"""A training script as the rules see it: read from disk, parsed, never imported.
+
+From top to bottom: reading and parsing a file (any file gives a script or a ``ConfigError``), the ``Script`` with its
+parents, functions, calls and assignments, the arguments of a call, and names as Python would resolve them:
+``dist.barrier`` is ``torch.distributed.barrier``.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
 
-from lockstep.lint.bindings import bindings
-from lockstep.lint.names import dotted, imported_names, last_name, words_of
+from lockstep.errors import ConfigError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.While
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS: tuple[type[Function], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
+LOOPS: tuple[type[Loop], ...] = (ast.For, ast.While)
+N = TypeVar("N", bound=ast.AST)
+MOST_BYTES = 5_000_000
 _MOST_VALUES = 16
 """A name that is set more often is taken for one whose value cannot be seen."""
+
+
+def read_text(path: str) -> str:
+    """The text of a Python file. ``ConfigError`` for a folder, a notebook, a binary or an unknown encoding."""
+    file = Path(path)
+    if file.suffix == ".ipynb":
+        raise ConfigError(
+            f"{path} is a notebook. Write its cells to a script first: jupyter nbconvert --to script {path}"
+        )
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{path} is a folder. Name its files, for example {path.rstrip('/')}/*.py.")
+        if not file.is_file():
+            raise ConfigError(f"{path} does not exist, or is not a file. Give the path of a Python script.")
+        with file.open("rb") as opened:
+            data = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{path} has more than {MOST_BYTES:,} bytes; which is too long for a script.")
+    return _decode(path, data)
+
+
+def parse(text: str, path: str) -> Script:
+    """The script. ``ConfigError`` with the line where Python itself does not understand the text."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Script(text)
+    except SyntaxError as error:
+        where = f":{error.lineno}" if error.lineno else ""
+        raise ConfigError(f"{path}{where} is not valid Python 3: {error.msg}.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid Python source: {error}.") from error
+    except (RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path} is nested too deeply to parse.") from error
+
+
+def _decode(path: str, data: bytes) -> str:
+    if b"\0" in data:
+        raise ConfigError(f"{path} contains zero bytes, so it is not Python source. Save it as UTF-8.")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+    except (SyntaxError, UnicodeError, LookupError) as error:
+        raise ConfigError(f"{path} cannot be decoded: {error}. Save it as UTF-8.") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 class Script:
@@ -54,7 +114,7 @@ class Script:
 
     @cached_property
     def names(self) -> dict[str, list[ast.Name]]:
-        """Where each name stands, read or set."""
+        """All nodes of each name, read or set."""
         found: dict[str, list[ast.Name]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Name):
@@ -64,7 +124,7 @@ class Script:
     @cached_property
     def functions(self) -> list[Function]:
         """Every function and method of the file."""
-        return [node for node in self.nodes if isinstance(node, _FUNCTIONS)]
+        return [node for node in self.nodes if isinstance(node, Function)]
 
     @cached_property
     def _assigned(self) -> dict[tuple[Scope | None, str], list[ast.expr | None]]:
@@ -87,7 +147,7 @@ class Script:
         return self._texts[node]
 
     def mentions(self, *parts: str) -> bool:
-        """Whether any identifier or string of the file contains one of the parts (lower case)."""
+        """Returns True where any identifier or string of the file contains one of the parts (lower case)."""
         return any(part in word.lower() for word in self.words for part in parts)
 
     def torch_calls(self, *names: str) -> list[ast.Call]:
@@ -96,7 +156,7 @@ class Script:
 
     def method_calls(self, *names: str) -> list[ast.Call]:
         """Calls of a method of this name on anything: ``loss.backward()``."""
-        return [c for c in self.calls if isinstance(c.func, ast.Attribute) and c.func.attr in names]
+        return [call for call in self.calls if method(call) in names]
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         """The node that holds this one."""
@@ -109,30 +169,36 @@ class Script:
             yield parent, child
             child, parent = parent, self._parents.get(parent)
 
+    def around(
+        self, node: ast.AST, kinds: type[N] | tuple[type[N], ...], within_function: bool = False
+    ) -> Iterator[N]:
+        """The ancestors of some kinds, from the inside out; ``within_function`` ends at the first function."""
+        for ancestor, _ in self.ancestors(node):
+            if within_function and isinstance(ancestor, Function):
+                return
+            if isinstance(ancestor, kinds):
+                yield ancestor
+
     def scope(self, node: ast.AST) -> Scope:
         """The function whose body holds the node; the module where there is none."""
         if node not in self._scopes:
-            functions = (item for item, _ in self.ancestors(node) if isinstance(item, _FUNCTIONS))
-            self._scopes[node] = next(functions, self.tree)
+            self._scopes[node] = next(self.around(node, FUNCTIONS), self.tree)
         return self._scopes[node]
 
-    def statement(self, node: ast.AST) -> ast.stmt | None:
+    def statement(self, node: ast.expr) -> ast.stmt | None:
         """The statement that an expression is part of."""
-        found: ast.AST | None = node
-        while found is not None and not isinstance(found, ast.stmt):
-            found = self._parents.get(found)
-        return found
+        return next(self.around(node, ast.stmt), None)
 
     def holds(self, outer: ast.AST, node: ast.AST) -> bool:
-        """Whether one node stands anywhere inside another."""
+        """Returns True where one node stands anywhere inside another."""
         return any(ancestor is outer for ancestor, _ in self.ancestors(node))
 
     def same_function(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether both nodes belong to one function (or both to the module)."""
+        """Returns True where both nodes belong to one function (or both to the module)."""
         return self.scope(one) is self.scope(other)
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
-        """Whether the nodes stand in different branches of one ``if`` or ``try``, so that never both run."""
+        """Returns True where the nodes stand in different branches of one ``if`` or ``try``, so that never both run."""
         way = {id(ancestor): child for ancestor, child in self.ancestors(one)}
         for ancestor, child in self.ancestors(other):
             if id(ancestor) in way:
@@ -140,20 +206,20 @@ class Script:
         return False
 
     def follows(self, late: ast.expr | ast.stmt, early: ast.expr | ast.stmt) -> bool:
-        """Whether ``late`` stands below ``early`` in one function, and one run can pass both."""
+        """Returns True where ``late`` stands below ``early`` in one function, and one run can pass both."""
         below = (late.lineno, late.col_offset) > (early.lineno, early.col_offset)
         return below and self.same_function(late, early) and not self.exclusive(late, early)
 
     def values(self, node: ast.expr) -> list[ast.expr | None]:
-        """What a name or attribute is ever set to; None for a value that cannot be seen (a loop, a tuple)."""
+        """All that a name or attribute is ever set to; None for a value that cannot be seen (a loop, a tuple)."""
         if isinstance(node, ast.Attribute):
             found = self._assigned.get((None, self.text(node)))
             return found or [] if len(found or []) <= _MOST_VALUES else [None]
         if not isinstance(node, ast.Name):
             return []
-        scope: Scope = self.scope(node)
+        scope = self.scope(node)
         found = self._assigned.get((scope, node.id))
-        if found is None and not (isinstance(scope, _FUNCTIONS) and node.id in parameters(scope)):
+        if found is None and not (isinstance(scope, Function) and node.id in parameters(scope)):
             found = self._assigned.get((self.tree, node.id))
         if found and len(found) > _MOST_VALUES:
             return [None]
@@ -192,7 +258,7 @@ def arguments(call: ast.Call) -> list[ast.expr]:
 
 
 def is_open(call: ast.Call) -> bool:
-    """Whether all arguments of a call can be seen: no ``*args`` and no ``**settings``."""
+    """Returns True where all arguments of a call can be seen: no ``*args`` and no ``**settings``."""
     hidden = any(keyword.arg is None for keyword in call.keywords)
     return not hidden and not any(isinstance(item, ast.Starred) for item in call.args)
 
@@ -209,8 +275,94 @@ def parameters(function: Function) -> list[str]:
 
 
 def receiver(call: ast.Call) -> ast.expr:
-    """What a method is called on; of a plain call, the called expression."""
+    """The object of a method call; of a plain call, the called expression."""
     return call.func.value if isinstance(call.func, ast.Attribute) else call.func
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """Returns the full name of each imported name, at any depth of the file; relative imports keep their dots."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                names[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{module}.{alias.name}"
+    return names
+
+
+def dotted(node: ast.AST, imported: dict[str, str]) -> str:
+    """The dotted name of a chain of attributes, imports resolved; empty where the chain holds a call."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return ""
+    parts.append(imported.get(node.id, node.id))
+    return ".".join(reversed(parts))
+
+
+def last_name(node: ast.AST) -> str:
+    """The last name of a chain: ``rank`` of ``args.rank`` and of ``rank``; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def words_of(tree: ast.Module) -> frozenset[str]:
+    """Every identifier, attribute, keyword and string of a file."""
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            words.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            words.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words.add(node.value)
+        elif isinstance(node, ast.alias):
+            words.update(node.name.split("."))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            words.add(node.name)
+        elif isinstance(node, (ast.arg, ast.keyword)):
+            words.add(node.arg or "")
+    return frozenset(words)
+
+
+def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """(target, value) of an assignment; a value that is unpacked or looped over is None."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _pairs(target, node.value)
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        yield node.target, node.value
+    elif isinstance(node, ast.AugAssign):
+        yield node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
+    elif isinstance(node, ast.NamedExpr):
+        yield node.target, node.value
+    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+        yield from _pairs(node.target, None)
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        yield from _pairs(node.optional_vars, None)
+
+
+def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    if not isinstance(target, ast.Tuple | ast.List):
+        yield target, value
+        return
+    values: list[ast.expr | None] = [None] * len(target.elts)
+    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+        values = list(value.elts)
+    for item, part in zip(target.elts, values, strict=True):
+        yield from _pairs(item, part)
+
+
+def method(call: ast.Call) -> str:
+    """The name of the method that a call is of; empty for a plain call."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
 def _is_torch(name: str, wanted: tuple[str, ...]) -> bool:
@@ -219,7 +371,7 @@ def _is_torch(name: str, wanted: tuple[str, ...]) -> bool:
 
 
 def _apart(ancestor: ast.AST, one: ast.AST, other: ast.AST) -> bool:
-    """Whether two children of a statement are in branches of which only one runs."""
+    """Returns True where two children of a statement are in branches of which only one runs."""
     if isinstance(ancestor, ast.If | ast.IfExp):
         return {_field(ancestor, one), _field(ancestor, other)} == {"body", "orelse"}
     if isinstance(ancestor, ast.Try):

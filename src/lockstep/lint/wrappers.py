@@ -1,4 +1,4 @@
-"""Where a script wraps its model: DistributedDataParallel, DataParallel, FSDP."""
+"""The calls by which a script runs on several ranks: model wrappers, process group, libraries, reductions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,12 @@ from lockstep.lint.script import Script, argument
 
 DDP, DP, FSDP = "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"
 _ROOTS = ("torch", "apex")
-_MANAGED = frozenset(
-    {
-        "accelerate",
-        "colossalai",
-        "composer",
-        "deepspeed",
-        "fairscale",
-        "horovod",
-        "ignite",
-        "lightning",
-        "lightning_fabric",
-        "lockstep",
-        "pytorch_lightning",
-        "ray",
-    }
+# fmt: off
+_MANAGED = (
+    "accelerate", "colossalai", "composer", "deepspeed", "fairscale", "horovod", "ignite", "lightning",
+    "lightning_fabric", "lockstep", "pytorch_lightning", "ray",
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -34,11 +24,11 @@ class Wrap:
     kind: str
     call: ast.Call
     source: str
-    """What is wrapped, as text: ``model``."""
+    """The wrapped expression, as text: ``model``."""
     target: str
-    """What the wrapped model is called, as text; empty where it is not assigned."""
+    """The name that the wrapped model is assigned to; empty where there is none."""
     certain: bool
-    """Whether it stands outside every ``if`` of its function."""
+    """True outside of every ``if`` and ``try`` of its function."""
 
 
 def wraps(script: Script, *kinds: str) -> list[Wrap]:
@@ -59,18 +49,18 @@ def starts_group(script: Script) -> list[ast.Call]:
 
 
 def is_managed(script: Script) -> bool:
-    """Whether a library that takes over these duties is imported: Accelerate, DeepSpeed, Lightning, ..."""
-    return not _MANAGED.isdisjoint(script.imported_roots)
+    """Returns True where a library that takes over these duties is imported: Accelerate, DeepSpeed, Lightning, ..."""
+    return not script.imported_roots.isdisjoint(_MANAGED)
 
 
 def is_distributed(script: Script) -> bool:
-    """Whether the file itself shows that it runs on several ranks, by torch alone."""
+    """Returns True where the file itself shows that it runs on several ranks, by torch alone."""
     shown = starts_group(script) or wraps(script, DDP, FSDP) or script.torch_calls("DistributedSampler")
     return bool(shown) and not is_managed(script)
 
 
 def reduces(script: Script) -> bool:
-    """Whether anything in the file could bring values of several ranks together."""
+    """Returns True where anything in the file could combine the values of several ranks."""
     parts = ("reduce", "gather", "synchron", "sync_", "average_across", "broadcast", "dist_mean")
     others = ("broadcast_buffers", "reducelronplateau", "sync_b", "syncb")
     words = (word.lower() for word in script.words)
@@ -82,12 +72,8 @@ def _wrap(script: Script, call: ast.Call, kind: str, module: ast.expr) -> Wrap:
     target = ""
     if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
         target = script.text(statement.targets[0])
-    certain = True
-    for ancestor, _ in script.ancestors(call):
-        if isinstance(ancestor, ast.FunctionDef | ast.AsyncFunctionDef):
-            break
-        if isinstance(ancestor, ast.If | ast.IfExp | ast.Try) and not _is_main_guard(ancestor):
-            certain = False
+    branches = script.around(call, (ast.If, ast.IfExp, ast.Try), within_function=True)
+    certain = all(_is_main_guard(branch) for branch in branches)
     return Wrap(kind, call, script.text(module), target, certain)
 
 

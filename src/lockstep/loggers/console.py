@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, and one line per epoch everywhere."""
+"""The console: a progress bar on a terminal, and one line per epoch everywhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
+
+from lockstep.text import format_duration
 
 
 class Console:
@@ -29,30 +31,27 @@ class Console:
         self._epochs, self._start = epochs, start
         if self._began is None:
             self._began, self._skipped_epochs = time.monotonic(), float(epoch)
-        self._close_bar()
+        self.close()
         if self._stream.isatty():
             self._bar = _open_bar(self._stream, f"epoch {epoch + 1}/{epochs}", steps)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Moves the bar to ``step`` and shows the readings beside it."""
+        """Moves the bar to ``step`` and shows the metrics beside it."""
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(_shown(values)), refresh=False)
             self._bar.update(step - self._start - self._bar.n)
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """Writes the epoch's line."""
-        self._close_bar()
+        self.close()
         parts = [f"epoch {epoch + 1}/{self._epochs}", *_shown(values)]
         if (left := self._seconds_left(epoch)) is not None:
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{format_duration(left)} left")
         self._stream.write("  ".join(parts) + "\n")
         self._stream.flush()
 
     def close(self) -> None:
-        """Takes the bar away."""
-        self._close_bar()
-
-    def _close_bar(self) -> None:
+        """Removes the bar."""
         if self._bar is not None:
             bar, self._bar = self._bar, None
             bar.close()
@@ -81,21 +80,13 @@ def _open_bar(stream: TextIO, text: str, steps: int) -> Any:
 
 
 def _shown(values: Mapping[str, float]) -> list[str]:
-    return [_reading(name, value) for name, value in values.items()]
+    return [_metric(name, value) for name, value in values.items()]
 
 
-def _reading(name: str, value: float) -> str:
+def _metric(name: str, value: float) -> str:
     if name == "samples_per_second":
         return f"{value:,.0f} samples/s"
     words = name.replace("_", " ")
     if name.endswith("accuracy"):
         return f"{words} {100 * value:.2f} %"
     return f"{words} {value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"

@@ -1,4 +1,4 @@
-"""Readings as JSON, one record a line, in a file that a resumed run continues.
+"""Metrics as JSON, one record a line, in a file that a resumed run continues.
 
 {"kind": "step", "step": 10, "epoch": 0, "loss": 2.1, "accuracy": 0.31}
 {"kind": "epoch", "step": 12, "epoch": 0, "validation_accuracy": 0.64}
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 
 class JsonLines:
-    """Appends a record per reading and hands each to the operating system at once.
+    """Appends a record per call and flushes it at once.
 
     Args:
         path: the file; it and its folder are made at the first record.

@@ -1,4 +1,4 @@
-"""Readings for TensorBoard, where its package is installed."""
+"""Metrics for TensorBoard, where its package is installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorBoard:
         """Does nothing: TensorBoard's axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes each reading under ``train/``."""
+        """Writes each metric under ``train/``."""
         self._write("train", step, values)
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
@@ -55,7 +55,7 @@ class TensorBoard:
         except ImportError:
             self._missing = True
             _messages.warning(
-                "TensorBoard logs were asked for and the package is missing; training goes on without them. "
+                "The package tensorboard is not installed; training continues without TensorBoard logs. "
                 "Install it with: pip install tensorboard"
             )
             return

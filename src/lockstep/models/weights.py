@@ -1,10 +1,12 @@
-"""Loads published weights into a model, except a head for other classes, and says what it left out."""
+"""Loads published weights into a model, compares the tensors of two models by name, and freezes parameters by name."""
 
 from __future__ import annotations
 
+import difflib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,128 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.models.differences import compare, shorten
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.text import shorten
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The names by which two sets of tensors differ; empty (and false) where they match."""
+
+    missing: tuple[str, ...]
+    """Names the model has and the file lacks."""
+    unexpected: tuple[str, ...]
+    """Names the file has and the model lacks."""
+    reshaped: tuple[str, ...]
+    """Names of both, with other shapes; each with the two shapes."""
+    retyped: tuple[str, ...]
+    """Names of both, with equal shapes and other dtypes; each with the two dtypes."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.reshaped or self.retyped)
+
+    def describe(self) -> str:
+        """One line per kind of difference, with at most 20 names each and the number of the others."""
+        kinds = [
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("other shape", self.reshaped),
+            ("other dtype", self.retyped),
+        ]
+        return "\n".join(f"  {kind} ({len(names)}): {shorten(names, 20)}" for kind, names in kinds if names)
+
+
+def compare(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, dtypes: bool = True) -> Differences:
+    """Compares names, shapes and (unless ``dtypes`` is false) dtypes, never values."""
+    shared = [name for name in wanted if name in given]
+    reshaped = [name for name in shared if given[name].shape != wanted[name].shape]
+    equal_shape = [name for name in shared if given[name].shape == wanted[name].shape]
+    return Differences(
+        missing=tuple(name for name in wanted if name not in given),
+        unexpected=tuple(name for name in given if name not in wanted),
+        reshaped=tuple(
+            f"{name} {list(given[name].shape)} instead of {list(wanted[name].shape)}" for name in reshaped
+        ),
+        retyped=tuple(
+            f"{name} {given[name].dtype} instead of {wanted[name].dtype}"
+            for name in equal_shape
+            if dtypes and given[name].dtype != wanted[name].dtype
+        ),
+    )
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool = False) -> list[str]:
+    """Freezes and thaws parameters by patterns in order, later ones win; returns the names still trained.
+
+    ``["*", "!fc"]`` trains the head alone. A pattern is compared with the name of each parameter and of the
+    modules that hold it, so ``layer1`` means everything in it; ``*`` stands for dots as well, ``!`` thaws.
+
+    Args:
+        model: an unwrapped model; a tied parameter is reached by each of its names.
+        patterns: in the order in which they are applied.
+        freeze_statistics: also keep every BatchNorm whose own parameters are all frozen in evaluation mode,
+            and so its statistics. Off by default, as torch's users expect: a frozen BatchNorm still
+            normalises by the batch and updates its statistics.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        thaw = pattern.startswith("!")
+        matched = [p for name, p in parameters if _matches(name, pattern.removeprefix("!"))]
+        if not matched:
+            raise ConfigError(_nothing_matched(model, pattern))
+        for parameter in matched:
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(thaw)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError(
+            f"freeze={list(patterns)} leaves nothing to train. Thaw a part, for example with '!fc'."
+        )
+    if freeze_statistics:
+        for module in _frozen_norms(model):
+            module.register_forward_pre_hook(_stay_in_evaluation)
+    return trained
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if isinstance(module, _BatchNorm) and own and not any(p.requires_grad for p in own):
+            yield module
+
+
+def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) -> None:
+    """Runs before each forward, since ``model.train()`` switches every module over."""
+    module.training = False
+
+
+def _nothing_matched(model: nn.Module, pattern: str) -> str:
+    names = {name for name, _ in model.named_modules() if name}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    close = difflib.get_close_matches(pattern.removeprefix("!"), sorted(names), n=1, cutoff=0.5)
+    hint = f" Did you mean {'!' * pattern.startswith('!') + close[0]!r}?" if close else ""
+    top = shorten(name for name, _ in model.named_children())
+    return (
+        f"freeze: the pattern {pattern!r} matches no parameter or module.{hint} The model consists of: {top}."
+    )
+
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts often store the weights beside other things."""
 _PREFIXES = ("module.", "_orig_mod.")
-"""What DistributedDataParallel and torch.compile put before every name."""
+"""Prefixes that DistributedDataParallel and torch.compile add to every name."""
 
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """What was loaded from a file of weights, and what was not."""
+    """The result of ``load_weights``: tensors that were loaded, and those that were not."""
 
     path: Path
     loaded: int
@@ -131,7 +242,9 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not weights by name.")
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} and not a dict of tensors. Save model.state_dict()."
+        )
     odd = [
         f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)
     ]

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lockstep.config.strategy_options import REDUCERS
 from lockstep.errors import ConfigError, nearest
 from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
-from lockstep.reduce.contract import BucketShape, Holding, Reducer
-from lockstep.reduce.host_memory import can_share_memory
 from lockstep.reduce.ordered import OrderedReducer
 from lockstep.reduce.powersgd import PowerSgdReducer
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer
 from lockstep.reduce.ring import RingReducer
-from lockstep.reduce.shared_memory import SharedMemoryReducer
+from lockstep.reduce.shared_memory import SharedMemoryReducer, can_share_memory
 
 __all__ = [
     "REDUCERS",
     "Bf16Reducer",
     "BucketShape",
-    "Holding",
+    "NodeLayout",
     "OrderedHookState",
     "OrderedReducer",
     "PowerSgdReducer",
@@ -29,8 +29,6 @@ __all__ = [
     "open_reducer",
     "ordered_hook",
 ]
-
-REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 
 
 def open_reducer(

@@ -15,10 +15,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from lockstep.levels import Level
-from lockstep.reduce.contract import BucketShape
+from lockstep.config.strategy_options import Level
+from lockstep.core.summation_tree import Node
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.tree import Node
+from lockstep.reduce.reducer import BucketShape
 
 
 class Bf16Reducer(OrderedReducer):

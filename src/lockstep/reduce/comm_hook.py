@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from lockstep.collectives import all_gather_flat
+from lockstep.core.summation_tree import Node, fold
+from lockstep.distributed.collectives import all_gather_flat
 from lockstep.errors import ConfigError
-from lockstep.tree import Node, fold
+from lockstep.runtime.stack_dump import Mark, stack_marker
 
 
 class OrderedHookState:
-    """What ``ordered_hook`` keeps between its calls. Making one is collective: every rank must.
+    """The state of ``ordered_hook`` between its calls. Creating it is collective: every rank must.
 
     Args:
         group: the ranks over which the model is replicated, as given to DistributedDataParallel; all by default.
@@ -120,7 +121,7 @@ class _Exchange:
         self._future: torch.futures.Future[Tensor] = torch.futures.Future()
 
     def fits(self, buffer: Tensor) -> bool:
-        """Whether the memory is right for this bucket; DDP re-buckets after the first step."""
+        """Returns whether the memory is right for this bucket; DDP re-buckets after the first step."""
         return self._identity == (buffer.numel(), buffer.dtype, buffer.device)
 
     def send(self, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
@@ -147,6 +148,7 @@ class _Exchange:
         torch.div(total, self._divisor, out=self._buffer)
         self._future.set_result(self._buffer)
 
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()

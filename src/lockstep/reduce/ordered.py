@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import all_gather_flat
-from lockstep.levels import Level
-from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
-from lockstep.tree import Node, fold
+from lockstep.config.strategy_options import Level
+from lockstep.core.summation_tree import Node, fold
+from lockstep.distributed.collectives import all_gather_flat
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.runtime.stack_dump import Mark, stack_marker
 
 
 class OrderedReducer(Reducer):
@@ -43,7 +44,7 @@ class OrderedReducer(Reducer):
             torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
         )
         self._buckets: list[OrderedBucket] = []
-        self._holding = Holding(0, ())
+        self._layout = NodeLayout(0, ())
         self._started = self._folded = 0
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
@@ -54,7 +55,7 @@ class OrderedReducer(Reducer):
 
     def begin(self, leaves: int) -> None:
         """See ``Reducer.begin``."""
-        self._holding = Holding.of(leaves, self._ranks)
+        self._layout = NodeLayout.of(leaves, self._ranks)
         self._started = self._folded = 0
 
     def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
@@ -63,14 +64,13 @@ class OrderedReducer(Reducer):
 
     def start(self, bucket: int) -> None:
         """See ``Reducer.start``."""
-        self._buckets[bucket].send(self._holding, self._rank, self._group)
-        self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._holding.ranks[self._rank]))
-        self._started += 1
+        self._send(bucket)
         while self._folded < bucket and (
             self._side_stream is not None or self._buckets[self._folded].has_arrived()
         ):
             self._fold_next()
 
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
     def finish(self, header: Tensor) -> Tensor:
         """See ``Reducer.finish``."""
         headers = all_gather_flat(self._headers.view(-1), header, self._group, async_op=True)
@@ -88,6 +88,11 @@ class OrderedReducer(Reducer):
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
+    def _send(self, bucket: int) -> None:
+        self._buckets[bucket].send(self._layout, self._rank, self._group)
+        self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
+        self._started += 1
+
     def _make_bucket(self, shape: BucketShape, slots: int) -> OrderedBucket:
         return OrderedBucket(shape, self._ranks, slots, self._device)
 
@@ -95,21 +100,14 @@ class OrderedReducer(Reducer):
         bucket = self._buckets[self._folded]
         self._folded += 1
         if self._side_stream is None:
-            bucket.fold_and_gather(self._holding, self._gather_group)
+            bucket.fold_and_gather(self._layout, self._gather_group)
             return
         with torch.cuda.stream(self._side_stream):
-            bucket.fold_and_gather(self._holding, self._gather_group)
+            bucket.fold_and_gather(self._layout, self._gather_group)
 
 
 class OrderedBucket:
-    """The memory of one bucket and where its exchange stands.
-
-    Args:
-        shape: of the bucket; what is sent has its type.
-        ranks: how many exchange it.
-        slots: the most nodes of a rank.
-        device: where it is.
-    """
+    """The memory of one bucket and where its exchange stands."""
 
     def __init__(self, shape: BucketShape, ranks: int, slots: int, device: torch.device) -> None:
         self._numel, self._ranks = shape.numel, ranks
@@ -129,16 +127,16 @@ class OrderedBucket:
         return self._gathered[: self._numel]
 
     def staging(self, slot: int) -> Tensor:
-        """Where this rank writes its node number ``slot``."""
+        """The memory into which this rank writes its node number ``slot``."""
         return self._outgoing[slot, : self._numel]
 
     def bytes_sent(self, nodes: int) -> int:
         """Bytes that a rank with so many nodes gives to others."""
         return (self._ranks - 1) * (nodes + 1) * self._shard * self._outgoing.element_size()
 
-    def send(self, holding: Holding, rank: int, group: dist.ProcessGroup) -> None:
+    def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
         """Begins [1] for the nodes of this rank; does not wait."""
-        mine = len(holding.ranks[rank])
+        mine = len(layout.ranks[rank])
         outgoing = self._outgoing[:mine]
         if mine > 1 and self._by_receiver is not None:
             by_receiver = self._by_receiver[: mine * self._shard * self._ranks]
@@ -146,7 +144,7 @@ class OrderedBucket:
                 outgoing.view(mine, self._ranks, self._shard).transpose(0, 1)
             )
             outgoing = by_receiver
-        nodes = [len(part) for part in holding.ranks]
+        nodes = [len(part) for part in layout.ranks]
         self._work = dist.all_to_all_single(
             self._incoming[: sum(nodes) * self._shard],
             outgoing.reshape(-1),
@@ -157,15 +155,15 @@ class OrderedBucket:
         )
 
     def has_arrived(self) -> bool:
-        """Whether the others' nodes are there."""
+        """Returns whether the others' nodes are there."""
         return self._work is not None and self._work.is_completed()
 
-    def fold_and_gather(self, holding: Holding, group: dist.ProcessGroup) -> None:
+    def fold_and_gather(self, layout: NodeLayout, group: dist.ProcessGroup) -> None:
         """Waits for [1], does [2], and begins [3]."""
         self._wait()
-        nodes = list(chain.from_iterable(holding.ranks))
+        nodes = list(chain.from_iterable(layout.ranks))
         parts = self._incoming[: len(nodes) * self._shard].view(len(nodes), self._shard)
-        self._folded = self._fold(nodes, parts, holding.leaves)
+        self._folded = self._fold(nodes, parts, layout.leaves)
         self._work = all_gather_flat(self._gathered, self._folded, group, async_op=True)
 
     def finish(self) -> None:
@@ -177,6 +175,7 @@ class OrderedBucket:
         folded: Tensor = fold(zip(nodes, parts), leaves, lambda left, right: left.add_(right))
         return folded
 
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
     def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()

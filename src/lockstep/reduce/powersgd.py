@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.levels import Level
-from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
-from lockstep.seeding import derive_seed
+from lockstep.config.strategy_options import Level
+from lockstep.core.seeding import derive_seed
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
 
 _COMPRESSED = (torch.float32, torch.float64)
 
@@ -60,7 +60,7 @@ class PowerSgdReducer(Reducer):
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._device, self._factor_rank = device, rank
         self._exact, self._left, self._right = exact, left, right
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_PowerSgdBucket] = []
         self._nodes = self._leaves = 0
 
     @property
@@ -72,7 +72,7 @@ class PowerSgdReducer(Reducer):
         """See ``Reducer.allocate``."""
         slots = most_slots(leaves, self._ranks)
         self._buckets = [
-            _Bucket(shape, slots, self._factor_rank, number, self._device)
+            _PowerSgdBucket(shape, slots, self._factor_rank, number, self._device)
             for number, shape in enumerate(buckets)
         ]
         self._exact.allocate([BucketShape(b.rest, b.dtype) for b in self._buckets], header, leaves)
@@ -82,7 +82,7 @@ class PowerSgdReducer(Reducer):
 
     def begin(self, leaves: int) -> None:
         """See ``Reducer.begin``. What was left out of a longer or shorter step is scaled to this one."""
-        self._nodes = len(Holding.of(leaves, self._ranks).ranks[self._rank])
+        self._nodes = len(NodeLayout.of(leaves, self._ranks).ranks[self._rank])
         if self._leaves not in (0, leaves):
             for bucket in self._buckets:
                 bucket.scale_left_out(leaves / self._leaves)
@@ -125,7 +125,7 @@ class PowerSgdReducer(Reducer):
             part.release()
 
 
-class _Bucket:
+class _PowerSgdBucket:
     """One bucket: matrices that are compressed, and the rest, each in its place."""
 
     def __init__(self, shape: BucketShape, slots: int, rank: int, number: int, device: torch.device) -> None:
@@ -147,43 +147,44 @@ class _Bucket:
             else:
                 self._rest.append(place)
             position += size
+        self._rest_packed = _places(place.stop - place.start for place in self._rest)
+        self._lefts = _places(m.rows * m.rank for m in self._matrices)
+        self._rights = _places(m.columns * m.rank for m in self._matrices)
 
     @property
     def rest(self) -> int:
-        """How many numbers are summed whole."""
+        """Number of values that are summed whole."""
         return sum(place.stop - place.start for place in self._rest)
 
     @property
     def factors(self) -> tuple[int, int]:
-        """How many numbers the left and the right factors have."""
+        """Sizes of the left and the right factors."""
         return sum(m.rows * m.rank for m in self._matrices), sum(m.columns * m.rank for m in self._matrices)
 
     def copy_rest(self, targets: list[Tensor]) -> None:
         for node, target in zip(self.staging, targets):
-            for here, there in zip(self._rest, _places(place.stop - place.start for place in self._rest)):
+            for here, there in zip(self._rest, self._rest_packed):
                 target[there] = node[here]
 
     def project_right(self, nodes: int, target: Tensor) -> None:
         """Adds this rank's nodes to what it has left out, and writes P."""
-        for matrix, place in zip(self._matrices, _places(m.rows * m.rank for m in self._matrices)):
+        for matrix, place in zip(self._matrices, self._lefts):
             for node in self.staging[:nodes]:
                 matrix.left_out.add_(node[matrix.place].view_as(matrix.left_out))
             target[place] = (matrix.left_out @ matrix.right).view(-1)
 
     def project_left(self, summed: Tensor, target: Tensor) -> None:
         """Takes the sum of all P, and writes R."""
-        lefts = _places(m.rows * m.rank for m in self._matrices)
-        rights = _places(m.columns * m.rank for m in self._matrices)
-        for matrix, left, right in zip(self._matrices, lefts, rights):
+        for matrix, left, right in zip(self._matrices, self._lefts, self._rights):
             matrix.left = torch.linalg.qr(summed[left].view(matrix.rows, matrix.rank)).Q
             target[right] = (matrix.left_out.t() @ matrix.left).view(-1)
             matrix.left_out.sub_(matrix.left @ target[right].view(matrix.columns, matrix.rank).t())
 
     def restore(self, rest: Tensor, summed: Tensor) -> None:
         """Writes the total from what was summed whole and the sum of all R."""
-        for here, there in zip(self._rest, _places(place.stop - place.start for place in self._rest)):
+        for here, there in zip(self._rest, self._rest_packed):
             self.total[here] = rest[there]
-        for matrix, place in zip(self._matrices, _places(m.columns * m.rank for m in self._matrices)):
+        for matrix, place in zip(self._matrices, self._rights):
             right = summed[place].view(matrix.columns, matrix.rank)
             self.total[matrix.place] = (matrix.left @ right.t()).view(-1)
             matrix.right = torch.nn.functional.normalize(right, dim=0)
@@ -204,7 +205,7 @@ class _Matrix:
 
 
 def _places(sizes: Iterable[int]) -> list[slice]:
-    """Where parts of these sizes lie, one after the other."""
+    """The slices of parts of these sizes, one after the other."""
     places: list[slice] = []
     for size in sizes:
         start = places[-1].stop if places else 0

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import all_gather_flat
-from lockstep.levels import Level
-from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
+from lockstep.config.strategy_options import Level
+from lockstep.distributed.collectives import all_gather_flat
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.runtime.stack_dump import Mark, stack_marker
 
 
 class RingReducer(Reducer):
@@ -36,7 +37,7 @@ class RingReducer(Reducer):
 
     def begin(self, leaves: int) -> None:
         """See ``Reducer.begin``."""
-        self._nodes = len(Holding.of(leaves, self._ranks).ranks[self._rank])
+        self._nodes = len(NodeLayout.of(leaves, self._ranks).ranks[self._rank])
         self._work = []
 
     def staging(self, bucket: int, slot: int, turn: int | None = None) -> Tensor:
@@ -53,6 +54,7 @@ class RingReducer(Reducer):
         self._work.append(dist.all_reduce(staging[0], group=self._group, async_op=True))
         self.bytes_sent += 2 * (self._ranks - 1) * staging[0].nbytes // self._ranks
 
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
     def finish(self, header: Tensor) -> Tensor:
         """See ``Reducer.finish``."""
         headers = all_gather_flat(self._headers.view(-1), header, self._group, async_op=True)

@@ -1,37 +1,167 @@
 """Ordered all-reduce through shared memory: for CPU ranks of one host, at about the cost of the copies.
 
-    slots     | rank 0: node, node | rank 1: node, node | ...      every rank copies its tree nodes in, then says so
+    slots     | rank 0: node, node | rank 1: node, node | ...      every rank copies its tree nodes in, then signals
 
     a small bucket, or two ranks:                                  every rank folds all nodes for itself
-    result    | shard 0 | shard 1 | ...                            else rank j folds shard j, then says so,
+    result    | shard 0 | shard 1 | ...                            else rank j folds shard j, then signals,
                                                                    and every rank copies the result out
 
-The adds are those of ``OrderedReducer``, one by one, so the bits are too. Nobody waits while backward still runs:
-a shard is folded there only if the others are found to be ready. A step waits once for the others' nodes, and once
-more only if it has a sharded bucket; each wait costs a turn of the scheduler where ranks outnumber cores. Buckets that
-everyone folds have two sets of slots, used in turn, since a rank that is ahead may write the next step's nodes while
-another still reads this step's.
+The adds are those of ``OrderedReducer``, one by one, so the bits are equal. No rank waits while backward still runs: a
+shard is folded there only if the others are found to be ready. A step waits once for the others' nodes, and once more
+only if it has a sharded bucket; each wait costs a turn of the scheduler where ranks outnumber cores. Buckets that every
+rank folds have two sets of slots, used in turn: a rank that is ahead may write the next step's nodes while another
+still reads this step's.
+
+Ranks wait with Linux's futex (Franke, Russell and Kirkwood 2002): sleep only if the word still has the value that was
+seen, and be woken by the process that changes it. Where there is a core for every waiter, a waiter first polls for some
+milliseconds and yields in between. A sleeper is woken on the core of its waker, so two ranks that sleep in turn can end
+up sharing a core for good while another stays idle (measured as steps of twice the time); the scheduler moves one that
+stays awake.
+
+The memory belongs to no file: the first rank opens it anonymously and the others reach it through /proc, so nothing is
+left behind however the ranks end.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.config.strategy_options import Level
+from lockstep.core.summation_tree import fold
+from lockstep.distributed.collectives import gather_json
 from lockstep.errors import StallError
-from lockstep.levels import Level
-from lockstep.reduce import futex
-from lockstep.reduce.contract import BucketShape, Holding, Reducer, most_slots
-from lockstep.reduce.host_memory import share_memory
-from lockstep.tree import fold
+from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.runtime.stack_dump import Mark, stack_marker
 
-_LINE = 64
+_SYSCALL = {"x86_64": 202}
+_WAIT, _WAKE = 0, 1
+_ALL = 0x7FFFFFFF
+_LOOK_SECONDS = 20e-6
+_YIELD_SECONDS = 5e-3
+_SLEEP_SECONDS = 0.05
+_CACHE_LINE = 64
 _FOLDED_BY_ALL_BYTES = 4 << 20
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def is_available() -> bool:
+    """Returns whether this machine has the system call, and makes stores visible in the order they were made."""
+    return platform.system() == "Linux" and platform.machine() in _SYSCALL
+
+
+class Word:
+    """A 32-bit counter in shared memory that one process advances and others wait for.
+
+    Args:
+        memory: a writable buffer of four bytes, aligned to four.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._word = ctypes.c_uint32.from_buffer(memory)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._word))
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._number = _SYSCALL[platform.machine()]
+
+    @property
+    def value(self) -> int:
+        """The counter as it stands."""
+        return self._word.value
+
+    def advance(self) -> None:
+        """Adds one, without waking anyone. Only the owner may call it."""
+        self._word.value += 1
+
+    def wake(self) -> None:
+        """Wakes everyone who waits for this counter."""
+        self._call(self._number, self._address, _WAKE, _ALL, None, None, 0)
+
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
+    def wait_until(self, reached: int, deadline: float, *, stay_awake: bool = False) -> bool:
+        """Waits until the counter is at least ``reached``; false if ``deadline`` (of ``time.monotonic``) passes.
+
+        Args:
+            reached: the value to wait for.
+            deadline: when to give up.
+            stay_awake: there is a core for every waiter, so sleep only after some milliseconds.
+        """
+        began = time.monotonic()
+        while self._word.value < reached and time.monotonic() < began + _LOOK_SECONDS:
+            pass
+        while stay_awake and self._word.value < reached and time.monotonic() < began + _YIELD_SECONDS:
+            os.sched_yield()
+        while (seen := self._word.value) < reached:
+            if time.monotonic() > deadline:
+                return False
+            limit = _TimeSpec(0, int(_SLEEP_SECONDS * 1e9))
+            self._call(
+                self._number, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0
+            )
+        return True
+
+
+def can_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns whether all ranks are on one host and can share memory. Collective."""
+    if device.type != "cpu":
+        return False
+    seen = gather_json(_host_identity(), group, device)
+    if not all(host and host == seen[0] for host in seen):
+        return False
+    first = dist.get_rank(group) == 0
+    probe = os.memfd_create("lockstep-probe", os.MFD_CLOEXEC) if first else -1
+    owner, number = gather_json([os.getpid(), probe], group, device)[0]
+    reached = gather_json(first or _can_open(owner, number), group, device)
+    if first:
+        os.close(probe)
+    return all(reached)
+
+
+def share_memory(size: int, group: dist.ProcessGroup) -> mmap.mmap:
+    """Zeroed memory that all ranks of the group map; the first rank opens it. Collective."""
+    first = dist.get_rank(group) == 0
+    descriptor = -1
+    if first:
+        descriptor = os.memfd_create("lockstep-reduce", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+    owner, number = gather_json([os.getpid(), descriptor], group, torch.device("cpu"))[0]
+    if not first:
+        descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    memory = mmap.mmap(descriptor, size)
+    dist.barrier(group=group)
+    os.close(descriptor)
+    return memory
+
+
+def _can_open(owner: int, descriptor: int) -> bool:
+    try:
+        os.close(os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
+def _host_identity() -> str:
+    """Equal for two processes of one host, that see each other under /proc; empty where memory cannot be shared.
+
+    What has a network of its own counts as a host of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [Path("/proc/self/ns", kind).readlink() for kind in ("pid", "net")]
+    except OSError:
+        return ""
+    return f"{boot} {spaces} {os.getuid()}" if is_available() and hasattr(os, "memfd_create") else ""
 
 
 class SharedMemoryReducer(Reducer):
@@ -48,8 +178,8 @@ class SharedMemoryReducer(Reducer):
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self._group, self._timeout = group, timeout
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._buckets: list[_Bucket] = []
-        self._holding = Holding(0, ())
+        self._buckets: list[_SharedBucket] = []
+        self._layout = NodeLayout(0, ())
         self._started = self._folded = 0
         self._steps = 0
         self._stay_awake = self._ranks * torch.get_num_threads() <= len(os.sched_getaffinity(0))
@@ -57,20 +187,20 @@ class SharedMemoryReducer(Reducer):
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
         """See ``Reducer.allocate``."""
-        layout = _Layout()
-        words = [layout.add(_LINE) for _ in range(3 * self._ranks)]
-        headers = layout.add(2 * self._ranks * header * 8)
+        regions = _MemoryLayout()
+        words = [regions.add(_CACHE_LINE) for _ in range(3 * self._ranks)]
+        headers = regions.add(2 * self._ranks * header * 8)
         slots = most_slots(leaves, self._ranks)
-        places = [layout.add(_Bucket.size(shape, self._ranks, slots)) for shape in buckets]
-        memory = share_memory(layout.size, self._group)
+        places = [regions.add(_SharedBucket.size(shape, self._ranks, slots)) for shape in buckets]
+        memory = share_memory(regions.size, self._group)
         view = memoryview(memory)
-        counters = [futex.Word(view[place : place + 4]) for place in words]
+        counters = [Word(view[place : place + 4]) for place in words]
         self._written, self._reduced, self._announced = (counters[i::3] for i in range(3))
         self._headers = torch.frombuffer(
             memory, dtype=torch.float64, count=2 * self._ranks * header, offset=headers
         ).view(2, self._ranks, header)
         self._buckets = [
-            _Bucket(shape, self._rank, self._ranks, slots, memory, place)
+            _SharedBucket(shape, self._rank, self._ranks, slots, memory, place)
             for shape, place in zip(buckets, places)
         ]
         self._sharded = [bucket for bucket in self._buckets if bucket.sharded]
@@ -78,7 +208,7 @@ class SharedMemoryReducer(Reducer):
 
     def begin(self, leaves: int) -> None:
         """See ``Reducer.begin``."""
-        self._holding = Holding.of(leaves, self._ranks)
+        self._layout = NodeLayout.of(leaves, self._ranks)
         self._before += self._started
         self._started = self._folded = 0
         self.turn = self._steps % 2
@@ -91,7 +221,7 @@ class SharedMemoryReducer(Reducer):
         """See ``Reducer.start``."""
         self._started += 1
         self._written[self._rank].advance()
-        self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._holding.ranks[self._rank]))
+        self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
         while self._folded < bucket and all(
             word.value > self._before + self._folded for word in self._written
         ):
@@ -121,10 +251,11 @@ class SharedMemoryReducer(Reducer):
         return self._buckets[bucket].total
 
     def _fold_next(self) -> None:
-        self._buckets[self._folded].fold(self._holding, self.turn)
+        self._buckets[self._folded].fold(self._layout, self.turn)
         self._folded += 1
 
-    def _wait(self, words: list[futex.Word], deadline: float) -> None:
+    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
+    def _wait(self, words: list[Word], deadline: float) -> None:
         """Waits until every rank's counter has come to the current step."""
         for rank, word in enumerate(words):
             if word.value < self._steps and not word.wait_until(
@@ -132,12 +263,12 @@ class SharedMemoryReducer(Reducer):
             ):
                 missing = [other for other, counter in enumerate(words) if counter.value < self._steps]
                 raise StallError(
-                    f"Rank {self._rank} waited {self._timeout:.0f} s for the gradients of rank {rank}. "
-                    f"Missing: {missing}. They hang, or have left the loop early."
+                    f"Rank {self._rank} timed out after {self._timeout:.0f} s waiting for the gradients of rank "
+                    f"{rank}. Missing ranks: {missing}. They hang, or left the loop early."
                 )
 
 
-class _Bucket:
+class _SharedBucket:
     """The shared memory of one bucket: slots[turn, rank, node, numel], then result[numel] where it is sharded."""
 
     def __init__(
@@ -166,20 +297,20 @@ class _Bucket:
         result = self._shard.stop - self._shard.start if self.sharded else 0
         return (nodes * self.total.numel() + result) * self.total.element_size()
 
-    def fold(self, holding: Holding, turn: int) -> None:
+    def fold(self, layout: NodeLayout, turn: int) -> None:
         """Folds this rank's shard of all nodes into the result. The slots themselves are only read."""
         if self._shard.start == self._shard.stop:
             return
         slots, target = self.slots(turn), self._result[self._shard]
         nodes = [
             (node, slots[rank, slot, self._shard])
-            for rank, nodes in enumerate(holding.ranks)
+            for rank, nodes in enumerate(layout.ranks)
             for slot, node in enumerate(nodes)
         ]
         if len(nodes) == 2:
             torch.add(nodes[0][1], nodes[1][1], out=target)
         else:
-            target.copy_(fold(nodes, holding.leaves, torch.add))
+            target.copy_(fold(nodes, layout.leaves, torch.add))
 
     def copy_out(self) -> None:
         self.total.copy_(self._result)
@@ -195,11 +326,11 @@ def _map(memory: mmap.mmap, dtype: torch.dtype, count: int, place: int) -> Tenso
 
 
 def _is_sharded(shape: BucketShape, ranks: int) -> bool:
-    """Whether folding is shared out: not where it costs less than waiting for the others' shards."""
+    """Returns whether folding is shared out: not where it costs less than waiting for the others' shards."""
     return ranks > 2 and ranks * shape.numel * shape.dtype.itemsize > _FOLDED_BY_ALL_BYTES
 
 
-class _Layout:
+class _MemoryLayout:
     """Adds up regions of memory, each starting on a cache line of its own."""
 
     def __init__(self) -> None:
@@ -207,10 +338,10 @@ class _Layout:
 
     def add(self, size: int) -> int:
         place = self.size
-        self.size += -(-size // _LINE) * _LINE
+        self.size += -(-size // _CACHE_LINE) * _CACHE_LINE
         return place
 
 
 def _boundary(numel: int, ranks: int, edge: int) -> int:
-    """Where shard ``edge`` begins, in elements, on a multiple of sixteen."""
+    """The element where shard ``edge`` begins, a multiple of sixteen."""
     return numel if edge == ranks else min(numel, -(-numel // ranks) * edge // 16 * 16)

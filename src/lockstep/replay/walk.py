@@ -1,9 +1,11 @@
-"""Goes from the origin to the step on one device, in this process and in its main thread, and looks at the gradient."""
+"""Recomputes a step of a run on one device, in this process and its main thread, and compares the gradient.
+
+find_origin -> assemble the job on one device -> train up to the step -> digest its gradient -> compare with the record
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.job.assemble import assemble
-from lockstep.replay.origin import Origin, alone
-from lockstep.replay.report import Compared, Report
+from lockstep.replay.origin import Origin, single_process_config
+from lockstep.replay.report import GradientComparison, ReplayReport
 from lockstep.run import Run
-from lockstep.strategies import StepResult
+from lockstep.runtime import Callback
+from lockstep.strategies import Compute, StepResult
 from lockstep.trainer import Trainer
-from lockstep.trainer.gradients import (
+from lockstep.trainer.gradient_record import (
     GradientDigest,
     GradientRecord,
     MicroBatchWatch,
@@ -27,85 +31,116 @@ from lockstep.trainer.gradients import (
     read_records,
     require_separate_micro_batches,
 )
-from lockstep.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be recomputed."""
+class ReplayRequest:
+    """The step to recompute, and how."""
 
     folder: Path
-    """Of the run."""
+    """Run folder."""
     step: int
     """Counted from 0 over all epochs."""
     micro_batch: int | None = None
-    """None: all of the step."""
+    """None: the whole step."""
     force_context: bool = False
-    """Go on with other software, another device or other threads than the run had."""
+    """Continue with other software, another device or another number of threads than the run had."""
     pause: Callable[[], object] | None = None
-    """Called when the step comes next, before its samples are read: the place for a debugger."""
+    """Called right before the samples of the step are read: the place for a debugger."""
 
 
-def replay(asked: Asked, origin: Origin) -> Report:
+def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
     """Recomputes a step, or one micro-batch of it, and compares its gradient with the record. Writes nothing.
 
     Args:
-        asked: what.
+        request: the step to recompute.
         origin: of that step, from ``find_origin``.
 
     Raises:
-        ConfigError: there is no such step or micro-batch, or the conditions are not those of the run.
-        NonFiniteError: the step, or one on the way, has a loss or a gradient that is NaN or infinite.
+        ConfigError: the step or micro-batch does not exist.
+        CheckpointMismatch: software, device or threads differ from those of the run.
+        NonFiniteError: this step, or one before it, has a loss or a gradient that is NaN or infinite.
     """
     resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
-    config = alone(origin.start.job, resume=resume, force_context=asked.force_context)
+    config = single_process_config(origin.start.job, resume=resume, force_context=request.force_context)
     trainer = assemble(config, World())
     try:
         run = trainer.run
-        _require_context(run, origin, asked.force_context)
-        _require_step(trainer, asked, config.training.epochs)
-        watcher = trainer.watcher = Comparing(run, asked)
-        batch = _walk(trainer, asked, config.training.epochs)
-        return _report(asked, origin, watcher, batch)
+        if not request.force_context:
+            _require_context(run, origin)
+        _require_step(trainer, request, config.training.epochs)
+        comparer = GradientComparer(run, request)
+        run.add_callback(comparer)
+        plan, k = _train_to(trainer, request, config.training.epochs).plan, request.micro_batch
+        return ReplayReport(
+            folder=request.folder,
+            origin=origin,
+            epoch=plan.epoch,
+            position=plan.position,
+            leaves=plan.leaves,
+            micro_batch=k,
+            samples=[
+                i for part in (plan.indices if k is None else (plan.indices[k],)) for i in part.tolist()
+            ],
+            loss=comparer.loss,
+            norm=comparer.norm,
+            compared=comparer.compared[-1],
+            earlier=comparer.compared[:-1],
+            record=comparer.records.get(request.step),
+        )
     finally:
         trainer.run.close()
 
 
-class Comparing:
-    """Stands between the trainer and its handle, and compares gradients with their records.
+class GradientComparer(Callback):
+    """Compares the gradients of a run with their records.
 
     Args:
         run: prepared, on one device.
-        asked: the step and micro-batch.
+        request: the step and micro-batch.
     """
 
-    def __init__(self, run: Run, asked: Asked) -> None:
-        self._run, self._asked = run, asked
-        self.records = read_records(asked.folder)
-        self.compared: list[Compared] = []
-        """The recorded steps on the way, and the one that was asked for."""
+    def __init__(self, run: Run, request: ReplayRequest) -> None:
+        self._run, self._request = run, request
+        self.records = read_records(request.folder)
+        self.compared: list[GradientComparison] = []
+        """The recorded steps before the requested one, then the requested one."""
         self.loss = self.norm = float("nan")
+        self._watch: MicroBatchWatch | None = None
 
-    def backward(self, batch: Batch, loss: Callable[..., Any], *, follows_save: bool) -> Tensor:
-        """As ``Run.backward``; of the micro-batch alone where one was asked for."""
-        step, k = batch.plan.step, self._asked.micro_batch
+    def on_backward_begin(self, batch: Batch, scale: float) -> None:
+        """Watches the micro-batches of a whole step whose record has them."""
+        record = self.records.get(batch.plan.step)
+        if record is not None and record.micro_batches and not self._is_single(batch):
+            self._watch = MicroBatchWatch(self._run)
+            self._watch.start(batch, scale)
+
+    def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
+        """Compares the gradient of the requested step, and of each earlier step that has a record."""
+        step, k = batch.plan.step, self._request.micro_batch
         record = self.records.get(step)
-        if step != self._asked.step and record is None:
-            return self._run.backward(batch, loss)
-        if step == self._asked.step and k is not None:
-            return self._micro_batch(batch, loss, k, record)
-        return self._whole(batch, loss, record)
+        if k is not None and self._is_single(batch):
+            recorded = record.micro_batches.get(k) if record is not None else None
+            self.compared.append(
+                GradientComparison(step=step, gradient=self._digest(loss), recorded=recorded)
+            )
+        elif step == self._request.step or record is not None:
+            self._compare(step, loss, record)
 
-    def _whole(self, batch: Batch, loss: Callable[..., Any], record: GradientRecord | None) -> Tensor:
+    def _is_single(self, batch: Batch) -> bool:
+        """True where only one micro-batch of the step is computed."""
+        return batch.plan.step == self._request.step and self._request.micro_batch is not None
+
+    def _compare(self, step: int, loss: Tensor, record: GradientRecord | None) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        gradient = self._digest(loss)
         recorded = record.micro_batches if record is not None else {}
-        watch = MicroBatchWatch(self._run) if recorded else None
-        with watch.watching() if watch is not None else nullcontext():
-            value = self._run.backward(batch, loss)
-        gradient = self._look(float(value))
         own = watch.take() if watch is not None else {}
         self.compared.append(
-            Compared(
-                step=batch.plan.step,
+            GradientComparison(
+                step=step,
                 gradient=gradient,
                 recorded=record.gradient if record is not None else None,
                 loss=self.loss.hex(),
@@ -117,104 +152,72 @@ class Comparing:
                 ],
             )
         )
-        return value
 
-    def _micro_batch(
-        self, batch: Batch, loss: Callable[..., Any], k: int, record: GradientRecord | None
-    ) -> Tensor:
-        if k >= batch.plan.leaves:
-            raise ConfigError(
-                f"Step {batch.plan.step} has no micro-batch {k}; its micro-batches are 0 to {batch.plan.leaves - 1}."
-            )
-        with _one_micro_batch(self._run, k):
-            value = self._run.backward(batch, loss)
-        gradient = self._look(float(value))
-        recorded = record.micro_batches.get(k) if record is not None else None
-        self.compared.append(Compared(step=batch.plan.step, gradient=gradient, recorded=recorded))
-        return value
-
-    def _look(self, loss: float) -> GradientDigest:
+    def _digest(self, loss: Tensor) -> GradientDigest:
         digests, self.norm = digest_gradients(self._run)
-        self.loss = loss
+        self.loss = float(loss)
         return GradientDigest.of(digests)
 
 
-def _report(asked: Asked, origin: Origin, watcher: Comparing, batch: Batch) -> Report:
-    plan, k = batch.plan, asked.micro_batch
-    parts = plan.indices if k is None else (plan.indices[k],)
-    return Report(
-        folder=asked.folder,
-        origin=origin,
-        epoch=plan.epoch,
-        position=plan.position,
-        leaves=plan.leaves,
-        micro_batch=k,
-        samples=[index for part in parts for index in part.tolist()],
-        loss=watcher.loss,
-        norm=watcher.norm,
-        compared=watcher.compared[-1],
-        earlier=watcher.compared[:-1],
-        record=watcher.records.get(asked.step),
-    )
+def _backward_of_one(run: Run, batch: Batch, loss: Callable[..., Any], k: int) -> None:
+    """Computes the gradient of a single micro-batch, which is not divided by anything."""
+    if k >= batch.plan.leaves:
+        raise ConfigError(
+            f"Step {batch.plan.step} has no micro-batch {k}; its micro-batches are 0 to {batch.plan.leaves - 1}."
+        )
 
-
-@contextmanager
-def _one_micro_batch(run: Run, k: int) -> Iterator[None]:
-    """Lets a backward pass of the run compute a single micro-batch, whose gradient is not divided by anything."""
-    strategy = run.strategy
-    original = strategy.backward
-
-    def backward(batch: Batch, compute: Any, *, scale: float, stop: int) -> StepResult:
+    def one_micro_batch(batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         total, weight = compute(batch.micro_batches[k])
-        (total if scale == 1.0 else total * scale).backward()
+        (total if scale == 1.0 else total * scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
         value = total.detach().double()
-        yes = torch.ones((), dtype=torch.bool, device=value.device)  # whatever it is, it is reported
-        return StepResult(value / weight, value.reshape(1), torch.zeros((), device=value.device), yes)
+        finite = torch.ones(
+            (), dtype=torch.bool, device=value.device
+        )  # a value that is not is reported as it is
+        return StepResult(value / weight, value.reshape(1), torch.zeros((), device=value.device), finite)
 
-    strategy.backward = backward  # type: ignore[method-assign]  # that is the place to stand
-    try:
-        yield
-    finally:
-        strategy.backward = original  # type: ignore[method-assign]  # as it was
+    run.backward_by(one_micro_batch, batch, loss)
 
 
-def _walk(trainer: Trainer, asked: Asked, epochs: int) -> Batch:
-    """Trains up to the step, and that one too; returns its batch."""
+def _train_to(trainer: Trainer, request: ReplayRequest, epochs: int) -> Batch:
+    """Trains up to and including the requested step; returns its batch."""
     run, upcoming = trainer.run, trainer.run.position.step
     for _ in run.epochs(epochs):
         batches = iter(trainer.batches())
         while True:
-            if upcoming == asked.step and asked.pause is not None:
-                asked.pause()
+            if upcoming == request.step and request.pause is not None:
+                request.pause()
             batch: Batch | None = next(batches, None)
             if batch is None:
                 break
             upcoming += 1
-            trainer.train_step(batch)
-            if batch.plan.step == asked.step:
+            if batch.plan.step == request.step and request.micro_batch is not None:
+                _backward_of_one(run, batch, trainer.loss, request.micro_batch)
+            else:
+                trainer.train_step(batch)
+            if batch.plan.step == request.step:
                 return batch
-    raise AssertionError("the step was found to be one of the run")
+    raise AssertionError("_require_step has checked that the run has this step")
 
 
-def _require_step(trainer: Trainer, asked: Asked, epochs: int) -> None:
+def _require_step(trainer: Trainer, request: ReplayRequest, epochs: int) -> None:
     """Raises ``ConfigError`` where the run has no such step, or its steps no such micro-batch."""
     last, most = epochs * trainer.steps_per_epoch - 1, trainer.run.options.micro_batches - 1
-    if asked.step > last:
-        raise ConfigError(f"Step {asked.step} does not exist: the steps of the run are 0 to {last}.")
-    if asked.micro_batch is not None:
-        if not 0 <= asked.micro_batch <= most:
+    if request.step > last:
+        raise ConfigError(f"Step {request.step} does not exist: the steps of the run are 0 to {last}.")
+    if request.micro_batch is not None:
+        if not 0 <= request.micro_batch <= most:
             raise ConfigError(
-                f"Micro-batch {asked.micro_batch} does not exist: a step has those from 0 to {most}."
+                f"Micro-batch {request.micro_batch} does not exist: the micro-batches of a step are 0 to {most}."
             )
         require_separate_micro_batches(trainer.run)
 
 
-def _require_context(run: Run, origin: Origin, force_context: bool) -> None:
-    """Raises ``CheckpointMismatch`` where the bits depend on something that is not as it was."""
-    differences = run.require_prepared().context.differences(origin.start.context)
-    if differences and not force_context:
+def _require_context(run: Run, origin: Origin) -> None:
+    """Raises ``CheckpointMismatch`` where software, device or threads differ from those of the run."""
+    differences = run.require_prepared().state.context.differences(origin.start.context)
+    if differences:
         raise CheckpointMismatch(
-            "The run was made under other conditions, so its bits cannot be expected here:\n  "
+            "The run was trained under other conditions, so its bits cannot be expected here:\n  "
             + "\n  ".join(differences)
-            + "\nRestore these, or compare all the same with --force-context."
+            + "\nRestore these conditions, or compare anyway with --force-context."
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.run.handle import Run
-from lockstep.run.options import RunOptions
-from lockstep.run.unused_options import mention_unused_options
+from lockstep.config.options import RunOptions, mention_unused_options
+from lockstep.run.run import Run
 
 __all__ = ["Run", "RunOptions", "init"]
 

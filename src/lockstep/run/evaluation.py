@@ -1,7 +1,17 @@
-"""Evaluates every sample exactly once, in fixed micro-batches, and adds the results in a fixed order."""
+"""Evaluates every sample exactly once, in fixed micro-batches, and adds the results in a fixed order.
+
+``EvaluationStop`` lets all ranks leave an evaluation at the same micro-batch when any of them is asked to stop:
+
+    round      0 | 1          9          17 ...                      a rank's first, second, ... micro-batch
+    agreement    ^ after the first, then about once a second: the slowest rank's rounds say how many that is
+
+Every rank takes part in every agreement, even one that has fewer micro-batches or none, because the forward pass may be
+collective. An evaluation with a single round has no agreement.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import repeat
@@ -10,15 +20,64 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
-from lockstep.randomness import KeyedRandomness
-from lockstep.run.compute import Compute
-from lockstep.run.leaving import Leaving
-from lockstep.run.loss import exact, sum_and_weight
+from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.run.step import ForwardPass, exact, sum_and_weight
+from lockstep.runtime.control import StopReason
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
-from lockstep.sums import fold_rows
+
+AGREE_EVERY = 1.0
+"""Seconds, about."""
+
+
+class EvaluationStopped(Exception):
+    """All ranks have left an evaluation, because one was asked to stop."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"left because of {reason.name}")
+        self.reason = reason
+
+
+class EvaluationStop:
+    """The agreements of one evaluation.
+
+    Args:
+        strategy: its ranks agree.
+        heartbeat: says whether this rank has been asked to stop.
+    """
+
+    def __init__(self, strategy: Strategy, heartbeat: Heartbeat) -> None:
+        self._strategy, self._heartbeat = strategy, heartbeat
+        self._last, self._next, self._since = 0, 1, time.monotonic()
+
+    def agree(self, round_number: int, result: torch.Tensor) -> None:
+        """Called before each round, with the same number on every rank. Collective where an agreement is due.
+
+        Args:
+            round_number: of the micro-batch that comes, counted from 0.
+            result: of the one before, which is waited for; any shape, on the device.
+
+        Raises:
+            EvaluationStopped: some rank has been asked to stop; on every rank.
+        """
+        if round_number < self._next:
+            return
+        result.sum().item()  # a device may be behind, and its time counts
+        seconds = (time.monotonic() - self._since) / (round_number - self._last)
+        said = [float(self._heartbeat.stop_reason), seconds]
+        row = self._strategy.all_reduce_max(
+            torch.tensor(said, dtype=torch.float64, device=self._strategy.device)
+        )
+        reason, slowest = self._strategy.gather(row).amax(0).tolist()
+        if reason:
+            raise EvaluationStopped(StopReason(int(reason)))
+        self._last, self._since = round_number, time.monotonic()
+        self._next = round_number + max(1, int(AGREE_EVERY / max(slowest, 1e-6)))
+
 
 Metric = Callable[[Any, Any], Any]
 Forward = Callable[[MicroBatch], tuple[Any, Any]]
@@ -34,7 +93,7 @@ class Evaluation:
         strategy: shares the samples over the processes.
     """
 
-    def __init__(self, compute: Compute, randomness: KeyedRandomness, strategy: Strategy) -> None:
+    def __init__(self, compute: ForwardPass, randomness: KeyedRandomness, strategy: Strategy) -> None:
         self._compute, self._randomness, self._strategy = compute, randomness, strategy
 
     def run(
@@ -45,9 +104,9 @@ class Evaluation:
         step: int,
         model: nn.Module | None,
         forward: Callable[[Any], Any] | None,
-        finish: Callable[[Tensor], Tensor] | None,
+        device_transform: Callable[[Tensor], Tensor] | None,
         note: Callable[[MicroBatch], None],
-        leaving: Leaving | None = None,
+        stop: EvaluationStop | None = None,
     ) -> Any:
         """The mean of the metric, or of each by name; see ``Run.evaluate``. Collective."""
         evaluated = self._compute.model if model is None else model
@@ -55,12 +114,12 @@ class Evaluation:
         def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
             note(micro_batch)
             self._randomness.begin_micro_batch(-1 - step, micro_batch.k)
-            return self._compute.output_and_target(micro_batch.data, forward, evaluated, finish)
+            return self._compute.output_and_target(micro_batch.data, forward, evaluated, device_transform)
 
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
         try:
             with evaluating(evaluated):
-                values = evaluate(loader, metrics, outputs, self._strategy, leaving)
+                values = evaluate(loader, metrics, outputs, self._strategy, stop)
         finally:
             self._randomness.end_step(-1 - step)
         return values if isinstance(metric, Mapping) else values["metric"]
@@ -84,7 +143,7 @@ def evaluate(
     metrics: Mapping[str, Metric],
     forward: Forward,
     strategy: Strategy,
-    leaving: Leaving | None = None,
+    stop: EvaluationStop | None = None,
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
@@ -93,28 +152,28 @@ def evaluate(
         metrics: functions of (output, target); see ``loss.sum_and_weight`` for what they may return.
         forward: runs the model.
         strategy: where the results of all processes are gathered.
-        leaving: how the ranks agree to leave early; None: they stay to the end.
+        stop: how the ranks agree to stop early; None: they stay to the end.
 
     Raises:
-        EvaluationLeft: they have left, all after the same number of micro-batches.
+        EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     if loader.count == 0:
         raise ConfigError(
             "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
         )
-    share = strategy.evaluation_share
+    share = strategy.evaluation_share or strategy.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
     rows = rows.to(strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
     for place, micro_batch in enumerate(_padded(loader, longest)):
-        if leaving is not None:
-            leaving.agree(place, rows[place - 1])
+        if stop is not None:
+            stop.agree(place, rows[place - 1])
         if micro_batch is None:
             continue
         output, target = forward(micro_batch)
         if micro_batch.k >= loader.count:
-            continue  # a spare, run because the forward pass is collective
+            continue  # padding, run because the forward pass is collective
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.core.fingerprint import digest_tensors
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import digest_tensors
-from lockstep.run.optimizer import hyperparameters
-from lockstep.run.pending import require_own_parameters
+from lockstep.run.optimizer_step import hyperparameters
 
 
 @dataclass(frozen=True)
@@ -41,37 +40,28 @@ class Parts:
                     f"run.prepare takes a model, optimizers, schedulers, and modules to keep beside the model; a "
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
-        require_own_parameters(optimizers, list(model.parameters()))
+        _require_own_parameters(optimizers, list(model.parameters()))
         frozen = tuple((name, p) for name, p in model.named_parameters() if not p.requires_grad)
         return cls(model, optimizers, schedulers, modules, frozen)
 
     def digests(self) -> dict[str, str]:
-        """What replicas must agree on beside the model, each name in angle brackets."""
+        """Digests of what replicas must agree on beside the model, each name in angle brackets."""
         found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
         for number, module in enumerate(self.modules):
             own = digest_tensors(module.state_dict())
             found |= {f"<module {number}> {name}": digest for name, digest in own.items()}
         return found
 
-    def require_frozen(self) -> None:
-        """Raises ``ConfigError`` where a parameter wants a gradient that nobody sums over the ranks."""
-        for name, parameter in self.frozen:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name!r} was frozen at run.prepare and requires a gradient now. Let everything that will be "
-                    "trained require one before run.prepare, and freeze it afterwards until its time has come."
-                )
-
-    def require_all_saved(self, prepared: Iterable[Optimizer]) -> None:
+    def require_all_saved(self, wrapped: Iterable[Optimizer]) -> None:
         """Raises ``ConfigError`` where a scheduler steps an optimizer and no checkpoint would hold it.
 
         Args:
-            prepared: what stands for each optimizer, in order.
+            wrapped: the optimizers that ``run.prepare`` returned, in order.
         """
         known = {id(optimizer) for each in self.schedulers for optimizer in _stepped_by(each)}
-        for number, (optimizer, stand_in) in enumerate(zip(self.optimizers, prepared)):
+        for number, (optimizer, wrapper) in enumerate(zip(self.optimizers, wrapped)):
             scheduled = hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in known
-            if scheduled or hasattr(stand_in.step, "_wrapped_by_lr_sched"):
+            if scheduled or hasattr(wrapper.step, "_wrapped_by_lr_sched"):
                 raise ConfigError(
                     f"Optimizer {number} ({type(optimizer).__name__}) has a scheduler that run.prepare was not given, "
                     "so a checkpoint would not hold it. Make it first: run.prepare(model, optimizer, scheduler)."
@@ -86,6 +76,19 @@ def _require_plain_model(model: Any) -> None:
             f"The model is wrapped in {type(model).__name__}, which would sum its gradients a second time. Give "
             "run.prepare the model itself: model.module."
         )
+
+
+def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
+    """Raises ``ConfigError`` where an optimizer would change a parameter that is not the model's."""
+    own = {id(parameter) for parameter in parameters}
+    for number, optimizer in enumerate(optimizers):
+        foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+        if foreign:
+            raise ConfigError(
+                f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
+                f"not have, the first of shape {tuple(foreign[0].shape)}; nobody would sum their gradients over the "
+                "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
+            )
 
 
 def _stepped_by(scheduler: Any) -> list[Any]:

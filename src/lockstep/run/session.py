@@ -1,8 +1,9 @@
-"""What a process needs before it can train: its place in the world, a device, and the process group."""
+"""The process of a run: its place in the world, its device, and the process group."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import sys
@@ -13,15 +14,34 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 
+from lockstep.core.world import World
+from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError
-from lockstep.launch import stop_signals
-from lockstep.launch.heartbeat import Heartbeat
-from lockstep.process_group import open_process_group
-from lockstep.run.freed_memory import keep_freed_memory
-from lockstep.world import World
+from lockstep.runtime import stop_signals
+from lockstep.runtime.events import StepEvents
+from lockstep.runtime.heartbeat import Heartbeat
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Numbers of two settings of glibc's ``mallopt``, from ``malloc.h``."""
 
 
-class Session:
+def keep_freed_memory() -> bool:
+    """Asks glibc to hold on to what this process frees; its memory stays at its peak until it ends.
+
+    Returns:
+        Whether that could be asked for: False beside another C library, which is left as it is.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # musl has no such setting
+        return False
+    # No block is mapped on its own, which would be unmapped when freed; and the end of the heap is never cut off.
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+class RunSession:
     """Opens the process group for the life of the process, or joins the one that is open.
 
     Args:
@@ -38,7 +58,9 @@ class Session:
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.heartbeat = Heartbeat.open(world)
+        self.events = StepEvents()
+        """The callbacks of the run."""
+        self.heartbeat = Heartbeat.open(world, self.events)
         foreign = world.launcher in ("torchrun", "slurm", "mpi")
         if foreign and threading.current_thread() is threading.main_thread():
             stop_signals.install(self.heartbeat.control, alone=True)
@@ -51,17 +73,17 @@ class Session:
         self.before_close: Callable[[], None] | None = None
         """Called before the group is closed."""
 
-    def part(self, *, is_spare: bool) -> None:
+    def leave_process_group(self, *, is_expendable: bool) -> None:
         """Leaves the process group, if this session opened it, and goes on alone. Collective.
 
         Args:
-            is_spare: whether the run goes on without this process if it is killed.
+            is_expendable: whether the run goes on without this process if it is killed.
         """
         self.group = None
         gc.collect()
         self._stack.close()
-        if is_spare:
-            self.heartbeat.mark_spare()
+        if is_expendable:
+            self.heartbeat.mark_independent()
 
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""

@@ -1,1 +1,1 @@
-"""Measures how a job's training scales over devices and strategies, says what limits it, and predicts larger worlds."""
+"""Measures how training scales over devices and strategies, names what limits it, and predicts larger worlds."""

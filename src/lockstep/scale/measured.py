@@ -1,15 +1,96 @@
-"""What was measured of a layout, and what follows from it: pure functions of the seconds that ranks wrote down."""
+"""Measures the layouts of a job: seconds of each phase of a step, rounds of all layouts, and their speed-up.
+
+PhaseClock   in a rank: seconds of each phase, from the moments at which phases change
+Round        the files of all ranks of one start of one layout
+row          speed-up, efficiency and phases of a layout, from its rounds
+Rounds       runs the layouts in alternation, so that a slow moment of the machine affects all of them alike
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.scale.phases import PHASES, exchange_and_waiting, mean_phases, slowest_rank
+from lockstep.config.job import JobConfig
+from lockstep.errors import ConfigError
+from lockstep.verify.layouts import REFERENCE, Layout, run_layout
+
+PHASES = ("data", "copy", "forward", "backward", "compute", "exchange", "optimizer", "other")
+"""``data``: waiting for the loader. ``copy``: inputs to the device. ``compute``: forward and backward where they cannot
+be told apart, as in replicas on threads. ``exchange``: from this rank's last backward until the gradients are there:
+communication that is not hidden, and waiting for slower ranks. ``other``: saving, comparing fingerprints."""
+
+OF_MARKS = {
+    "data": "data",
+    "forward": "forward",
+    "backward": "backward",
+    "compute": "compute",
+    "reduce": "exchange",
+    "update": "optimizer",
+}
+"""The phase that begins when a rank marks its heartbeat so; any other mark begins ``other``."""
+
+
+class PhaseClock:
+    """Adds up the seconds of each phase, step by step. Has no clock of its own: every call takes the time.
+
+    Args:
+        now: seconds, when the first step begins; it begins by waiting for data.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.steps: list[dict[str, float]] = []
+        """Seconds by phase, of each finished step; phases that did not occur are absent."""
+        self._since, self._phase = now, "data"
+        self._current: dict[str, float] = {}
+
+    def enter(self, mark: str, now: float) -> None:
+        """Ends the current phase and begins the one of a heartbeat's mark."""
+        self._add(self._phase, now - self._since)
+        self._since, self._phase = now, OF_MARKS.get(mark, "other")
+
+    def copied(self, seconds: float) -> None:
+        """Counts ``seconds`` of the current phase as copying inputs to the device."""
+        self._add("copy", seconds)
+        self._add(self._phase, -seconds)
+
+    def end_step(self, now: float) -> None:
+        """Ends a step; the time until the next mark is ``other`` of the next step."""
+        self.enter("over", now)
+        self.steps.append(self._current)
+        self._current = {}
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self._current[phase] = self._current.get(phase, 0.0) + seconds
+
+
+def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean seconds of each phase per step, in the order of ``PHASES``; phases that never occur are left out."""
+    found = {phase: sum(step.get(phase, 0.0) for step in steps) / len(steps) for phase in PHASES}
+    return {phase: seconds for phase, seconds in found.items() if seconds > 0.0}
+
+
+def work(phases: Mapping[str, float]) -> float:
+    """Seconds per step that a rank is busy itself: all but ``exchange``, in which ranks wait for each other."""
+    return sum(seconds for phase, seconds in phases.items() if phase != "exchange")
+
+
+def slowest_rank(ranks: Sequence[Mapping[str, float]]) -> int:
+    """The rank that the others wait for: the first of those with the most work."""
+    return max(range(len(ranks)), key=lambda rank: (work(ranks[rank]), -rank))
+
+
+def exchange_and_waiting(ranks: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Splits the mean ``exchange`` of a step into (communication, waiting for the slowest rank), in seconds.
+
+    The rank that comes last does not wait, so the shortest exchange of a rank is communication alone.
+    """
+    each = [phases.get("exchange", 0.0) for phases in ranks]
+    return min(each), sum(each) / len(each) - min(each)
 
 
 @dataclass(frozen=True)
@@ -31,7 +112,7 @@ class Round:
 
     @classmethod
     def read(cls, folder: Path, ranks: int) -> Round:
-        """Puts the files of all ranks together."""
+        """Reads the files of all ranks."""
         found: list[dict[str, Any]] = [
             json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)
         ]
@@ -41,11 +122,11 @@ class Round:
             seconds_per_step=max(each["seconds"] for each in found) / steps,
             samples_per_step=first["samples"] / steps,
             ranks=tuple(mean_phases(each["steps"]) for each in found),
-            **{name: first[name] for name in _FACTS},
+            steps_per_epoch=first["steps_per_epoch"],
+            parameter_bytes=first["parameter_bytes"],
+            micro_batches=first["micro_batches"],
+            micro_batch_size=first["micro_batch_size"],
         )
-
-
-_FACTS = ("steps_per_epoch", "parameter_bytes", "micro_batches", "micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -70,9 +151,9 @@ class Row:
     strategy: str
     devices: int
     refused: str = ""
-    """Why it did not run; then nothing else is filled in."""
+    """The reason why it did not run; all else is then empty."""
     epoch: Spread = Spread(0.0, 0.0, 0.0)
-    """Seconds that the training steps of one epoch take, evaluation and checkpoints left out."""
+    """Seconds of the training steps of one epoch, without evaluation and checkpoints."""
     step: Spread = Spread(0.0, 0.0, 0.0)
     """Seconds."""
     samples_per_second: Spread = Spread(0.0, 0.0, 0.0)
@@ -85,7 +166,7 @@ class Row:
     ranks: tuple[dict[str, float], ...] = ()
     """The same of each rank."""
     communication: float = 0.0
-    """Seconds per step of exchange that computing does not hide."""
+    """Seconds per step of exchange that is not hidden by computing."""
     waiting: float = 0.0
     """Seconds per step that the ranks, on average, wait for the slowest."""
     slowest: int = 0
@@ -93,15 +174,7 @@ class Row:
 
 
 def row(label: str, strategy: str, devices: int, rounds: Sequence[Round], alone: Sequence[Round]) -> Row:
-    """Sums up the rounds of a layout.
-
-    Args:
-        label: as in ``ddp on 4``.
-        strategy: its name.
-        devices: how many it takes.
-        rounds: of this layout, at least one.
-        alone: the same rounds of one device.
-    """
+    """Sums up the rounds of a layout, at least one; ``alone`` are the same rounds of one device."""
     rate = [each.samples_per_step / each.seconds_per_step for each in rounds]
     base = [each.samples_per_step / each.seconds_per_step for each in alone]
     speed_up = [own / one for own, one in zip(rate, base)]
@@ -128,3 +201,61 @@ def _over_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """The median of each phase over rounds."""
     found = {phase: statistics.median(each.get(phase, 0.0) for each in rounds) for phase in PHASES}
     return {phase: seconds for phase, seconds in found.items() if seconds > 0.0}
+
+
+@dataclass
+class Rounds:
+    """Measures layouts of one job."""
+
+    config: JobConfig
+    steps: int
+    """Measured steps of each start."""
+    warm_up: int
+    """Steps before them."""
+    folder: Path
+    """For the files of the ranks."""
+    _found: dict[Layout, list[Round]] = field(default_factory=dict, init=False)
+    _refused: dict[Layout, str] = field(default_factory=dict, init=False)
+
+    def measure(self, layouts: Sequence[Layout], rounds: int, say: Callable[[str], None]) -> list[Row]:
+        """A row for one device, then one for each layout.
+
+        Args:
+            layouts: of several devices.
+            rounds: number of starts of each layout.
+            say: called with a line before each start.
+
+        Raises:
+            ConfigError: the job does not run on one device.
+        """
+        everything = [REFERENCE, *layouts]
+        for number in range(rounds):
+            for layout in everything:
+                if layout not in self._refused:
+                    say(f"round {number + 1} of {rounds}: {layout.label}")
+                    self._start(layout)
+            if reason := self._refused.get(REFERENCE):
+                raise ConfigError(reason)
+        return [self._row(layout) for layout in everything]
+
+    @property
+    def alone(self) -> list[Round]:
+        """The rounds of one device."""
+        return self._found[REFERENCE]
+
+    def _row(self, layout: Layout) -> Row:
+        if reason := self._refused.get(layout):
+            return Row(layout.label, layout.strategy, layout.devices, refused=reason)
+        return row(layout.label, layout.strategy, layout.devices, self._found[layout], self.alone)
+
+    def _start(self, layout: Layout) -> None:
+        folder = self.folder / f"{len(list(self.folder.iterdir()))}"
+        reason = run_layout(
+            layout, self.config, "lockstep.scale.rank:main", folder, steps=self.steps, warm_up=self.warm_up
+        )
+        if (folder / "refused").exists():
+            reason = (folder / "refused").read_text()
+        if reason:
+            self._refused[layout] = reason
+        else:
+            self._found.setdefault(layout, []).append(Round.read(folder, layout.ranks))

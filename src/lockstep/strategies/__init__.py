@@ -1,21 +1,30 @@
 """Ways to train: one file or folder each."""
 
-from lockstep.strategies.contract import Compute, StepResult, Strategy
-from lockstep.strategies.ddp import DistributedDataParallel
-from lockstep.strategies.groups import Groups
-from lockstep.strategies.opening import open_strategy
+from lockstep.config.strategy_options import STRATEGIES
+from lockstep.distributed.process_group import Groups
+from lockstep.strategies.ddp import DistributedDataParallel, Single
+from lockstep.strategies.open_strategy import open_strategy
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.strategies.single import Single
-from lockstep.strategy_options import STRATEGIES
+from lockstep.strategies.strategy import (
+    Compute,
+    IndependentStrategy,
+    StepResult,
+    Strategy,
+    gather_records,
+    sum_counts,
+)
 
 __all__ = [
     "STRATEGIES",
     "Compute",
     "DistributedDataParallel",
     "Groups",
+    "IndependentStrategy",
     "Pipeline",
     "Single",
     "StepResult",
     "Strategy",
+    "gather_records",
     "open_strategy",
+    "sum_counts",
 ]

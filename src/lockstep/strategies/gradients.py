@@ -1,25 +1,104 @@
-"""Takes each micro-batch's gradients as autograd finishes them and adds them along the gradient tree.
+"""Gradients of micro-batches, added along the gradient tree, and the header that ranks exchange beside them.
 
-Autograd alone would add micro-batches as they come (a left fold), and so in another order on every number of ranks.
-Here a hook takes a parameter's gradient as soon as it is complete, pushes it on the parameter's stack, and merges the
-nodes of the tree that are now whole. During a rank's last micro-batch the finished nodes go to the reducer's staging
-memory; a bucket whose parameters are all there is reduced while backward goes on with the others.
+Autograd alone would add micro-batches as they come, and so in another order on every number of ranks. Here a hook takes
+a parameter's gradient as soon as it is complete, pushes it on the parameter's stack, and merges the nodes of the tree
+that are now whole. During a rank's last micro-batch the finished nodes go to the reducer's staging memory; a bucket
+whose parameters are complete is reduced while backward goes on with the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.plan import Share
+from lockstep.core.summation_tree import merges_after_leaf
 from lockstep.errors import ConfigError
 from lockstep.reduce import BucketShape, Reducer
-from lockstep.tree import merges_after_leaf
+from lockstep.runtime.events import NO_EVENTS, StepEvents
 
 _BUCKET_BYTES = 8 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
+
+
+class StepHeader:
+    """[losses, weights] of the holder's micro-batches, uses of each parameter, advances of each counter, flags.
+
+    Args:
+        share: which micro-batches a holder computes.
+        micro_batches: K of the recipe.
+        parameters: how many are counted.
+        counters: of the running buffers.
+        flags: how many; the first is why a holder was asked to stop.
+    """
+
+    def __init__(
+        self, share: Share, micro_batches: int, parameters: int = 0, counters: int = 0, flags: int = 0
+    ) -> None:
+        self._share, self._longest = share, share.longest(micro_batches)
+        self._counts, self._flags = [parameters, counters], flags
+        self.size = 2 * self._longest + parameters + counters + flags
+        """Size of a row."""
+
+    def pack(
+        self,
+        losses: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        used: Sequence[int],
+        advanced: Tensor,
+        flags: Sequence[float],
+    ) -> Tensor:
+        """This holder's row, float64, where ``advanced`` is.
+
+        Args:
+            losses: of its micro-batches, 0-dim.
+            weights: of them, 0-dim.
+            used: in how many of them each parameter was.
+            advanced: by how much each counter went on.
+            flags: numbers whose largest over the holders counts.
+        """
+        row = torch.zeros(self.size, dtype=torch.float64)
+        start = 2 * self._longest
+        row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
+        row[self.size - len(flags) :] = torch.tensor(flags, dtype=torch.float64)
+        row = row.to(advanced.device)
+        if losses:
+            row[: len(losses)] = torch.stack(list(losses))
+            row[self._longest : self._longest + len(weights)] = torch.stack(list(weights))
+        row[start + len(used) : self.size - len(flags)] = advanced
+        return row
+
+    def losses(self, rows: Tensor, leaves: int) -> Tensor:
+        """Those of all micro-batches, in order of k, from the rows of all holders; shape (leaves,)."""
+        return self._in_order(rows, leaves, 0)
+
+    def weights(self, rows: Tensor, leaves: int) -> Tensor:
+        """Those of all micro-batches, in order of k."""
+        return self._in_order(rows, leaves, self._longest)
+
+    def counts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Uses of each parameter and advances of each counter, over all holders."""
+        start = 2 * self._longest
+        used, advanced = torch.split(rows[:, start : start + sum(self._counts)].sum(0), self._counts)
+        return used, advanced
+
+    def flag(self, rows: Tensor, number: int = 0) -> Tensor:
+        """The largest over the holders of a flag, 0-dim."""
+        return rows[:, self.size - self._flags + number].max()
+
+    def _in_order(self, rows: Tensor, leaves: int, first: int) -> Tensor:
+        share = self._share
+        numbers = [[k for k in share.of(leaves, holder) if k < leaves] for holder in range(share.holders)]
+        if len(numbers) == 1:
+            return rows[0, first : first + leaves]
+        entries = torch.cat([row[first : first + len(part)] for row, part in zip(rows, numbers)])
+        if not (share.interleaved or share.rounds):
+            return entries
+        order = torch.tensor([k for part in numbers for k in part], device=rows.device)
+        return torch.empty_like(entries).index_copy_(0, order, entries)
 
 
 class Slot:
@@ -46,6 +125,7 @@ class GradientTree:
         reducer: sums over ranks; None on one device.
         held: where a reducer gives each rank a part of every sum, the parameters that get it, by name; by default the
             parameters themselves.
+        events: whose callbacks are told of buckets that start.
     """
 
     def __init__(
@@ -53,10 +133,11 @@ class GradientTree:
         parameters: Mapping[str, nn.Parameter],
         reducer: Reducer | None,
         held: Mapping[str, nn.Parameter] | None = None,
+        events: StepEvents = NO_EVENTS,
     ) -> None:
         held = parameters if held is None else held
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
-        self._reducer = reducer
+        self._reducer, self._events = reducer, events
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
         self._merges: tuple[int, ...] = ()
         self._leaf = 0
@@ -119,7 +200,7 @@ class GradientTree:
                 slot.held.grad = None
 
     def end_micro_batch(self) -> None:
-        """Says that the backward of one micro-batch is done: a parameter it did not reach gets a leaf of zeros."""
+        """Ends the backward pass of one micro-batch: a parameter it did not reach gets a leaf of zeros."""
         for slot in self.slots:
             if slot.pushed == self._leaf:
                 self._push(slot, torch.zeros_like(slot.parameter))
@@ -132,9 +213,8 @@ class GradientTree:
     def start_all(self) -> None:
         """Starts the buckets that are not under way: all of them on a rank that had no micro-batch."""
         if self._reducer is not None:
-            for bucket in range(self._started, len(self._members)):
-                self._reducer.start(bucket)
-            self._started = len(self._members)
+            while self._started < len(self._members):
+                self._start_next(self._reducer)
 
     def finish(self, used: list[int], weight: Tensor) -> list[Tensor]:
         """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
@@ -156,8 +236,7 @@ class GradientTree:
                     sums.append(total.sum().to(weight.device))
                 slot.held.grad = total.to(slot.held.device)
             slot.stack = []
-        for parameter, before in self._prior:
-            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+        add_prior(self._prior)
         self._merges = ()
         return sums
 
@@ -167,7 +246,7 @@ class GradientTree:
             return
         if gradient.is_sparse:
             raise ConfigError(
-                f"{slot.name!r} has a sparse gradient, which cannot be added in the tree: use sparse=False."
+                f"{slot.name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False."
             )
         if slot.pushed > self._leaf:
             raise ConfigError(
@@ -194,8 +273,19 @@ class GradientTree:
         slot.stack = []
         self._waiting[slot.bucket] -= 1
         while self._started < len(self._waiting) and self._waiting[self._started] == 0:
-            reducer.start(self._started)
-            self._started += 1
+            self._start_next(reducer)
+
+    def _start_next(self, reducer: Reducer) -> None:
+        for call in self._events.bucket_start:
+            call(self._started)
+        reducer.start(self._started)
+        self._started += 1
+
+
+def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Adds the new gradients to those that parameters had before the step, as autograd does."""
+    for parameter, before in prior:
+        parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
 def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:

@@ -19,15 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lockstep.buffers import RunningBuffers, RunningBuffersOnDevices
-from lockstep.collectives import all_gather_flat, let_go_of_groups
-from lockstep.levels import Level
-from lockstep.plan import Share
+from lockstep.config.strategy_options import LayersOptions
+from lockstep.numerics.running_buffers import RunningBuffers, RunningBuffersOnDevices
 from lockstep.reduce import Reducer
-from lockstep.strategies.pipeline.chain import Between, Link
-from lockstep.strategies.pipeline.cuts import Cuts
-from lockstep.strategies.replicated import Replicated
-from lockstep.strategy_options import LayersOptions
+from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.pipeline.chain import ChainLink, FunctionLink
+from lockstep.strategies.pipeline.partition import Partition
 
 logger = logging.getLogger(__name__)
 
@@ -55,22 +52,19 @@ class ModelParallel(Replicated):
         group: dist.ProcessGroup | None = None,
         running_buffers: Sequence[str] = (),
     ) -> None:
-        ranks = 1 if group is None else dist.get_world_size(group)
-        share = Share(holders=ranks, holder=0 if group is None else dist.get_rank(group))
-        super().__init__(devices[0], micro_batches, reducer, share, running_buffers)
-        self.level = Level.BITWISE if reducer is None else reducer.level
-        self.devices, self._group = tuple(devices), group
-        self.cuts = Cuts(self.name, len(devices), options.split, options.balance == "time")
+        super().__init__(devices[0], micro_batches, reducer, group, running_buffers)
+        self.devices = tuple(devices)
+        self.partition = Partition(self.name, len(devices), options.split, options.balance == "time")
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_model(self, model: nn.Module) -> nn.Module:
         """Puts consecutive layers on the devices. Collective.
 
         Raises:
             ConfigError: the model is no chain of enough layers, or cannot be cut where it was asked for.
         """
         if len(self.devices) == 1:
-            return super().place(model.to(self.device))
-        parts = self.cuts.of(model)
+            return super().setup_model(model.to(self.device))
+        parts = self.partition.of(model)
         for part, device in zip(parts, self.devices):
             for link in part:
                 link.module.to(device)
@@ -81,7 +75,7 @@ class ModelParallel(Replicated):
             f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
         )
         logger.info("Layers begin with: %s.", begins)
-        return super().place(model)
+        return super().setup_model(model)
 
     def _move(self, model: nn.Module) -> nn.Module:
         return model  # its layers are where they belong
@@ -89,24 +83,10 @@ class ModelParallel(Replicated):
     def _find_buffers(self, model: nn.Module) -> RunningBuffers:
         return RunningBuffersOnDevices(model, self._declared)
 
-    def gather(self, row: Tensor) -> Tensor:
-        """Rows of all processes, shape (processes, n). Collective."""
-        if self._group is None:
-            return row.unsqueeze(0)
-        rows = torch.empty(self.share.holders, row.numel(), dtype=row.dtype, device=row.device)
-        all_gather_flat(rows.view(-1), row.contiguous(), self._group)
-        return rows
 
-    def release(self) -> None:
-        """See ``Strategy.release``."""
-        let_go_of_groups(self)
-        if self._reducer is not None:
-            self._reducer.release()
-
-
-def _first_module(part: Sequence[Link]) -> nn.Module:
+def _first_module(part: Sequence[ChainLink]) -> nn.Module:
     """The first module of a part that the model itself calls; what comes before it holds nothing."""
-    return next(link.module for link in part if not isinstance(link.module, Between))
+    return next(link.module for link in part if not isinstance(link.module, FunctionLink))
 
 
 class _Move:

@@ -11,15 +11,20 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
+from lockstep.config.job import TrainingConfig
 from lockstep.data.batch import Batch
 from lockstep.loggers import Logger
 from lockstep.run import Run
-from lockstep.trainer.epoch_means import EpochMeans
-from lockstep.trainer.meter import Meter, accuracy
-from lockstep.trainer.outcome import Outcome
-from lockstep.trainer.parts import Prepared, Rhythm, Settings
-from lockstep.trainer.progress import Progress
-from lockstep.trainer.watcher import Watcher
+from lockstep.strategies import IndependentStrategy
+from lockstep.trainer.state import (
+    EpochMeans,
+    Intervals,
+    Meter,
+    Progress,
+    TrainingOutcome,
+    TrainingParts,
+    accuracy,
+)
 
 
 class Trainer:
@@ -29,26 +34,26 @@ class Trainer:
         run: the handle, prepared with the model and optimizer of ``parts``.
         parts: what is trained.
         settings: how long and how often.
-        rhythm: when to save and to read.
+        intervals: when to save and to read.
         logger: where readings go; a null logger on all ranks but the main one.
     """
 
-    def __init__(self, run: Run, parts: Prepared, settings: Settings, rhythm: Rhythm, logger: Logger) -> None:
+    def __init__(
+        self, run: Run, parts: TrainingParts, settings: TrainingConfig, intervals: Intervals, logger: Logger
+    ) -> None:
         self._run, self._parts, self._logger = run, parts, logger
-        self._settings, self._rhythm = settings, rhythm
+        self._settings, self._intervals = settings, intervals
         self._meter = Meter(run.strategy, parts.loss, parts.classifies)
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
-        self._progress.take_up(run.extra.get("trainer", {}))
+        self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._samples, self._seconds = 0, 0.0
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._is_within_epoch = run.position.inside  # what follows the steps is not in that checkpoint
         self._means = EpochMeans(run.position.epoch)
-        self.watcher: Watcher | None = None
-        """Gets the gradients computed, if there is one."""
 
-    def fit(self) -> Outcome:
+    def fit(self) -> TrainingOutcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
         self._record_best()  # a run that was killed between a save and its record had not come to it
         if not self._is_over():
@@ -71,10 +76,10 @@ class Trainer:
         for batch in batches:
             self.train_step(batch)
             self._samples += batch.plan.samples
-            if (batch.plan.step + 1) % self._rhythm.log_every == 0 or batch.plan.position == last:
+            if (batch.plan.step + 1) % self._intervals.log_every == 0 or batch.plan.position == last:
                 with run.span("log"):
                     self._logger.log(batch.plan.step + 1, self._read())
-            every = self._rhythm.save_every_steps
+            every = self._intervals.save_every_steps
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)
         self._seconds += time.monotonic() - began
@@ -85,10 +90,15 @@ class Trainer:
         """The handle."""
         return self._run
 
+    @property
+    def loss(self) -> Callable[..., Any]:
+        """The loss function of (output, target)."""
+        return self._parts.loss
+
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
-        loss = self._backward(batch)
+        loss = self._run.backward(batch, self._meter.observed_loss)
         if self._settings.clip_norm is not None:
             self._run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
@@ -96,12 +106,6 @@ class Trainer:
         parts.scheduler.step()
         self._meter.add(loss, batch.plan.samples)
         return loss
-
-    def _backward(self, batch: Batch) -> Tensor:
-        if self.watcher is None:
-            return self._run.backward(batch, self._meter.observed_loss)
-        follows_save = batch.plan.step == self._saved_step
-        return self.watcher.backward(batch, self._meter.observed_loss, follows_save=follows_save)
 
     def _read(self) -> dict[str, float]:
         """The meter since the last reading; what is stored beside a checkpoint includes it. Collective."""
@@ -135,12 +139,13 @@ class Trainer:
             self._values = self._evaluate()
             best = self._progress.judge(epoch, self._run.position.step, self._values)
             values |= self._values
-        values |= self._run.strategy.readings()
+        if isinstance(self._run.strategy, IndependentStrategy):
+            values |= self._run.strategy.metrics()
         if (skipped := self._run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
         with self._run.span("log"):
             self._logger.epoch(epoch, self._run.position.step, values)
-        every = self._rhythm.save_every_epochs
+        every = self._intervals.save_every_epochs
         if (every and (epoch + 1) % every == 0) or best or last:
             self._save(self._run.position.step)
         if best:
@@ -176,20 +181,20 @@ class Trainer:
         """Bytes per step that the rank sends which sends most. Collective."""
         strategy = self._run.strategy
         sent = torch.tensor([strategy.bytes_sent], dtype=torch.float64, device=strategy.device)
-        most = strategy.gather(strategy.any_rank(sent)).max()
+        most = strategy.gather(strategy.all_reduce_max(sent)).max()
         return float(most) / max(1, self._run.position.step - self._first_step)
 
-    def _end(self) -> Outcome:
+    def _end(self) -> TrainingOutcome:
         run, weights = self._run, None
         fingerprint, bytes_per_step = run.fingerprint(), self._bytes_per_step()
-        remarks = run.strategy.remarks()
+        summary = run.strategy.summary() if isinstance(run.strategy, IndependentStrategy) else {}
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:
                 weights = checkpoint.export(Path(run.options.directory) / "model.safetensors", state)
         self._logger.close()
         run.close()
-        return Outcome(
+        return TrainingOutcome(
             fingerprint=fingerprint,
             values=self._values,
             best=self._progress.best,
@@ -201,5 +206,5 @@ class Trainer:
             skipped_steps=run.skipped_steps,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
-            remarks=remarks,
+            remarks=summary,
         )

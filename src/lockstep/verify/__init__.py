@@ -1,6 +1,6 @@
-"""Runs a job in several layouts, compares them step by step, and names where and why they part.
+"""Runs a job in several layouts, compares them step by step, and names the first difference and its cause.
 
-``Recorder`` does the same for any PyTorch loop. It is fetched when it is first used, since it imports torch.
+``Recorder`` does the same for any PyTorch loop. It is imported on first use, since it needs torch.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.verify.comparison import Comparison, compare
 from lockstep.verify.diagnosis import Cause, Diagnosis
+from lockstep.verify.report import Comparison, compare
 from lockstep.verify.trace import StepTrace, Trace
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
-"""Why two runs part: a pure function of what was written down of them.
+"""Finds the first difference of two runs and its cause: a pure function of their traces.
 
-Every step is checked in the order in which a step computes, so the first thing that differs has caused the rest:
+Every step is checked in the order in which it computes, so the first difference has caused the rest:
 
     settings -> samples -> inputs -> losses of micro-batches -> loss -> gradients -> buffers -> update
 """
@@ -16,7 +16,7 @@ from lockstep.verify.trace import StepTrace, Trace
 
 
 class Cause(Enum):
-    """What made a run differ."""
+    """The causes of a difference, with their description."""
 
     START = "the parameters began differently: they were not made alike, or not broadcast"
     STALE = "values changed between two steps: something was restored, loaded or set outside of the update"
@@ -60,13 +60,13 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Where a run first differs from the reference, and the cause as far as it can be told."""
+    """The first difference of a run from the reference, and its most likely cause."""
 
     cause: Cause
     step: int
-    """-1: before the first."""
+    """-1: before the first step."""
     tensor: str
-    """What differs first: a tensor, a micro-batch or a setting."""
+    """The tensor, micro-batch or setting that differs first."""
     detail: str = ""
 
     @property
@@ -83,12 +83,12 @@ _ROUNDING = 1e-4
 
 
 def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> Diagnosis | None:
-    """The first difference and its cause; None where all is equal.
+    """The first difference and its cause; None where all bits are equal.
 
     Args:
         reference: the run on one device.
-        other: the run to be judged.
-        repeats: whether the reference gave the same bits when it was run again; None if that was not tried.
+        other: the run to compare.
+        repeats: whether a second run of the reference gave the same bits; None if there was none.
     """
     found = _context(reference, other) or _start(reference, other)
     if found is not None and found.step < 0 and found.cause is Cause.START:
@@ -136,21 +136,19 @@ def _step(
     repeats: bool | None,
 ) -> Diagnosis | None:
     step = mine.step
-    setting = _first_difference(mine.settings, theirs.settings)
-    if setting:
+    if setting := _first_difference(mine.settings, theirs.settings):
         detail = f"{mine.settings.get(setting)} and {theirs.settings.get(setting)}"
         return Diagnosis(Cause.OPTIMIZER, step, setting, detail)
-    k = _first_difference(mine.samples, theirs.samples)
-    if k:
+    if k := _first_difference(mine.samples, theirs.samples):
         return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))
-    k = _first_difference(mine.inputs, theirs.inputs)
-    if k:
+    if k := _first_difference(mine.inputs, theirs.inputs):
         return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}")
     number = next((n for n, (a, b) in enumerate(zip(mine.losses, theirs.losses)) if a != b), None)
     if number is not None:
         return _forward(mine, theirs, number, reference, repeats)
     if mine.loss != theirs.loss or len(mine.losses) != len(theirs.losses):
-        return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", _ratio(mine.loss, theirs.loss))
+        ratio = _quotient(float.fromhex(theirs.loss), float.fromhex(mine.loss))
+        return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", f"{ratio:.6g} times as large")
     return _gradients(mine, theirs) or _after(mine, theirs)
 
 
@@ -182,24 +180,17 @@ def _gradients(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
     if len(alike) >= 0.9 * len(ratios) and abs(middle - 1) > _ROUNDING:
         return Diagnosis(Cause.GRADIENT_SCALE, mine.step, first, f"all are {middle:.4g} times as large")
     if len(off) <= len(ratios) / 2:
-        return Diagnosis(
-            Cause.LEFT_OUT,
-            mine.step,
-            repr(off[0]),
-            f"{len(off)} of {len(ratios)} differ by more than rounding",
-        )
+        detail = f"{len(off)} of {len(ratios)} differ by more than rounding"
+        return Diagnosis(Cause.LEFT_OUT, mine.step, repr(off[0]), detail)
     return Diagnosis(Cause.GRADIENTS, mine.step, first)
 
 
 def _after(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
-    name = _first_difference(mine.buffers, theirs.buffers)
-    if name:
+    if name := _first_difference(mine.buffers, theirs.buffers):
         return Diagnosis(Cause.BUFFERS, mine.step, repr(name))
-    name = _first_difference(mine.optimizer, theirs.optimizer)
-    if name:
+    if name := _first_difference(mine.optimizer, theirs.optimizer):
         return Diagnosis(Cause.UPDATE, mine.step, f"optimizer state {name!r}")
-    name = _first_difference(mine.parameters, theirs.parameters)
-    if name:
+    if name := _first_difference(mine.parameters, theirs.parameters):
         return Diagnosis(Cause.UPDATE, mine.step, repr(name))
     if theirs.apart:
         return Diagnosis(Cause.REPLICAS, mine.step, repr(theirs.apart[0]))
@@ -207,7 +198,7 @@ def _after(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
 
 
 def _repeated(step: StepTrace, trace: Trace) -> str:
-    """Says so where every epoch-like repetition reads the same samples again."""
+    """Names the first two steps with the samples of this one; empty where there is only one."""
     seen = [tuple(each.samples.values()) for each in trace.steps]
     again = [n for n, each in enumerate(seen) if each == tuple(step.samples.values())]
     return f"the samples of steps {again[0]} and {again[1]} are the same" if len(again) > 1 else ""
@@ -215,10 +206,6 @@ def _repeated(step: StepTrace, trace: Trace) -> str:
 
 def _first_difference(mine: dict[str, str], theirs: dict[str, str]) -> str:
     return next((name for name in [*mine, *theirs] if mine.get(name) != theirs.get(name)), "")
-
-
-def _ratio(mine: str, theirs: str) -> str:
-    return f"{_quotient(float.fromhex(theirs), float.fromhex(mine)):.6g} times as large"
 
 
 def _quotient(a: float, b: float) -> float:

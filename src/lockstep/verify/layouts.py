@@ -1,17 +1,21 @@
-"""Which layouts of a job are compared: all strategies and numbers of devices that fit, or those that were asked for."""
+"""The layouts of a job that are compared, strategies on numbers of devices, and a run of the job in one of them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from lockstep.job.config import JobConfig
-from lockstep.mesh import HYBRIDS, Mesh
-from lockstep.strategy_options import ONE_PROCESS, STRATEGIES
+from lockstep.config.job import JobConfig
+from lockstep.config.rules import machine_problems
+from lockstep.config.strategy_options import ONE_PROCESS, STRATEGIES
+from lockstep.core.mesh import HYBRIDS, Mesh
+from lockstep.errors import EXIT_DONE
+from lockstep.launch.supervisor import run_sequentially
 
 DEVICES = (1, 2, 4)
-"""Numbers of devices that are tried by default, as far as the recipe's micro-batches go."""
+"""Default numbers of devices; those above the recipe's micro-batches are left out."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Layout:
     devices: int
     mesh: str = ""
     mode: str = ""
-    """Of strategy parameter_server, where it is not the synchronous one."""
+    """Of strategy parameter_server; empty for synchronous."""
 
     @property
     def label(self) -> str:
@@ -32,13 +36,13 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many processes it takes."""
+        """The number of processes."""
         if self.mesh:
             return Mesh.parse(self.mesh).ranks
         return 1 if self.strategy in ONE_PROCESS else self.devices
 
     def of(self, config: JobConfig, directory: str) -> JobConfig:
-        """The job in this layout, which writes nothing but into ``directory``."""
+        """The job in this layout, which writes only into ``directory``."""
         training = dataclasses.replace(config.training, strategy=self.strategy, mesh=self.mesh)
         run = dataclasses.replace(
             config.run, devices=f"cpu:{self.devices}", directory=directory, name="verify"
@@ -61,13 +65,9 @@ REFERENCE = Layout("single", 1)
 def layouts(
     config: JobConfig, devices: Iterable[int], strategies: Sequence[str], *, fitting: bool = True
 ) -> list[Layout]:
-    """The layouts to be compared with ``REFERENCE``.
+    """The layouts to compare with ``REFERENCE``, of some strategies (all if empty) on numbers of devices.
 
-    Args:
-        config: the job.
-        devices: numbers of devices.
-        strategies: names; none for all.
-        fitting: leave out numbers of devices that the recipe's micro-batches do not go around to.
+    ``fitting`` leaves out numbers of devices above the recipe's micro-batches.
     """
     found = []
     for count in devices:
@@ -84,3 +84,24 @@ def layouts(
                 Layout("hybrid", count, f"{first}=2,{second}={count // 2}") for first, second in HYBRIDS
             ]
     return found
+
+
+def run_layout(layout: Layout, config: JobConfig, entry: str, folder: Path, **payload: int | str) -> str:
+    """Runs an entry on the layout's ranks and returns the reason of a failure, or an empty text.
+
+    Args:
+        layout: the layout.
+        config: the job.
+        entry: ``module:function``, called with ``payload``, the ``config`` and the ``folder``.
+        folder: created for the files of the ranks.
+        payload: further arguments of the entry.
+    """
+    folder.mkdir()
+    job = layout.of(config, str(folder))
+    if problems := machine_problems(job, layout.devices, "cpu"):
+        return " ".join(problem.text for problem in problems)
+    given = {"config": job.to_json(), **payload}
+    outcome = run_sequentially(entry, given, ranks=layout.ranks, threads=job.run.threads, folder=folder)
+    if outcome.code == EXIT_DONE:
+        return ""
+    return outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"

@@ -1,4 +1,4 @@
-"""What is written down of a run, step by step, so that two runs can be compared without being there."""
+"""The record of a run, step by step, in a form in which two runs can be compared afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class StepTrace:
-    """One optimizer step; digests are SHA-256 in hexadecimal, numbers of floats are exact (``float.hex``)."""
+    """One optimizer step; digests are hexadecimal SHA-256, and losses are exact (``float.hex``)."""
 
     step: int
     loss: str
@@ -18,7 +18,7 @@ class StepTrace:
     samples: dict[str, str] = field(default_factory=dict)
     """Digest of the sample indices of each micro-batch, by its number."""
     inputs: dict[str, str] = field(default_factory=dict)
-    """Digest of what each micro-batch was collated to."""
+    """Digest of the collated data of each micro-batch."""
     losses: list[str] = field(default_factory=list)
     """Loss sum of each micro-batch."""
     gradients: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -29,9 +29,9 @@ class StepTrace:
     optimizer: dict[str, str] = field(default_factory=dict)
     """Digests of the optimizer's state, by parameter and key."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Hyperparameters of the optimizer as they were in this step."""
+    """Hyperparameters of the optimizer in this step."""
     apart: list[str] = field(default_factory=list)
-    """Parameters and buffers of which the ranks held different bits after the step."""
+    """Parameters and buffers whose bits differed between ranks after the step."""
 
 
 @dataclass
@@ -43,32 +43,32 @@ class Trace:
     strategy: str
     ranks: int
     level: str
-    """What the strategy promises: A, B or C."""
+    """The level that the strategy promises: A, B or C."""
     context: dict[str, str] = field(default_factory=dict)
-    """What the bits depend on beside the recipe: threads, device, torch, optimizer implementation."""
+    """Conditions that the bits depend on: threads, device, torch, optimizer implementation."""
     start: dict[str, str] = field(default_factory=dict)
     """Digests of parameters and buffers before the first step."""
     draws: bool = False
-    """Whether the model may draw random numbers."""
+    """True if the model may draw random numbers."""
     independent: bool = False
-    """Whether ranks need not keep step, so that only the end of the run can be compared."""
+    """True if ranks step independently, so that only the end of the run can be compared."""
     steps: list[StepTrace] = field(default_factory=list)
     milliseconds: float = 0.0
     """Of a step, the median."""
     memory: list[int] = field(default_factory=list)
-    """Most bytes that each rank's process held."""
+    """Peak memory of each rank's process, in bytes."""
     sent: float = 0.0
-    """Bytes per step that the rank sends which sends most, see ``Strategy.bytes_sent``."""
+    """Bytes per step of the rank that sends most, see ``Strategy.bytes_sent``."""
     refused: str = ""
-    """Why the job cannot run in this layout; empty if it did."""
+    """The reason why the job cannot run in this layout; empty if it did."""
 
     def write(self, path: Path) -> None:
-        """Writes it as JSON."""
+        """Writes the trace as JSON."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """Reads what ``write`` wrote."""
+        """Reads a trace from JSON."""
         fields: dict[str, Any] = json.loads(path.read_text())
         steps = [
             StepTrace(**{**each, "gradients": {n: (d, x) for n, (d, x) in each["gradients"].items()}})

@@ -4,17 +4,15 @@ import os
 
 import pytest
 
-from lockstep.launch.beat import Beat, Membership, read_beat
-from lockstep.launch.heartbeat import Heartbeat
-from lockstep.launch.stalls import pace, stall_watch
-from lockstep.launch.stalls.sight import Sight
-from lockstep.launch.stalls.stack_text import Frame
-from lockstep.launch.stalls.verdict import Kind
-from lockstep.world import World
+from lockstep.core.world import World
+from lockstep.launch.stalls import stall_watch
+from lockstep.launch.stalls.report import StallKind
+from lockstep.launch.stalls.snapshot import Frame, RankSnapshot
+from lockstep.runtime.heartbeat import Beat, Heartbeat, Membership, read_beat
 
 WORKING = (Frame("/home/u/train.py", 12, "load"),)
 WAITING = (
-    Frame("/x/torch/distributed/distributed_c10d.py", 4000, "all_reduce"),
+    Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 4000, "all_reduce"),
     Frame("/home/u/train.py", 30, "step"),
 )
 BEAT = Beat(
@@ -32,9 +30,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     one = Clock()
-    monkeypatch.setattr("lockstep.launch.heartbeat.monotonic", one.monotonic)
+    monkeypatch.setattr("lockstep.runtime.heartbeat.monotonic", one.monotonic)
     monkeypatch.setattr(stall_watch, "time", one)
-    monkeypatch.setattr(pace, "time", one)
+    monkeypatch.setattr(stall_watch, "time", one)
     return one
 
 
@@ -48,22 +46,22 @@ def ranks(tmp_path, monkeypatch, clock):
     asked = []
     stacks = {0: WAITING, 1: WORKING}
 
-    def ask_all(directory, processes, paces):
+    def take_snapshots(directory, processes, limits):
         asked.append(clock.now)
         return [
-            Sight(
+            RankSnapshot(
                 rank=rank,
                 pid=pid,
                 state="S",
                 beat=read_beat(directory, rank),
                 silence=clock.now - read_beat(directory, rank).time,
-                limit=paces[rank].limit(read_beat(directory, rank)),
+                limit=limits[rank].limit(read_beat(directory, rank)),
                 stack=stacks[rank],
             )
             for rank, pid in processes.items()
         ]
 
-    monkeypatch.setattr(stall_watch, "ask_all", ask_all)
+    monkeypatch.setattr(stall_watch, "take_snapshots", take_snapshots)
     watch = stall_watch.StallWatch(tmp_path, 10.0)
 
     class Ranks:
@@ -94,7 +92,7 @@ def test_a_rank_that_others_wait_for_is_a_stall_after_the_limit(ranks, clock):
     step(ranks, 1)
     clock.now += 10.5
     found = ranks.look()
-    assert (found.verdict.kind, found.verdict.culprits) == (Kind.MISSING, (1,))
+    assert (found.verdict.kind, found.verdict.culprits) == (StallKind.MISSING, (1,))
 
 
 def test_a_slow_run_is_mentioned_once_for_each_place(ranks, clock):
@@ -102,7 +100,7 @@ def test_a_slow_run_is_mentioned_once_for_each_place(ranks, clock):
     step(ranks, 0)
     step(ranks, 1)
     clock.now += 10.5
-    assert ranks.look().verdict.kind is Kind.BUSY
+    assert ranks.look().verdict.kind is StallKind.BUSY
     clock.now += 10.0
     assert ranks.look() is None
 
@@ -117,7 +115,7 @@ def test_a_script_without_heartbeats_stands_still_only_where_it_is_seen_at_the_s
     clock.now += 5.0
     assert ranks.look() is None
     clock.now += 6.0
-    assert ranks.look().verdict.kind is Kind.MISSING
+    assert ranks.look().verdict.kind is StallKind.MISSING
 
 
 def test_a_script_without_heartbeats_that_nobody_waits_in_is_left_alone(ranks, clock):
@@ -137,15 +135,18 @@ def test_a_limit_of_zero_asks_nobody(tmp_path, ranks, clock):
 
 
 def test_a_sight_of_a_rank_whose_worker_is_stuck_names_the_line_of_the_data_set():
-    reader = Frame("/x/lockstep/data/reader.py", 5, "read")
-    sight = Sight(
+    reader = Frame("/x/site-packages/lockstep/data/reader.py", 5, "read")
+    snapshot = RankSnapshot(
         rank=1,
         pid=1,
         state="S",
         beat=BEAT,
         silence=9.0,
         limit=5.0,
-        stack=(Frame("/x/lockstep/data/workers.py", 90, "read"), Frame("/home/u/train.py", 16, "<module>")),
+        stack=(
+            Frame("/x/anywhere.py", 90, "next [waits for a loader worker]"),
+            Frame("/home/u/train.py", 16, "<module>"),
+        ),
         workers=((Frame("/home/u/data.py", 77, "__getitem__"), reader),),
     )
-    assert sight.frame == Frame("/home/u/data.py", 77, "__getitem__")
+    assert snapshot.frame == Frame("/home/u/data.py", 77, "__getitem__")

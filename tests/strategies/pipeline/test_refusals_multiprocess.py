@@ -9,10 +9,10 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.config.strategy_options import PipelineOptions
 from lockstep.errors import ConfigError
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
-from lockstep.strategy_options import PipelineOptions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -108,26 +108,30 @@ REFUSED = {
         r"'head.weight' is also used in 'embed.table'",
     ),
     "own draws": (OwnDraws, {}, r"not a chain of modules.*without drawing random numbers itself"),
-    "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', where the model cannot be cut"),
+    "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', and the model cannot be cut there"),
     "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
     "detached": (
         lambda: nn.Sequential(nn.Linear(4, 4), Detached(), nn.Linear(4, 2)),
         {"pipeline": {"split": ["1"]}},
-        r"begins with '1' gives no gradient back.*pipeline.split",
+        r"begins with '1' returns no gradient.*pipeline.split",
     ),
     "other shapes": (
         lambda: nn.Sequential(nn.Linear(4, 4), Growing(), nn.AdaptiveAvgPool1d(2)),
         {"pipeline": {"split": ["2"]}},
-        r"The stages meet at '1', where the tensors of one micro-batch have other shapes",
+        r"The tensors after '1', where a stage ends, differ in shape",
     ),
     "no tensors": (
         lambda: nn.Sequential(nn.Linear(4, 4), Opaque(), nn.Linear(4, 2)),
         {"pipeline": {"split": ["2"]}},
-        r"ends with '1' gives set, and only tensors",
+        r"ends with '1' returns set, but only tensors",
     ),
     "average": (layers, {"average": True}, r"given a AveragedModel beside the model.*holds no whole model"),
-    "declared": (layers, {"running_buffers": ("ema.*",)}, r"running_buffers names 'ema.\*', which no buffer"),
-    "both cuts": (layers, {"pipeline": {"split": ["2"], "balance": "time"}}, r"Give one of the two"),
+    "declared": (
+        layers,
+        {"running_buffers": ("ema.*",)},
+        r"running_buffers: no buffer of the model matches 'ema.\*'",
+    ),
+    "both partition": (layers, {"pipeline": {"split": ["2"], "balance": "time"}}, r"Give one of the two"),
     "by time": (
         layers,
         {"pipeline": {"balance": "time"}},
@@ -236,11 +240,13 @@ def hold(world):
         "output": model(rows().tensors[0][:3]).detach(),
         "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),
     }
-    with pytest.raises(ConfigError, match=r"in none of them\. Call run\.backward\(batch, loss_fn\)"):
+    with pytest.raises(
+        ConfigError, match=r"so no process has its graph\. Call run\.backward\(batch, loss_fn\)"
+    ):
         model(rows().tensors[0][:3]).sum().backward()
     whole = torch.arange(1200.0).view(300, 4)
-    part = run.strategy.part("0.weight", whole)
-    given = run.strategy.whole("0.weight", part, torch.float32)
+    part = run.strategy.local_shard("0.weight", whole)
+    given = run.strategy.gather_full("0.weight", part, torch.float32)
     assert torch.equal(given, whole)
     found["momentum"] = {"held": part is not None, "whole": list(given.shape)}
     run.close()

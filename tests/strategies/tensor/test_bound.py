@@ -9,7 +9,7 @@ from tests.ranks import run_ranks
 from tests.strategies.contract_jobs import train
 from tests.strategies.tensor.tensor_jobs import JOBS
 
-from lockstep.launch.light_torch import postpone_compiler
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 pytestmark = pytest.mark.timeout(300)
 FOUR = ("heads", "features", "channels", "blocks")

@@ -1,15 +1,13 @@
 """Which layers are split, and what a plan is refused for: no process needed."""
 
 import pytest
-import torch
 from torch import nn
 
+from lockstep.config.strategy_options import TensorOptions
 from lockstep.errors import ConfigError
 from lockstep.models import digits_net, lstm, perceptron, resnet18, resnet50, transformer
-from lockstep.strategies.tensor.cut import Cut
+from lockstep.strategies.tensor.layers import Splitter
 from lockstep.strategies.tensor.plans import plan_of
-from lockstep.strategies.tensor.splitting import Splitter
-from lockstep.strategy_options import TensorOptions
 
 
 class Ranks:
@@ -93,9 +91,9 @@ def test_a_given_plan_is_completed_in_a_chain():
 @pytest.mark.parametrize(
     ("plan", "sentence"),
     [
-        (("fc=column",), r"'fc', which no module matches"),
+        (("fc=column",), r"no module matches 'fc'"),
         (("0=column",), r"and '1', a LayerNorm, needs all of them"),
-        (("2=column",), r"no layer puts them together with 'row'"),
+        (("2=column",), r"no layer combines them with 'row'"),
     ],
 )
 def test_a_plan_that_leaves_an_activation_split_is_refused(plan, sentence):
@@ -135,29 +133,3 @@ def test_a_kind_that_does_not_fit_its_module_is_refused():
     model = chain(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="gives '1', a ReLU, the kind 'column'"):
         Splitter(model, Ranks(2)).split({"1": "column"})
-
-
-def test_what_a_rank_holds_is_its_part():
-    model = transformer(vocabulary_size=9, width=12, depth=1, heads=6, dropout=0.0)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    cuts = Splitter(model, Ranks(3, 1)).split(plan_of(model, ()))
-    held = model.state_dict()
-    assert list(held) == list(before), "names and their order stay"
-    attention = "blocks.0.attention.1"
-    query = before[f"{attention}.inputs.weight"].view(3, 6, 2, 12)[:, 2:4].reshape(12, 12)
-    assert torch.equal(held[f"{attention}.inputs.weight"], query)
-    assert torch.equal(held[f"{attention}.output.weight"], before[f"{attention}.output.weight"][:, 4:8])
-    assert torch.equal(held["blocks.0.perceptron.1.bias"], before["blocks.0.perceptron.1.bias"][16:32])
-    assert torch.equal(held["blocks.0.perceptron.3.bias"], before["blocks.0.perceptron.3.bias"])
-    whole = [name for name in held if name not in cuts]
-    assert all(torch.equal(held[name], before[name]) for name in whole)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parts_make_the_whole(dim, blocks, ranks):
-    whole = torch.arange(18 * 36 * 2).view(18, 36, 2)
-    parts = torch.stack([Cut(dim, ranks, rank, blocks).part(whole) for rank in range(ranks)])
-    assert parts[0].shape[dim] == whole.shape[dim] // ranks
-    assert torch.equal(Cut(dim, ranks, 0, blocks).join(parts), whole)

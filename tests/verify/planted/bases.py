@@ -8,7 +8,7 @@ from tests.verify.planted.loop import CLASSES, FEATURES, SEED, Loop
 from torch import nn
 from torch.nn import functional
 
-from lockstep.sync_batch_norm import convert_sync_batch_norm
+from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
 from lockstep.verify import Recorder
 
 

@@ -1,31 +1,41 @@
-"""One end of a connection between two supervisors: JSON lines, each proven to come from the holder of the token.
+"""One end of a connection between two supervisors: JSON lines, each authenticated with the token.
 
     both        {"hello": "lockstep 1", "nonce": ...}
-    both        {"proof": HMAC(token, own side, own nonce, other nonce)}
+    both        {"proof": see ``lockstep.distributed.authentication``}
     then        HMAC(session key, side, number of the line, text) text
 
-The session key comes from the token and both nonces, and lines are numbered, so that nothing which was overheard can
-be sent again. What is said is not secret. Nothing is unpickled, and a line has a longest length.
+The session key is derived from the token and both nonces, and lines are numbered, so a recorded line cannot be
+replayed. Messages are authenticated, not encrypted. Nothing is unpickled, and the length of a line is limited.
+``ConnectionSelector`` waits for all connections of a supervisor behind one descriptor.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import json
-import secrets
+import selectors
 import socket
 import time
 from contextlib import suppress
 from enum import Enum
 from typing import Any
 
+from lockstep.distributed.authentication import (
+    LONGEST_GREETING,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Handshake,
+    Refused,
+    is_signed,
+    parse_hex,
+    parse_object,
+    sign,
+)
+
 _HELLO = "lockstep 1"
-_LONGEST_GREETING = 1024
 LONGEST_LINE = 4 << 20
-"""Bytes; a host with more ranks than fit is cut off with a message."""
-_PROOF = 64
-"""Length of a proof in hexadecimal digits."""
+"""Bytes; a longer line closes the connection."""
+_PROOF = 2 * PROOF_BYTES  # in hexadecimal digits
 _NOT_CONNECTED_YET = (errno.ENOTCONN, errno.EINPROGRESS, errno.EALREADY)
 
 
@@ -34,18 +44,18 @@ class Fault(Enum):
 
     NONE = ""
     GONE = "it closed the connection"
-    STRANGER = "it does not speak as Lockstep does"
-    TOKEN = "it holds another token"
-    FORGED = "a line was changed on its way"
+    UNKNOWN_PROTOCOL = "it does not speak the Lockstep protocol"
+    TOKEN = "it uses another token"
+    FORGED = "a message failed authentication"
 
 
-class Channel:
-    """A connection that never blocks and delivers only what the other end has proven to have said.
+class HostChannel:
+    """A non-blocking connection that delivers only authenticated messages.
 
     Args:
         connection: a connected socket, or one that is being connected.
         token: the shared secret.
-        side: ``hub`` or ``member``; each end has its own, so that what one says cannot be sent back to it.
+        side: ``hub`` or ``member``; different at both ends, so a message cannot be reflected to its sender.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, side: str) -> None:
@@ -53,48 +63,48 @@ class Channel:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
-        self._token, self._side = token, side
+        self._side = side
         self._other = "member" if side == "hub" else "hub"
-        self._nonce, self._other_nonce = secrets.token_hex(32), ""
+        self._handshake = Handshake(token, side, self._other)
+        self._other_nonce = b""
         self._key = b""
-        self._sent, self._heard = 0, 0
+        self._sent, self._accepted = 0, 0
         self._received, self._out = b"", b""
         self.born = time.monotonic()
         self.fault = Fault.NONE
-        """Why it was closed; ``NONE`` while it is open."""
         self.why = ""
-        """What the system said when the connection broke."""
-        self._queue({"hello": _HELLO, "nonce": self._nonce})
+        """The system's message when the connection broke."""
+        self._queue({"hello": _HELLO, "nonce": self._handshake.nonce.hex()})
 
     @property
     def is_open(self) -> bool:
-        """Whether the other end may still be heard."""
+        """True until the connection is closed."""
         return self.fault is Fault.NONE
 
     @property
     def is_proven(self) -> bool:
-        """Whether the other end has shown that it knows the token."""
+        """True once the other end has proven that it knows the token."""
         return bool(self._key)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for room in the connection."""
+        """True while part of a message waits to be sent."""
         return bool(self._out)
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Sends a message, unless an earlier one is still on its way; says whether it did."""
+        """Sends a message, unless an earlier one is still being sent; returns whether it did."""
         self.flush()
         if not self.is_open or not self._key or self._out:
             return False
         text = json.dumps(message)
-        proof = self._proof_of_line(self._side, self._sent, text)
+        proof = sign(self._key, self._side.encode(), str(self._sent).encode(), text.encode()).hex()
         self._sent += 1
         self._out = f"{proof} {text}\n".encode()
         self.flush()
         return True
 
     def flush(self) -> None:
-        """Hands to the network what it takes now."""
+        """Sends as much as the socket accepts now."""
         while self._out and self.is_open:
             try:
                 self._out = self._out[self.connection.send(self._out) :]
@@ -102,12 +112,12 @@ class Channel:
                 return
             except OSError as error:
                 if error.errno not in _NOT_CONNECTED_YET:
-                    self._read()  # its last words say why
+                    self._read()  # its last message says why
                     self._break(error)
                 return
 
     def receive(self) -> list[dict[str, Any]]:
-        """The proven messages that have arrived."""
+        """Returns the authenticated messages that have arrived."""
         if self.is_open:
             self._read()
         messages = []
@@ -115,25 +125,25 @@ class Channel:
             line, _, self._received = self._received.partition(b"\n")
             if not self._key:
                 self._greet(line)
-            elif (message := self._proven(line)) is not None:
+            elif (message := self._verified(line)) is not None:
                 messages.append(message)
-        if len(self._received) > (LONGEST_LINE if self._key else _LONGEST_GREETING):
-            self.close(Fault.STRANGER)
+        if len(self._received) > (LONGEST_LINE if self._key else LONGEST_GREETING):
+            self.close(Fault.UNKNOWN_PROTOCOL)
         return messages
 
     def close(self, fault: Fault = Fault.GONE) -> None:
-        """Closes the connection; that it has gone is the least of reasons."""
+        """Closes the connection; any other fault replaces ``GONE``."""
         if self.fault in (Fault.NONE, Fault.GONE):
             self.fault = fault
         self.connection.close()
 
     def _read(self) -> None:
-        """Reads what is there, at most as much as a longest line at a time."""
+        """Reads what has arrived, at most one longest line."""
         try:
-            while len(self._received) <= (LONGEST_LINE if self._key else _LONGEST_GREETING):
+            while len(self._received) <= (LONGEST_LINE if self._key else LONGEST_GREETING):
                 part = self.connection.recv(65536)
                 if not part:
-                    self.close(Fault.GONE)
+                    self.close()
                     return
                 self._received += part
         except (BlockingIOError, InterruptedError):
@@ -144,53 +154,83 @@ class Channel:
     def _break(self, error: OSError) -> None:
         if error.errno not in _NOT_CONNECTED_YET:
             self.why = error.strerror or str(error)
-            self.close(Fault.GONE)
+            self.close()
 
     def _greet(self, line: bytes) -> None:
-        """Takes the other end's nonce, then its proof."""
+        """Handles the other end's nonce, then its proof."""
         try:
-            said = json.loads(line)
+            greeting = parse_object(line)
             if not self._other_nonce:
-                nonce = str(said["nonce"])
-                if said["hello"] != _HELLO or len(nonce) != len(self._nonce):
-                    raise ValueError
-                self._other_nonce = nonce
-                self._queue({"proof": self._proof_of_side(self._side, self._nonce, nonce)})
+                if greeting.get("hello") != _HELLO:
+                    raise Refused(f"a greeting is not {_HELLO!r}")
+                self._other_nonce = parse_hex(greeting.get("nonce"), NONCE_BYTES)
+                self._queue({"proof": self._handshake.proof(self._other_nonce).hex()})
                 return
-            proof = str(said["proof"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            self.close(Fault.STRANGER)
+            proof = parse_hex(greeting.get("proof"), PROOF_BYTES)
+        except Refused:
+            self.close(Fault.UNKNOWN_PROTOCOL)
             return
-        if not _equal(proof, self._proof_of_side(self._other, self._other_nonce, self._nonce)):
+        if self._handshake.accepts(self._other_nonce, proof):
+            self._key = self._handshake.session_key(self._other_nonce)
+        else:
             self.close(Fault.TOKEN)
-            return
-        nonces = sorted([f"{self._side} {self._nonce}", f"{self._other} {self._other_nonce}"])
-        self._key = hmac.digest(self._token, " ".join(["session", *nonces]).encode(), "sha256")
 
-    def _proven(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            text = line[_PROOF + 1 :].decode()
-            proof = line[:_PROOF].decode()
-            if _equal(proof, self._proof_of_line(self._other, self._heard, text)):
+    def _verified(self, line: bytes) -> dict[str, Any] | None:
+        text = line[_PROOF + 1 :]
+        if is_signed(line[:_PROOF], self._key, self._other.encode(), str(self._accepted).encode(), text):
+            with suppress(ValueError, RecursionError):
                 message = json.loads(text)
-                self._heard += 1
+                self._accepted += 1
                 if isinstance(message, dict):
                     return message
-        except (ValueError, RecursionError):
-            pass
         self.close(Fault.FORGED)
         return None
-
-    def _proof_of_side(self, side: str, own: str, other: str) -> str:
-        return hmac.new(self._token, f"greeting {side} {own} {other}".encode(), "sha256").hexdigest()
-
-    def _proof_of_line(self, side: str, number: int, text: str) -> str:
-        return hmac.new(self._key, f"{side} {number} {text}".encode(), "sha256").hexdigest()
 
     def _queue(self, greeting: dict[str, str]) -> None:
         self._out += json.dumps(greeting).encode() + b"\n"
         self.flush()
 
 
-def _equal(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
+class ConnectionSelector:
+    """Waits for events on a listening socket and on any number of channels."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when something has happened."""
+        return self._selector.fileno()
+
+    def listen(self, listener: socket.socket) -> None:
+        """Registers a listening socket."""
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def add(self, channel: HostChannel) -> None:
+        """Registers a channel until it is closed."""
+        self.update_interest()  # the descriptor may be a closed channel's
+        if channel.is_open:
+            self._selector.register(channel.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, channel)
+
+    def update_interest(self) -> None:
+        """Unregisters closed channels, and waits for room only where something is unsent."""
+        for key in list(self._selector.get_map().values()):
+            channel = key.data
+            if channel is None:
+                continue
+            if not channel.is_open:
+                self._selector.unregister(key.fileobj)
+                continue
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            if events != key.events:
+                self._selector.modify(key.fileobj, events, channel)
+
+    def wait(self, seconds: float) -> None:
+        """Waits for an event, at most ``seconds``."""
+        self._selector.select(max(0.0, seconds))
+
+    def close(self) -> None:
+        """Closes the descriptor and every channel."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                key.data.close()
+        self._selector.close()

@@ -1,4 +1,4 @@
-"""Brings the hosts of a run together before anything is started, and parts them at its end."""
+"""Connects the hosts of a run before anything is started, and disconnects them at its end."""
 
 from __future__ import annotations
 
@@ -11,37 +11,29 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.core.world import LOOPBACK, HostLayout, host_name
+from lockstep.distributed.network import Interface, addresses, chosen, interface_of_master, interface_towards
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.hosts.hub import Hub, listen
-from lockstep.launch.hosts.interface import (
-    Interface,
-    addresses,
-    chosen,
-    interface_of_master,
-    interface_towards,
-)
-from lockstep.launch.hosts.member import Member
-from lockstep.launch.hosts.options import HostOptions
-from lockstep.launch.hosts.roll_call import Hello, Plan, first_ranks
+from lockstep.launch.hosts.control_link import ControlClient, ControlServer, listen
+from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan, first_ranks
 from lockstep.launch.options import new_run_id
-from lockstep.launch.place import LOOPBACK, Place
-from lockstep.world import host_name
+from lockstep.text import numbered, plural
 
-_FAREWELL = 1.0
+_SHUTDOWN_LIMIT = 1.0
 
 
 @dataclass
 class Joined:
-    """This host among the others, after the roll-call. Changes from one attempt of the run to the next.
+    """The hosts of a run after the roll-call, as this host sees them. Changes from one attempt of the run to the next.
 
     Args:
-        link: to node 0, or of it to all others.
+        link: to node 0; on node 0 to all others.
         node: number of this host.
-        plan: what node 0 has decided for all.
+        plan: of node 0, for all hosts.
         interface: for the ranks' data.
     """
 
-    link: Hub | Member
+    link: ControlServer | ControlClient
     node: int
     plan: Plan
     interface: str
@@ -52,15 +44,15 @@ class Joined:
 
     @property
     def shared(self) -> Any:
-        """What ``decide`` returned on node 0; JSON."""
+        """The value that ``decide`` returned on node 0; JSON."""
         return self.plan.shared
 
     @property
-    def place(self) -> Place:
-        """Of this host among those that are left, which are numbered anew in their order."""
+    def layout(self) -> HostLayout:
+        """The position of this host among the remaining ones, which are renumbered in their order."""
         left = {node: count for node, count in self.plan.ranks.items() if node not in self.lost}
         before = [node for node in left if node < self.node]
-        return Place(
+        return HostLayout(
             run_id=self.plan.run_id,
             world_size=sum(left.values()),
             node=len(before),
@@ -71,7 +63,7 @@ class Joined:
         )
 
     def note(self, lost: Iterable[int]) -> None:
-        """Takes up how an attempt has ended; the next is made without the hosts that were lost."""
+        """Ends an attempt; the next is made without the hosts that were lost."""
         self.lost |= set(lost)
         self.attempt += 1
 
@@ -90,11 +82,11 @@ def join_hosts(
         options: of the command on this host.
         ranks: how many this host will start.
         settings: what must be equal on all hosts.
-        decide: called on node 0 with the number of all ranks when all hosts are there; JSON that all hosts get.
+        decide: called on node 0 with the number of all ranks when all hosts are connected; returns JSON for all hosts.
 
     Raises:
-        ConfigError: addresses, tokens or settings do not fit, or ``decide`` raised it; on every host.
-        RankError: not every host arrived in time; names those that did not.
+        ConfigError: addresses, tokens or settings do not match, or ``decide`` raised it; on every host.
+        RankError: not every host connected in time; names those that did not.
     """
     known = addresses()
     hello = Hello(
@@ -104,28 +96,28 @@ def join_hosts(
         instance=secrets.token_hex(8),
         settings={**settings, "nnodes": str(options.nodes)},
     )
-    link, plan, interface = (_as_hub if options.node == 0 else _as_member)(options, hello, known, decide)
+    link, plan, interface = (_serve if options.node == 0 else _join)(options, hello, known, decide)
     try:
         yield Joined(link, options.node, plan, interface)
     except BaseException as error:
-        _leave(link, _words_of(error))
+        _send_last(link, {"left": _reason(error)})
         raise
     finally:
         link.close()
 
 
-def _as_hub(
+def _serve(
     options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
-) -> tuple[Hub, Plan, str]:
+) -> tuple[ControlServer, Plan, str]:
     found = interface_of_master(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
-    listen(found.address, options.port + 1).close()  # the ranks' store will need it
+    listen(found.address, options.port + 1).close()  # the ranks' store needs it
     address = f"[{found.address}]" if ":" in found.address else found.address
-    hub = Hub(options, found.address, hello, say)
-    say(f"waiting for {_hosts(options.nodes - 1)} at {address}:{options.port} ({found.name})")
+    server = ControlServer(options, found.address, hello, say)
+    say(f"waiting for {plural(options.nodes - 1, 'other host')} at {address}:{options.port} ({found.name})")
     try:
-        hub.gather()
-        ranks = {node: each.ranks for node, each in sorted(hub.hellos.items())}
+        server.wait_for_hosts()
+        ranks = {node: each.ranks for node, each in sorted(server.hellos.items())}
         plan = Plan(
             name=hello.name,
             run_id=new_run_id(),
@@ -133,100 +125,83 @@ def _as_hub(
             rendezvous=f"tcp://{address}:{options.port + 1}",
             shared=decide(sum(ranks.values())),
         )
-        _announce(hub.hellos, plan, interface, f"{address}:{options.port}")
-        _give_plan(hub, options, plan)
+        _announce(server.hellos, plan, interface, f"{address}:{options.port}")
+        _send_plan(server, options, plan)
     except BaseException as error:
-        _refuse(hub, error)
-        hub.close()
+        if isinstance(error, LockstepError):
+            _send_last(server, {"refused": str(error), "code": error.exit_code})
+        else:
+            why = f"host 0 ended before the start: {_reason(error)}."
+            _send_last(server, {"refused": why, "code": 1})
+        server.close()
         raise
-    return hub, plan, interface
+    return server, plan, interface
 
 
 def _announce(hellos: Mapping[int, Hello], plan: Plan, interface: str, address: str) -> None:
     first = first_ranks(hellos)
     hosts = ", ".join(
-        f"{each.name} with rank{'s' if each.ranks > 1 else ''} {_span(first[node], each.ranks)}"
+        f"{each.name} with {numbered('rank', range(first[node], first[node] + each.ranks))}"
         for node, each in sorted(hellos.items())
     )
     say(f"{len(hellos)} hosts: {hosts}; data over {interface}")
     if interface == LOOPBACK:
-        say("all on this machine: nothing is open to a network")
+        say("all hosts are this machine: no port is open to a network")
         return
     say(
-        f"open to that network: {address} (supervisors, by token), {plan.rendezvous.removeprefix('tcp://')} (the "
-        "ranks' store) and the ranks' own ports; the last two are not protected: see docs/hosts.md"
+        f"open to that network: {address} (supervisors, authenticated by token), "
+        f"{plan.rendezvous.removeprefix('tcp://')} (the ranks' store) and the ranks' own ports; the last two are not "
+        "protected: see docs/hosts.md"
     )
 
 
-def _give_plan(hub: Hub, options: HostOptions, plan: Plan) -> None:
-    """Tells every host its place, and waits until each has said that it knows."""
+def _send_plan(server: ControlServer, options: HostOptions, plan: Plan) -> None:
+    """Sends every host the plan, and waits until each has acknowledged it."""
     deadline = time.monotonic() + options.silence_limit
-    while not all(peer.state.get("has_plan") or peer.lost for peer in hub.peers.values()):
+    while not all(peer.state.get("has_plan") or peer.lost for peer in server.peers.values()):
         if time.monotonic() > deadline:
-            break
-        hub.turn({"plan": asdict(plan)})
-        hub.wait(0.2)
+            return
+        server.exchange({"plan": asdict(plan)})
+        server.wait(0.2)
 
 
-def _as_member(
+def _join(
     options: HostOptions, hello: Hello, known: list[Interface], decide: Callable[[int], Any]
-) -> tuple[Member, Plan, str]:
+) -> tuple[ControlClient, Plan, str]:
     found = interface_towards(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
-    member = Member(options, hello, say)
+    client = ControlClient(options, hello, say)
     say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")
     try:
-        plan = Plan.from_json(member.await_plan())
-        member.turn({"has_plan": True})
+        plan = Plan.from_json(client.wait_for_plan())
+        client.exchange({"has_plan": True})
     except BaseException as error:
-        _leave(member, _words_of(error))
-        member.close()
+        _send_last(client, {"left": _reason(error)})
+        client.close()
         raise
-    return member, plan, interface
+    return client, plan, interface
 
 
-def _refuse(hub: Hub, error: BaseException) -> None:
-    """Tells the hosts that have come why nothing will be started."""
-    if isinstance(error, LockstepError):
-        _say_last(hub, {"refused": str(error), "code": error.exit_code})
-    else:
-        _say_last(hub, {"refused": f"host 0 has ended before the start: {_words_of(error)}.", "code": 1})
-
-
-def _leave(link: Hub | Member, why: str) -> None:
-    _say_last(link, {"left": why})
-
-
-def _say_last(link: Hub | Member, state: dict[str, Any]) -> None:
-    """Sends a last word and gives it a moment to arrive; an error on the way changes nothing any more."""
-    deadline = time.monotonic() + _FAREWELL
+def _send_last(link: ControlServer | ControlClient, state: dict[str, Any]) -> None:
+    """Sends a last message and waits a moment for it to be delivered; ignores errors."""
+    deadline = time.monotonic() + _SHUTDOWN_LIMIT
     try:
         while time.monotonic() < deadline:
-            link.turn(state)
-            channels = (
-                [link.peer.channel] if isinstance(link, Member) else [p.channel for p in link.peers.values()]
-            )
-            if not any(channel is not None and channel.has_unsent for channel in channels):
+            link.exchange(state)
+            peers = [link.peer] if isinstance(link, ControlClient) else link.peers.values()
+            if not any(peer.channel is not None and peer.channel.has_unsent for peer in peers):
                 return
             link.wait(0.1)
     except (ConfigError, OSError):
         return
 
 
-def _words_of(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
 
 def say(line: str) -> None:
-    """Tells the user something about the hosts, on this host's terminal."""
+    """Prints a line about the hosts on this host's terminal."""
     print(f"lockstep: {line}", file=sys.stderr, flush=True)
-
-
-def _hosts(count: int) -> str:
-    return f"{count} other host{'' if count == 1 else 's'}"
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"

@@ -1,19 +1,147 @@
-"""The roll-call of hosts: who has come, whether all run the same, and which ranks each gets. Pure values."""
+"""The roll-call of hosts, as pure values: the user's options, the shared token, and what hosts say when they connect.
+
+``HostOptions`` and ``read_token`` read the command; a ``Hello`` from each host is compared, and answered by a ``Plan``.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, RankError
+from lockstep.launch.options import TOKEN_VARIABLE
+from lockstep.text import numbered
+
+DEFAULT_FILE = "~/.config/lockstep/token"
+_TOKEN = re.compile(r"[!-~]{32,512}")
+_LARGEST_FILE = 4096
+
+
+def read_token(file: str, environment: Mapping[str, str]) -> bytes:
+    """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from ``~/.config/lockstep/token``.
+
+    Raises:
+        ConfigError: there is none, it is too short, or others may read its file.
+    """
+    if file:
+        return _checked(_from_file(Path(file).expanduser()), file)
+    if TOKEN_VARIABLE in environment:
+        return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
+    default = Path(DEFAULT_FILE).expanduser()
+    if default.exists():
+        return _checked(_from_file(default), str(default))
+    raise ConfigError(
+        "Several hosts need a shared token to authenticate each other, and none was found. "
+        f"{how_to_make_one(DEFAULT_FILE)}"
+    )
+
+
+def how_to_make_one(file: str) -> str:
+    """Returns the sentence that says how to make a token file."""
+    return (
+        f"Make one with `mkdir -p $(dirname {file}) && (umask 077; openssl rand -hex 32 > {file})` and copy the "
+        f"file to every host, or give --token-file FILE or {TOKEN_VARIABLE}."
+    )
+
+
+def _from_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_LARGEST_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"The token file '{path}' cannot be read: {error.strerror}. {how_to_make_one(str(path))}"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise ConfigError(
+            f"The token file '{path}' has mode {stat.S_IMODE(mode):04o}, so other users may read it. "
+            f"Run `chmod 600 {path}`, and make a new token if other users have access to this host."
+        )
+    return content.decode(errors="replace")
+
+
+def _checked(text: str, origin: str) -> bytes:
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"The token of {origin} has {len(token)} characters; it must be one line of 32 to 512 without "
+            "spaces, as `openssl rand -hex 32` prints."
+        )
+    return token.encode()
+
+
+_MASTER = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%\w]+)\]|(?P<host>[^:\s\[\]]+)):(?P<port>\d{1,5})")
+_LARGEST_PORT = 65534  # the store takes the next one
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """The options of one host's command for a run on several hosts."""
+
+    nodes: int
+    node: int
+    """Number of this host; node 0 coordinates the others."""
+    master: str
+    """``HOST:PORT`` of node 0; the ranks meet on the next port."""
+    token: bytes = field(repr=False)
+    """The secret that the hosts of this run share."""
+    interface: str = ""
+    """For the ranks' data; empty: the one that leads to node 0."""
+    start_limit: float = 60.0
+    """Seconds within which every host must connect."""
+    silence_limit: float = 13.0
+    """Seconds without a message after which a host is lost. A network failure of 10 s heals within them."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 2:
+            raise ConfigError(f"nnodes={self.nodes} was given; a run on several hosts has at least 2.")
+        if not 0 <= self.node < self.nodes:
+            raise ConfigError(
+                f"node-rank {self.node} was given; {self.nodes} hosts have the numbers 0 to {self.nodes - 1}."
+            )
+        if self.start_limit <= 0:
+            raise ConfigError(
+                f"start_limit={self.start_limit:g} was given; it must be a number of seconds above 0."
+            )
+        if not 1 <= self.port <= _LARGEST_PORT:
+            raise ConfigError(
+                f"--master {self.master} names port {self.port}; use one from 1 to {_LARGEST_PORT}. "
+                "The ranks meet on the port after it."
+            )
+
+    @property
+    def host(self) -> str:
+        """The host of ``master``."""
+        return self._parts[0]
+
+    @property
+    def port(self) -> int:
+        """The port of ``master``, on which the supervisors communicate."""
+        return self._parts[1]
+
+    @property
+    def _parts(self) -> tuple[str, int]:
+        found = _MASTER.fullmatch(self.master)
+        if found is None:
+            raise ConfigError(
+                f"--master {self.master!r} was given; it must be the address and a free port of the host of "
+                "node-rank 0, as in 10.0.0.1:29500."
+            )
+        return found["six"] or found["host"], int(found["port"])
+
 
 _MOST_DIFFERENCES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """What a host says of itself when it arrives."""
+    """The first message of a host."""
 
     node: int
     name: str
@@ -21,9 +149,9 @@ class Hello:
     ranks: int
     """How many ranks it will start."""
     instance: str
-    """Drawn anew by each command, so that one which reconnects is told from a second one of the same number."""
+    """Random for each command, so that a reconnection is told apart from a second host with the same number."""
     settings: Mapping[str, str]
-    """What must be equal on all hosts."""
+    """Settings that must be equal on all hosts."""
 
     @property
     def text(self) -> str:
@@ -32,7 +160,7 @@ class Hello:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Hello:
-        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where the fields are none of a host."""
+        """Raises ``ValueError``, ``KeyError`` or ``TypeError`` where the fields are invalid."""
         node, ranks = fields["node"], fields["ranks"]
         if not (isinstance(node, int) and isinstance(ranks, int)) or node < 0 or not 0 < ranks <= 4096:
             raise ValueError
@@ -48,7 +176,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What node 0 decides when every host has come."""
+    """The decision of node 0 when every host has connected."""
 
     name: str
     """Host name of node 0."""
@@ -58,60 +186,55 @@ class Plan:
     rendezvous: str
     """Where the ranks meet, as ``tcp://HOST:PORT``."""
     shared: Any = None
-    """What all hosts run, where node 0 decides that; JSON."""
+    """A value that node 0 has decided for all hosts; JSON."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Plan:
-        """What ``asdict`` gave, after its way through JSON."""
+        """Reads the result of ``asdict`` after it was JSON."""
         ranks = {int(node): int(count) for node, count in fields["ranks"].items()}
         return cls(**{**fields, "ranks": ranks})
 
 
 def absent(arrived: Mapping[int, Hello], nodes: int, limit: float) -> RankError:
-    """The error after a roll-call that ended too early: who is missing, and who has come."""
+    """Returns the error of an incomplete roll-call: which hosts are missing, and which connected."""
     missing = [node for node in range(nodes) if node not in arrived]
     names = ", ".join(f"host {node} (node-rank {node})" for node in missing)
     here = ", ".join(f"{node} ({arrived[node].name})" for node in sorted(arrived))
     return RankError(
-        f"Not every host arrived within {limit:g} s. missing: {names}; arrived: {here}. Start the same command "
-        "there with its own --node-rank, or give more time with --start-limit."
+        f"Not every host connected within {limit:g} s. missing: {names}; connected: {here}. Start the same command "
+        "there with its own --node-rank, or raise --start-limit."
     )
 
 
 def compare(hellos: Mapping[int, Hello]) -> None:
-    """Refuses hosts that would not run the same.
+    """Checks that all hosts would run the same.
 
     Raises:
         ConfigError: names each setting that differs, with the value on each host.
     """
     first = hellos[min(hellos)]
-    differences = []
+    differences: list[str] = []
     for name in sorted({name for hello in hellos.values() for name in hello.settings}):
         values: dict[str, list[int]] = {}
         for node, hello in sorted(hellos.items()):
             values.setdefault(hello.settings.get(name, "not set"), []).append(node)
         if len(values) > 1:
-            there = ", ".join(f"{value} on {_hosts(nodes)}" for value, nodes in values.items())
+            there = ", ".join(f"{value} on {numbered('host', nodes)}" for value, nodes in values.items())
             differences.append(f"{name} is {there}")
     if not differences:
         return
-    more = (
-        f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
-    )
+    left_out = len(differences) - _MOST_DIFFERENCES
+    more = f"; and {left_out} more" if left_out > 0 else ""
     raise ConfigError(
-        f"The {len(hellos)} hosts do not run the same: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}. "
-        f"Make them alike ({first.text} has node-rank {first.node})."
+        f"The {len(hellos)} hosts have different settings: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}. "
+        f"Make them equal ({first.text} has node-rank {first.node})."
     )
 
 
 def first_ranks(hellos: Mapping[int, Hello]) -> dict[int, int]:
-    """The first rank of each host: ranks are numbered host by host."""
+    """Returns the first rank of each host: ranks are numbered host by host."""
     found, rank = {}, 0
     for node in sorted(hellos):
         found[node] = rank
         rank += hellos[node].ranks
     return found
-
-
-def _hosts(nodes: list[int]) -> str:
-    return f"host{'' if len(nodes) == 1 else 's'} {', '.join(map(str, nodes))}"

@@ -1,31 +1,198 @@
-"""Notices that ranks have fallen silent, asks all of them where they stand, and says what came of it.
+"""Notices that ranks are silent, takes a snapshot of every rank, and reports a stall.
 
-A rank that writes heartbeats is asked only when it has been silent for longer than its own steps let expect. A script
-that writes none is asked every now and then: it stands still where line and collectives stay the same.
+A rank that writes heartbeats is examined only when it has been silent for longer than its own steps suggest
+(``SilenceLimit``). A script that writes none is examined every now and then: it is stalled if its line of code and its
+collectives stay the same. No rank can block ``take_snapshots``: each answer has its own short limit.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.launch.beat import Beat, Membership, read_beat
-from lockstep.launch.stalls.pace import Pace
-from lockstep.launch.stalls.probe import ask_all
-from lockstep.launch.stalls.sight import Sight
-from lockstep.launch.stalls.verdict import Kind, StallVerdict, judge_stall
+from lockstep.launch.stalls.report import StallKind, StallVerdict, judge_stall
+from lockstep.launch.stalls.snapshot import Collective, RankSnapshot, Stack, main_stack
+from lockstep.runtime.heartbeat import Beat, Membership, read_beat
+from lockstep.runtime.stack_dump import DUMP_SIGNAL, recorder_socket, stack_file
+
+_LEARNED = 5.0
+"""A rank may be silent for so many times its longest silence so far."""
+_KNOWN_STEPS = 20
+"""Steps after which the longest silence is known well enough."""
+_SLOW = 10.0
+"""Factor for phases that are slow by nature, and for the first step, which may compile."""
+_SLOW_PHASES = ("start", "prepare", "load", "save", "evaluate")
+
+
+@dataclass
+class SilenceLimit:
+    """Learns from the steps of one rank for how long it may be silent.
+
+    Args:
+        floor: seconds below which no silence is a stall; 0 means that none ever is.
+    """
+
+    floor: float
+    _last: Beat | None = None
+    _longest: float = 0.0
+    _moved: float = 0.0
+    _steps: set[int] = field(default_factory=set)
+
+    def update(self, beat: Beat) -> None:
+        """Takes the rank's newest heartbeat; may be called any number of times."""
+        last = self._last
+        if last is not None:
+            if last.warm and last.phase not in _SLOW_PHASES:
+                self._longest = max(self._longest, beat.time - last.time)
+            if (last.step, last.micro_batch, last.phase) != (beat.step, beat.micro_batch, beat.phase):
+                self._moved = time.monotonic()
+        if beat.step >= 0 and len(self._steps) <= _KNOWN_STEPS:
+            self._steps.add(beat.step)
+        self._last = beat
+
+    def silence(self, beat: Beat) -> float:
+        """Returns the seconds since the rank wrote this heartbeat or moved; short steps do not write the time."""
+        return time.monotonic() - max(beat.time, self._moved)
+
+    def limit(self, beat: Beat) -> float:
+        """Returns the seconds of silence after this heartbeat from which the rank counts as stalled."""
+        if not self.floor or beat.phase == "end" or beat.membership is Membership.FINISHED:
+            return math.inf
+        if beat.phase in _SLOW_PHASES or not beat.warm:
+            return _SLOW * self.floor
+        learned = _LEARNED * self._longest if len(self._steps) > _KNOWN_STEPS else 0.0
+        return max(self.floor, learned)
+
+
+_ANSWER_WITHIN = 0.5
+_MOST_WORKERS = 8
+_KEPT_COLLECTIVES = 32
+_LARGEST_ANSWER = 32 << 20
+_REQUEST = b"POST /handler/fr_trace_json HTTP/1.0\r\nContent-Length: 0\r\n\r\n"
+
+
+def take_snapshots(
+    directory: Path, processes: Mapping[int, int], limits: Mapping[int, SilenceLimit]
+) -> list[RankSnapshot]:
+    """Returns a snapshot of each rank, by rank.
+
+    Args:
+        directory: the run directory.
+        processes: process id of each running rank.
+        limits: of the silence of each rank.
+    """
+    snapshots = []
+    for rank, pid in sorted(processes.items()):
+        beat = read_beat(directory, rank)
+        if beat is not None:
+            limit = limits.get(rank, SilenceLimit(0.0))
+            snapshots.append(_ask(directory, rank, pid, beat, limit))
+    return snapshots
+
+
+def _ask(directory: Path, rank: int, pid: int, beat: Beat, limit: SilenceLimit) -> RankSnapshot:
+    state = process_state(pid)
+    answers = state not in ("T", "t", "D", "")
+    stack = _stack_of(directory, rank, pid) if answers else ()
+    workers = (
+        [_stack_of(directory, rank, child) for child in children(pid)[:_MOST_WORKERS]] if answers else []
+    )
+    return RankSnapshot(
+        rank=rank,
+        pid=pid,
+        state=state,
+        beat=beat,
+        silence=limit.silence(beat),
+        limit=limit.limit(beat),
+        stack=stack,
+        workers=tuple(stack for stack in workers if any(frame.reads_samples for frame in stack)),
+        collectives=_collectives_of(directory, rank) if answers else (),
+    )
+
+
+def process_state(pid: int) -> str:
+    """Returns the kernel's letter for the state of a process; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """Returns the process ids of the children of a process."""
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _stack_of(directory: Path, rank: int, pid: int) -> Stack:
+    """Asks one process for its stack; empty if it does not answer in time."""
+    path = stack_file(directory, rank)
+    try:
+        start = path.stat().st_size
+        os.kill(pid, DUMP_SIGNAL)
+    except OSError:
+        return ()
+    deadline, size = time.monotonic() + _ANSWER_WITHIN, start
+    while time.monotonic() < deadline:
+        time.sleep(0.01)  # a signal handler cannot notify; it can only write
+        now = path.stat().st_size
+        if now == size > start:
+            break
+        size = now
+    with path.open("rb") as file:
+        file.seek(start)
+        return main_stack(file.read(1 << 20).decode(errors="replace"))
+
+
+def _collectives_of(directory: Path, rank: int) -> tuple[Collective, ...]:
+    """Fetches the last collectives of a rank's first process group from torch's Flight Recorder; none if not served."""
+    try:
+        found = json.loads(_fetch(recorder_socket(directory, rank)))
+        entries = [each for each in found["entries"] if each["pg_id"] == 0 and not each["is_p2p"]]
+        return tuple(_collective(each) for each in entries[-_KEPT_COLLECTIVES:])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    return Collective(
+        sequence=int(entry["collective_seq_id"]),
+        operation=str(entry["profiling_name"]),
+        sizes=tuple(tuple(int(n) for n in size) for size in entry["input_sizes"]),
+        types=tuple(map(str, entry["input_dtypes"])),
+        pending=not entry["retired"],
+    )
+
+
+def _fetch(path: Path) -> bytes:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_WITHIN)
+        connection.connect(str(path))
+        connection.sendall(_REQUEST)
+        answer = b""
+        while (part := connection.recv(65536)) and len(answer) < _LARGEST_ANSWER:
+            answer += part
+    return answer.partition(b"\r\n\r\n")[2]
+
 
 _LOOKS_PER_LIMIT = 4
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A run that stands still."""
+    """A stalled run."""
 
     verdict: StallVerdict
-    sights: tuple[Sight, ...]
+    snapshots: tuple[RankSnapshot, ...]
 
 
 class StallWatch:
@@ -33,19 +200,19 @@ class StallWatch:
 
     Args:
         directory: the run directory, with the heartbeats.
-        limit: seconds of silence below which nothing is a stall; 0: never ask.
-        is_part: whether ranks of other hosts take part in the run, so that only who sees all of them can judge.
+        limit: seconds of silence below which nothing is a stall; 0: never look.
+        is_part: whether the run has ranks on other hosts, so that only node 0 can judge.
     """
 
     def __init__(self, directory: Path, limit: float, *, is_part: bool = False) -> None:
         self._directory, self._limit, self._is_part = directory, limit, is_part
-        self._paces: dict[int, Pace] = {}
+        self._limits: dict[int, SilenceLimit] = {}
         self._places: dict[int, tuple[object, float]] = {}
         self._next_look = 0.0
-        self._told: set[tuple[object, ...]] = set()
+        self._reported: set[tuple[object, ...]] = set()
 
     def look(self, processes: Mapping[int, int]) -> Stall | None:
-        """What is wrong, if the run stands still; cheap as long as every rank gives signs of life.
+        """Returns the stall, if there is one; cheap as long as every rank writes heartbeats.
 
         Args:
             processes: process id of each rank that has not ended.
@@ -54,50 +221,57 @@ class StallWatch:
             return None
         beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
         if any(beat.membership is Membership.LEAVING for beat in beats.values()):
-            return None  # whoever still trains is told to leave too
+            return None  # see ``EarlyExitDetector``
         for rank, beat in beats.items():
-            self._paces.setdefault(rank, Pace(self._limit)).hear(beat)
+            self._limits.setdefault(rank, SilenceLimit(self._limit)).update(beat)
         now = time.monotonic()
         if now < self._next_look or not any(self._is_due(rank, beat) for rank, beat in beats.items()):
             return None
         self._next_look = now + self._limit / _LOOKS_PER_LIMIT
-        sights = [self._without_beats(sight) for sight in ask_all(self._directory, processes, self._paces)]
-        if not any(sight.is_overdue for sight in sights):
+        snapshots = [
+            self._without_beats(snapshot)
+            for snapshot in take_snapshots(self._directory, processes, self._limits)
+        ]
+        if not any(snapshot.is_overdue for snapshot in snapshots):
             return None
-        verdict = judge_stall(sights)
+        verdict = judge_stall(snapshots)
         if self._is_part:
-            return Stall(verdict or StallVerdict(Kind.BUSY), tuple(sights))
+            return Stall(verdict or StallVerdict(StallKind.BUSY), tuple(snapshots))
         return (
-            Stall(verdict, tuple(sights)) if verdict is not None and self._is_news(verdict, sights) else None
+            Stall(verdict, tuple(snapshots))
+            if verdict is not None and self._is_news(verdict, snapshots)
+            else None
         )
 
     def _is_due(self, rank: int, beat: Beat) -> bool:
-        pace = self._paces[rank]
-        return pace.silence(beat) > (self._limit if _writes_no_beats(beat) else pace.limit(beat))
+        limit = self._limits[rank]
+        return limit.silence(beat) > (self._limit if _writes_no_beats(beat) else limit.limit(beat))
 
-    def _without_beats(self, sight: Sight) -> Sight:
-        """Measures the silence of a script without heartbeats by how long it has been seen at the same place."""
-        if not _writes_no_beats(sight.beat):
-            return sight
-        place = sight.stack, sight.collectives[-1:], sight.state
-        former, since = self._places.get(sight.rank, (None, 0.0))
+    def _without_beats(self, snapshot: RankSnapshot) -> RankSnapshot:
+        """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""
+        if not _writes_no_beats(snapshot.beat):
+            return snapshot
+        place = snapshot.stack, snapshot.collectives[-1:], snapshot.state
+        former, since = self._places.get(snapshot.rank, (None, 0.0))
         if place != former:
             since = time.monotonic()
-            self._places[sight.rank] = place, since
-        return replace(sight, silence=time.monotonic() - since, limit=self._limit)
+            self._places[snapshot.rank] = place, since
+        return replace(snapshot, silence=time.monotonic() - since, limit=self._limit)
 
-    def _is_news(self, verdict: StallVerdict, sights: list[Sight]) -> bool:
-        """A run that may still go on is spoken of once for each place at which it stands.
+    def _is_news(self, verdict: StallVerdict, snapshots: list[RankSnapshot]) -> bool:
+        """True if the verdict is to be reported: a run that may still continue is reported once for each position.
 
-        Of a script without heartbeats nothing is said then: the same line is no sign of standing still.
+        A script without heartbeats is not reported then: the same line of code is no sign of a stall.
         """
-        if verdict.kind is not Kind.BUSY:
+        if verdict.kind is not StallKind.BUSY:
             return True
-        beats = {sight.rank: sight.beat for sight in sights if not _writes_no_beats(sight.beat)}
-        place = tuple((rank, beats[rank].place) for rank in verdict.culprits if rank in beats)
-        if not place or place in self._told:
+        beats = {
+            snapshot.rank: snapshot.beat for snapshot in snapshots if not _writes_no_beats(snapshot.beat)
+        }
+        place = tuple((rank, beats[rank].position) for rank in verdict.culprits if rank in beats)
+        if not place or place in self._reported:
             return False
-        self._told.add(place)
+        self._reported.add(place)
         return True
 
 

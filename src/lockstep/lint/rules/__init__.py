@@ -1,1 +1,1 @@
-"""The rules, grouped by what they look at; ``catalogue`` lists them all."""
+"""The rules, a file for each subject; ``lint.check`` collects them."""

@@ -1,37 +1,25 @@
-"""Rules on collectives: every rank must come past each of them, with its own tensors."""
+"""Rules on collectives, which every rank must call with its own tensors, and on ranks that leave or step alone."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.ranks import FIRST, OTHERS, rank_test
-from lockstep.lint.reach import conditions
-from lockstep.lint.script import Script, argument, constant, receiver
-from lockstep.lint.wrappers import FSDP, starts_group, wraps
+from lockstep.lint.ranks import FIRST, OTHERS, conditions, rank_test
+from lockstep.lint.script import Function, Loop, Script, argument, constant, last_name, receiver
+from lockstep.lint.wrappers import DDP, FSDP, is_distributed, reduces, starts_group, wraps
 
+# fmt: off
 COLLECTIVES = (
-    "barrier",
-    "monitored_barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_object",
-    "all_gather_into_tensor",
-    "gather",
-    "gather_object",
-    "scatter",
-    "scatter_object_list",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
+    "barrier", "monitored_barrier", "all_reduce", "reduce", "broadcast", "broadcast_object_list",
+    "all_gather", "all_gather_object", "all_gather_into_tensor", "gather", "gather_object", "scatter",
+    "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )
+# fmt: on
 _ACCELERATE = ("wait_for_everyone", "gather_for_metrics", "gather")
+_STEPPED = ("optim", "sched", "scaler")
 
 
 @lru_cache(maxsize=4)
@@ -48,7 +36,6 @@ def collectives(script: Script) -> tuple[ast.Call, ...]:
 
 @rule(
     "LS020",
-    "collective-under-rank-condition",
     "A collective stands under a condition on the rank: the other ranks never come, and the run hangs.",
 )
 def collective_under_rank_condition(script: Script) -> Iterator[Hit]:
@@ -68,7 +55,6 @@ def collective_under_rank_condition(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS024",
-    "one-tensor-many-times",
     "The list that a gather writes to holds one tensor several times: every entry ends as the last rank's.",
 )
 def one_tensor_many_times(script: Script) -> Iterator[Hit]:
@@ -90,7 +76,6 @@ def one_tensor_many_times(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS025",
-    "async-handle-dropped",
     "An asynchronous collective is started and its handle dropped: nothing waits until the result is there.",
 )
 def async_handle_dropped(script: Script) -> Iterator[Hit]:
@@ -106,11 +91,7 @@ def async_handle_dropped(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule(
-    "LS026",
-    "cpu-tensor-on-nccl",
-    "A tensor made on the CPU is given to a collective of the nccl backend, which refuses it.",
-)
+@rule("LS026", "A tensor made on the CPU is given to a collective of the nccl backend, which refuses it.")
 def cpu_tensor_on_nccl(script: Script) -> Iterator[Hit]:
     """Needs a literal backend in the file, and a tensor that is made in one line and never moved."""
     backends = {constant(argument(call, "backend", 0)) for call in starts_group(script)}
@@ -132,7 +113,6 @@ def cpu_tensor_on_nccl(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS027",
-    "sharded-state-on-one-rank",
     "The state of an FSDP model is asked for on one rank only; gathering it is a collective, and the run hangs.",
 )
 def sharded_state_on_one_rank(script: Script) -> Iterator[Hit]:
@@ -149,7 +129,6 @@ def sharded_state_on_one_rank(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS028",
-    "collective-after-rank-return",
     "Some ranks return before a collective that stands further down in the function: the others wait forever.",
 )
 def collective_after_rank_return(script: Script) -> Iterator[Hit]:
@@ -175,7 +154,7 @@ def collective_after_rank_return(script: Script) -> Iterator[Hit]:
 
 
 def _matched(script: Script, call: ast.Call, statement: ast.If | ast.IfExp, kind: str, inside: bool) -> bool:
-    """Whether the ranks that do not pass here make the same call elsewhere in the function."""
+    """Returns True where the ranks that do not pass here make the same call elsewhere in the function."""
     name, meant = script.name(call), (kind == FIRST) == inside
     for other in collectives(script):
         if other is call or script.name(other) != name or not script.same_function(call, other):
@@ -197,7 +176,7 @@ def _repeated_tensor(script: Script, value: ast.expr | None) -> bool:
 
 
 def _filled(script: Script, name: str) -> bool:
-    """Whether entries of the list are set one by one."""
+    """Returns True where entries of the list are set one by one."""
     stores = [n for n in script.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
     return any(script.text(store.value) == name for store in stores)
 
@@ -213,15 +192,112 @@ def _fresh(script: Script, value: ast.expr | None) -> str:
 def _made_on_cpu(script: Script, value: ast.expr | None) -> bool:
     if not isinstance(value, ast.Call) or argument(value, "device") is not None:
         return False
-    return script.name(value) in (
-        "torch.tensor",
-        "torch.zeros",
-        "torch.ones",
-        "torch.empty",
-        "torch.FloatTensor",
-    )
+    made = script.name(value).removeprefix("torch.")
+    return made in ("tensor", "zeros", "ones", "empty", "FloatTensor") and made != script.name(value)
 
 
 def _moved(script: Script, name: str) -> bool:
     moves = script.method_calls("cuda", "to")
     return any(isinstance(receiver(call), ast.Name) and script.text(receiver(call)) == name for call in moves)
+
+
+@rule(
+    "LS021",
+    "One rank breaks out of a training loop by a decision of its own: the others wait in the next collective.",
+)
+def rank_leaves_loop(script: Script) -> Iterator[Hit]:
+    """The loop must hold a backward pass or a collective."""
+    if not is_distributed(script):
+        return
+    for node in script.nodes:
+        if not isinstance(node, ast.Break | ast.Return):
+            continue
+        loop = _left_loop(script, node)
+        if loop is None or not _synchronises(script, loop):
+            continue
+        inner = [item for item, _, _ in conditions(script, node) if script.holds(loop, item)]
+        if inner and not _both_leave(inner[0], type(node)):
+            yield Hit(
+                node,
+                f"only some ranks leave the loop of line {loop.lineno} here; the others wait for them in the "
+                "next collective.",
+                "torch.distributed.broadcast(stop, src=0)  # on every rank, then: if stop: break",
+            )
+
+
+@rule(
+    "LS022",
+    "An optimizer, a schedule or a loss scaler is stepped on one rank only: parameters or learning rates part.",
+)
+def step_on_some_ranks(script: Script) -> Iterator[Hit]:
+    """The condition on the rank must stand in the same function."""
+    if not is_distributed(script):
+        return
+    for call in script.method_calls("step"):
+        name = last_name(receiver(call)).lower()
+        if not any(word in name for word in _STEPPED) or "server" in name:
+            continue
+        for statement, _, _ in conditions(script, call):
+            if isinstance(statement, ast.If) and not _steps_in_both(script, statement, call):
+                yield Hit(
+                    call,
+                    f"only some ranks pass the condition in line {statement.lineno}: what this steps differs "
+                    "between ranks from here on.",
+                    f"{script.text(call)}  # outside of the condition, on every rank",
+                )
+                break
+
+
+@rule(
+    "LS023", "ReduceLROnPlateau is stepped with each rank's own metric: the learning rates of the ranks part."
+)
+def plateau_on_local_metric(script: Script) -> Iterator[Hit]:
+    """Only where nothing in the file brings values of several ranks together."""
+    if not wraps(script, DDP) or not is_distributed(script) or reduces(script):
+        return
+    made = {
+        script.text(node.targets[0])
+        for node in script.nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and script.name(node.value) == "torch.optim.lr_scheduler.ReduceLROnPlateau"
+    }
+    for call in script.method_calls("step"):
+        if script.text(receiver(call)) in made and (call.args or call.keywords):
+            yield Hit(
+                call,
+                "every rank gives its own metric, so one lowers its learning rate and another does not.",
+                "torch.distributed.all_reduce(metric, op=torch.distributed.ReduceOp.AVG)  # before this line",
+            )
+
+
+def _left_loop(script: Script, node: ast.Break | ast.Return) -> Loop | None:
+    """The loop that the statement ends: the innermost for break, the outermost for return."""
+    found: Loop | None = None
+    for ancestor, child in script.ancestors(node):
+        if isinstance(ancestor, Function) or (found is not None and isinstance(node, ast.Break)):
+            break
+        if isinstance(ancestor, Loop) and child not in ancestor.orelse:
+            found = ancestor
+    return found
+
+
+def _synchronises(script: Script, loop: Loop) -> bool:
+    calls = [*script.method_calls("backward"), *collectives(script)]
+    return any(script.holds(loop, call) for call in calls)
+
+
+def _in_both_branches(statement: ast.If, is_meant: Callable[[ast.AST], bool]) -> bool:
+    branches = (statement.body, statement.orelse)
+    return all(any(is_meant(node) for item in branch for node in ast.walk(item)) for branch in branches)
+
+
+def _both_leave(statement: ast.If | ast.IfExp, kind: type[ast.stmt]) -> bool:
+    return isinstance(statement, ast.If) and _in_both_branches(statement, lambda node: isinstance(node, kind))
+
+
+def _steps_in_both(script: Script, statement: ast.If, call: ast.Call) -> bool:
+    text = script.text(call.func)
+    return _in_both_branches(
+        statement, lambda node: isinstance(node, ast.Call) and script.text(node.func) == text
+    )

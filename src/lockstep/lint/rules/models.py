@@ -1,4 +1,4 @@
-"""Rules on the model: normalisation, wrapping, and in which order things are made."""
+"""Rules on the model (BatchNorm, wrapping, the order in which things are made) and on learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,115 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.module_names import MODULE_NAMES
-from lockstep.lint.names import last_name
 from lockstep.lint.ranks import mentions_rank
-from lockstep.lint.script import Script, argument, receiver
+from lockstep.lint.rules.sampling import assigned_name
+from lockstep.lint.script import LOOPS, Script, argument, arguments, last_name, receiver
 from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, wraps
+
+_MODULE = """
+T_destination add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval
+extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia
+named_buffers named_children named_modules named_parameters parameters register_backward_hook register_buffer
+register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook
+register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter
+register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory
+state_dict to to_empty train training type xpu zero_grad
+"""
+_WRAPPERS = """
+batched_grad_copy broadcast_bucket_size broadcast_buffers bucket_bytes_cap bucket_bytes_cap_default
+bucket_bytes_cap_list buffer_hook device device_ids device_mesh device_type dim find_unused_parameters
+forward_sync_buffers gather gradient_as_bucket_view is_multi_device_module join join_device join_hook
+join_process_group logger mixed_precision module modules_buffers named_module_buffers no_sync output_device
+parallel_apply parameters_to_ignore process_group reducer register_comm_hook replicate require_backward_grad_sync
+require_forward_param_sync scatter skip_all_reduce_unused_params src_device_obj static_graph to_kwargs
+use_side_stream_for_tensor_copies will_sync_module_buffers
+"""
+MODULE_NAMES = frozenset((_MODULE + _WRAPPERS).split())
+"""The public attributes of DDP and DataParallel (torch 2.8 to 2.13); a test compares them with the installed torch."""
+_ASKED_FIRST = re.compile("isinstance|hasattr|distributed|parallel|gpu|ddp")
+_LENGTHS = {"CosineAnnealingLR": ("T_max", 1), "OneCycleLR": ("total_steps", 2)}
+_WORLD = (
+    "world",
+    "replica",
+    "gpu",
+    "rank",
+    "process",
+    "device_count",
+    "nproc",
+    "sampler",
+    "loader",
+    "global",
+)
+
+
+@rule(
+    "LS058",
+    "The length of the learning-rate schedule counts the steps of one process, and several share them.",
+)
+def schedule_of_one_process(script: Script) -> Iterator[Hit]:
+    """The length is len(data) by the batch size, the loader splits the same data by a DistributedSampler."""
+    if not script.torch_calls("DistributedSampler") or is_managed(script):
+        return
+    split = {
+        script.text(data)
+        for call in script.torch_calls("DistributedSampler")
+        if (data := argument(call, "dataset", 0)) is not None
+    }
+    for call in script.torch_calls(*_LENGTHS):
+        keyword, position = _LENGTHS[script.name(call).rpartition(".")[2]]
+        length = argument(call, keyword, position)
+        if length is None:
+            continue
+        parts = list(script.sources(length))
+        texts = {script.text(part) for part in parts}
+        counted = [data for data in split if f"len({data})" in texts]
+        divided = any(isinstance(p, ast.BinOp) and isinstance(p.op, ast.FloorDiv | ast.Div) for p in parts)
+        if counted and divided and not any(word in text.lower() for text in texts for word in _WORLD):
+            yield Hit(
+                length,
+                f"{script.text(length)} counts the steps of one process over all of {counted[0]}; each of N ranks "
+                "takes an N-th of them, so the schedule stops at an N-th of its way.",
+                f"{keyword}=len(loader) * epochs",
+            )
+
+
+@rule(
+    "LS060",
+    "Accelerate steps a prepared schedule once for every process, and its length counts the steps of one already.",
+)
+def schedule_divided_twice(script: Script) -> Iterator[Hit]:
+    """The length is len() of a loader that was prepared above, and the schedule itself is prepared as well."""
+    chosen = script.mentions("num_processes", "split_batches", "step_scheduler")
+    if "accelerate" not in script.imported_roots or chosen:
+        return
+    prepares = [call for call in script.method_calls("prepare") if "accelerator" in script.text(call.func)]
+    makers = [call for call in script.calls if _makes_schedule(script, call)]
+    for maker in makers:
+        name = assigned_name(script, maker)
+        parts = {script.text(part) for item in arguments(maker) for part in script.sources(item)}
+        early = [
+            script.text(item)
+            for prepare in prepares
+            if script.follows(maker, prepare)
+            for item in arguments(prepare)
+            if f"len({script.text(item)})" in parts
+        ]
+        late = [p for p in prepares if script.follows(p, maker) and name in map(script.text, arguments(p))]
+        if early and late:
+            yield Hit(
+                maker,
+                f"len({early[0]}) is that of one process after prepare(), and the prepared {name} is stepped "
+                "num_processes times a step: it runs that much too fast.",
+                f"len({early[0]}) * accelerator.num_processes  # as its length",
+            )
+
+
+def _makes_schedule(script: Script, call: ast.Call) -> bool:
+    name = script.name(call)
+    return name.startswith("torch.optim.lr_scheduler.") or bool(
+        re.match(r"transformers\.(\w+\.)*get_(\w+_)?schedule\w*$|transformers\.(\w+\.)*get_scheduler$", name)
+    )
+
 
 _WITH_BATCH_NORM = re.compile(
     r"torchvision\.models\.(resnet|resnext|wide_resnet|densenet|mobilenet|efficientnet|mnasnet|shufflenet|regnet"
@@ -21,7 +125,6 @@ _WITH_BATCH_NORM = re.compile(
 
 @rule(
     "LS040",
-    "batchnorm-without-a-choice",
     "A model with BatchNorm is wrapped in DDP and nothing says how its statistics are meant: per rank, or of all.",
 )
 def batchnorm_without_a_choice(script: Script) -> Iterator[Hit]:
@@ -29,10 +132,9 @@ def batchnorm_without_a_choice(script: Script) -> Iterator[Hit]:
     wrapped = wraps(script, DDP)
     if not wrapped or script.mentions("sync_b", "syncb", "broadcast_buffers", "convert_sync"):
         return
-    layers = [
-        c for c in script.torch_calls("BatchNorm1d", "BatchNorm2d", "BatchNorm3d") if ".nn." in script.name(c)
-    ]
-    found = [*layers, *(c for c in script.calls if _WITH_BATCH_NORM.match(script.name(c)))]
+    norms = script.torch_calls("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    found = [call for call in norms if ".nn." in script.name(call)]
+    found += [call for call in script.calls if _WITH_BATCH_NORM.match(script.name(call))]
     if found:
         yield Hit(
             wrapped[0].call,
@@ -43,21 +145,14 @@ def batchnorm_without_a_choice(script: Script) -> Iterator[Hit]:
         )
 
 
-@rule(
-    "LS041",
-    "sync-batchnorm-after-wrapping",
-    "BatchNorm is converted to SyncBatchNorm after the model has been wrapped in DDP.",
-)
+@rule("LS041", "BatchNorm is converted to SyncBatchNorm after the model has been wrapped in DDP.")
 def sync_batchnorm_after_wrapping(script: Script) -> Iterator[Hit]:
     """torch asks for the other order: DDP has noted the modules and buffers that are replaced here."""
     for call in script.torch_calls("convert_sync_batchnorm"):
         model = script.text(call.args[0]) if call.args else ""
         for wrap in wraps(script, DDP):
-            if (
-                wrap.target
-                and model in (wrap.target, f"{wrap.target}.module")
-                and script.follows(call, wrap.call)
-            ):
+            names = (wrap.target, f"{wrap.target}.module") if wrap.target else ()
+            if model in names and script.follows(call, wrap.call):
                 yield Hit(
                     call,
                     f"DDP has wrapped {wrap.target} in line {wrap.call.lineno} and noted the buffers that this "
@@ -69,7 +164,6 @@ def sync_batchnorm_after_wrapping(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS042",
-    "optimizer-before-sharding",
     "The optimizer is made before FSDP wraps the model: it holds the old parameters and trains nothing.",
 )
 def optimizer_before_sharding(script: Script) -> Iterator[Hit]:
@@ -94,24 +188,17 @@ def optimizer_before_sharding(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS043",
-    "ranks-start-apart",
     "The ranks start from different weights: they are seeded apart and nothing makes their weights equal.",
 )
 def ranks_start_apart(script: Script) -> Iterator[Hit]:
     """FSDP without sync_module_states, or gradients averaged by hand without a broadcast."""
     seeds = [call for call in script.torch_calls("manual_seed") if call.args]
     apart = [call for call in seeds if mentions_rank(script, call.args[0])]
-    if (
-        not apart
-        or len(apart) < len(seeds)
-        or is_managed(script)
-        or script.mentions("load_state", "from_pretrained")
-    ):
+    loaded = script.mentions("load_state", "from_pretrained")
+    if not apart or len(apart) < len(seeds) or is_managed(script) or loaded:
         return
-    for wrap in wraps(script, FSDP):
-        if argument(wrap.call, "sync_module_states") is None and not script.mentions(
-            "sync_module_states", "meta"
-        ):
+    for wrap in [] if script.mentions("sync_module_states", "meta") else wraps(script, FSDP):
+        if argument(wrap.call, "sync_module_states") is None:
             yield Hit(
                 wrap.call,
                 f"the seed of line {apart[0].lineno} differs between ranks, so each shards weights of its own.",
@@ -126,17 +213,12 @@ def ranks_start_apart(script: Script) -> Iterator[Hit]:
         )
 
 
-@rule(
-    "LS044",
-    "attribute-behind-wrapper",
-    "An attribute of the model is asked of its wrapper, which does not have it: AttributeError.",
-)
+@rule("LS044", "An attribute of the model is asked of its wrapper, which does not have it: AttributeError.")
 def attribute_behind_wrapper(script: Script) -> Iterator[Hit]:
     """Only where the name is wrapped for certain, in the same function, and never set again below."""
     for wrap in wraps(script, DDP, DP):
-        if not wrap.certain or not wrap.target.isidentifier() or wrap.kind not in script.name(wrap.call):
-            continue
-        if not script.name(wrap.call).startswith("torch."):
+        of_torch = script.name(wrap.call).startswith("torch.")
+        if not (of_torch and wrap.certain and wrap.target.isidentifier()):
             continue
         for name in script.names.get(wrap.target, []):
             node = script.parent(name)
@@ -150,34 +232,20 @@ def attribute_behind_wrapper(script: Script) -> Iterator[Hit]:
 
 
 @rule(
-    "LS045",
-    "eval-without-train",
-    "The trained model is set to eval() and never back to train(): dropout and BatchNorm stay off.",
+    "LS045", "The trained model is set to eval() and never back to train(): dropout and BatchNorm stay off."
 )
 def eval_without_train(script: Script) -> Iterator[Hit]:
-    """Where eval() comes again and again in the loop that trains, and the file has no train() at all."""
-    if (
-        script.method_calls("train")
-        or is_managed(script)
-        or script.mentions("set_grad_enabled", "set_training")
-    ):
+    """Only where eval() comes again and again in the loop that trains, and the file has no train() at all."""
+    switched = script.method_calls("train") or script.mentions("set_grad_enabled", "set_training")
+    if switched or is_managed(script):
         return
-    trained = {
-        text
-        for call in script.calls
-        if script.name(call).startswith("torch.optim.")
-        for text in _owners(script, call)
-    }
+    makers = [call for call in script.calls if script.name(call).startswith("torch.optim.")]
+    trained = {model for maker in makers for model in _owners(script, maker)}
     for call in script.method_calls("eval"):
-        loops = [
-            ancestor for ancestor, _ in script.ancestors(call) if isinstance(ancestor, ast.For | ast.While)
-        ]
         backwards = script.method_calls("backward")
-        trains = any(
-            ancestor is loop for loop in loops for b in backwards for ancestor, _ in script.ancestors(b)
-        )
+        in_loop = any(script.holds(loop, b) for loop in script.around(call, LOOPS) for b in backwards)
         model = script.text(receiver(call))
-        if model in trained and trains:
+        if model in trained and in_loop:
             yield Hit(
                 call,
                 f"{model} is never set back to train(), so training goes on without dropout and with frozen BatchNorm.",
@@ -186,33 +254,29 @@ def eval_without_train(script: Script) -> Iterator[Hit]:
 
 
 def _asks_wrapper(script: Script, node: ast.Attribute, wrap: Wrap) -> bool:
-    """Whether an attribute of the wrapped name is read below the wrap, and is neither torch's nor set there."""
+    """Returns True where an attribute is read of the wrapped name, and is neither torch's nor set there."""
     if not isinstance(node.ctx, ast.Load) or node.attr in MODULE_NAMES or node.attr.startswith("_"):
         return False
     if not script.follows(node, wrap.call) or _asked_first(script, node):
         return False
     for name in script.names[wrap.target]:
         parent = script.parent(name)
-        same = isinstance(parent, ast.Attribute) and parent.attr == node.attr
-        set_here = not isinstance(name.ctx, ast.Load)
-        set_there = same and isinstance(parent, ast.Attribute) and not isinstance(parent.ctx, ast.Load)
-        below = name.lineno > wrap.call.lineno and script.same_function(name, node)
-        if below and (set_here or set_there):
+        asked = isinstance(parent, ast.Attribute) and parent.attr == node.attr
+        place = parent if asked and isinstance(parent, ast.Attribute) else name
+        is_set = not isinstance(name.ctx, ast.Load) or not isinstance(place.ctx, ast.Load)
+        if is_set and name.lineno > wrap.call.lineno and script.same_function(name, node):
             return False
     return True
 
 
 def _asked_first(script: Script, node: ast.Attribute) -> bool:
-    """Whether a condition or a ``try`` around the node could know better."""
+    """Returns True where a condition or a ``try`` around the node could know better."""
     for ancestor, child in script.ancestors(node):
         if isinstance(ancestor, ast.Try) and child in ancestor.body:
             return True
-        if isinstance(ancestor, ast.If | ast.IfExp) and child is not ancestor.test:
-            words = script.text(ancestor.test)
-            if any(
-                word in words for word in ("isinstance", "hasattr", "distributed", "parallel", "gpu", "ddp")
-            ):
-                return True
+        test = ancestor.test if isinstance(ancestor, ast.If | ast.IfExp) else child
+        if test is not child and _ASKED_FIRST.search(script.text(test)):
+            return True
     return False
 
 

@@ -1,4 +1,4 @@
-"""Rules on samplers: which samples a rank reads, in which order."""
+"""Rules on samples: the order in which ranks read them, and how they are split between ranks and workers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.names import last_name
-from lockstep.lint.ranks import mentions_rank
-from lockstep.lint.reach import on_one_rank
-from lockstep.lint.script import Script, argument, arguments, constant
-from lockstep.lint.wrappers import is_managed
+from lockstep.lint.ranks import mentions_rank, on_one_rank
+from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, parameters
+from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
 _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z])|(val|test)_?(set|data|ds)")
+_SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
 def samplers(script: Script) -> list[ast.Call]:
@@ -32,17 +31,13 @@ def assigned_name(script: Script, call: ast.Call) -> str:
 
 
 def for_evaluation(script: Script, call: ast.Call) -> bool:
-    """Whether a sampler is called one for validation, by its own name or by that of its data set."""
+    """Returns True where a sampler is called one for validation, by its own name or by that of its data set."""
     data = argument(call, "dataset", 0)
     names = f"{assigned_name(script, call)} {script.text(data) if data is not None else ''}"
     return bool(_EVALUATION.search(names.lower().replace("_", " "))) and "train" not in names.lower()
 
 
-@rule(
-    "LS001",
-    "sampler-without-set-epoch",
-    "A DistributedSampler that shuffles is never told the epoch: every epoch has the same order.",
-)
+@rule("LS001", "A DistributedSampler that shuffles is never told the epoch: every epoch has the same order.")
 def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
     """Needs a loop over epochs in the same file."""
     loop = _epoch_loop(script)
@@ -62,9 +57,7 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
 
 
 @rule(
-    "LS002",
-    "sampler-and-shuffle",
-    "A DataLoader gets a sampler together with an argument that excludes it, such as shuffle=True.",
+    "LS002", "A DataLoader gets a sampler together with an argument that excludes it, such as shuffle=True."
 )
 def sampler_and_shuffle(script: Script) -> Iterator[Hit]:
     """torch raises ValueError for these; here it is said before the data are read."""
@@ -85,7 +78,7 @@ def sampler_and_shuffle(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule("LS005", "sampler-not-used", "A DistributedSampler is made and never given to a DataLoader.")
+@rule("LS005", "A DistributedSampler is made and never given to a DataLoader.")
 def sampler_not_used(script: Script) -> Iterator[Hit]:
     """A sampler whose name is only ever told the epoch splits nothing."""
     for call in samplers(script):
@@ -102,7 +95,7 @@ def sampler_not_used(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule("LS006", "set-epoch-on-some-ranks", "set_epoch is called on one rank only: the ranks' orders differ.")
+@rule("LS006", "set_epoch is called on one rank only: the ranks' orders differ.")
 def set_epoch_on_some_ranks(script: Script) -> Iterator[Hit]:
     """With different orders, some samples of an epoch are read twice and others not at all."""
     for call in script.method_calls("set_epoch"):
@@ -115,7 +108,7 @@ def set_epoch_on_some_ranks(script: Script) -> Iterator[Hit]:
             )
 
 
-@rule("LS007", "sampler-seed-by-rank", "A DistributedSampler gets a seed that depends on the rank.")
+@rule("LS007", "A DistributedSampler gets a seed that depends on the rank.")
 def sampler_seed_by_rank(script: Script) -> Iterator[Hit]:
     """The ranks must permute alike, or their shares overlap."""
     for call in samplers(script):
@@ -139,7 +132,7 @@ def _epoch_loop(script: Script) -> ast.For | None:
 
 
 def _handed_on(script: Script, sampler: ast.Call) -> bool:
-    """Whether a sampler, or its loader together with the epoch, is given to code that is not in this file."""
+    """Returns True where a sampler, or its loader with the epoch, is passed to code that is not in this file."""
     name = assigned_name(script, sampler)
     makers = script.torch_calls("DataLoader")
     around = [call for call in makers if script.holds(call, sampler) or (name and _uses(script, call, name))]
@@ -165,3 +158,144 @@ def _uses(script: Script, node: ast.AST, name: str) -> bool:
 def _tells_epoch(script: Script, node: ast.Name) -> bool:
     parent = script.parent(node)
     return isinstance(parent, ast.Attribute) and parent.attr == "set_epoch"
+
+
+@rule("LS003", "A DDP script shuffles its training data without any sampler: every rank reads all samples.")
+def every_rank_reads_everything(script: Script) -> Iterator[Hit]:
+    """An epoch is then as many times too long as there are ranks."""
+    several = starts_group(script) and wraps(script, DDP)
+    if not several or is_managed(script) or script.mentions(*_SPLITTERS):
+        return
+    for call in script.torch_calls("DataLoader"):
+        data = argument(call, "dataset", 0)
+        if data is None or not is_open(call) or constant(argument(call, "shuffle", 2)) is not True:
+            continue
+        if not mentions_rank(script, data) and not _for_one_process(script, call):
+            yield Hit(
+                call,
+                "no sampler splits these samples: each of N ranks reads all of them, so that one epoch is N.",
+                f"DataLoader({script.text(data)}, sampler=DistributedSampler({script.text(data)}), ...)",
+            )
+
+
+@rule(
+    "LS004",
+    "A DistributedSampler repeats validation samples to make the shares equal, and they are counted twice.",
+)
+def padded_samples_counted(script: Script) -> Iterator[Hit]:
+    """Fires where the data are called validation or test data and nothing in the file trims the surplus;
+    not for COCO metrics, which count an image once however often it comes.
+    """
+    if is_managed(script) or script.mentions("total_size", "coco"):
+        return
+    for call in samplers(script):
+        drops = argument(call, "drop_last", 5)
+        if for_evaluation(script, call) and (drops is None or constant(drops) is False):
+            data = argument(call, "dataset", 0)
+            yield Hit(
+                call,
+                "where the samples do not divide by the ranks this sampler repeats some, and the metric "
+                "counts them twice.",
+                f"Subset({script.text(data) if data else 'data'}, range(rank, len(data), world_size)), "
+                "and sum the counts of all ranks",
+            )
+
+
+@rule(
+    "LS059",
+    "Validation is shared out between the ranks and nothing brings the counts together: the metric is of one share.",
+)
+def metric_of_one_share(script: Script) -> Iterator[Hit]:
+    """Only where the shares are read in this file, and nothing in it reduces or gathers anything."""
+    if not is_distributed(script) or reduces(script) or "torchmetrics" in script.imported_roots:
+        return
+    for call in samplers(script):
+        if for_evaluation(script, call) and _is_read_here(script, assigned_name(script, call)):
+            yield Hit(
+                call,
+                "each rank evaluates a share of these samples and no line sums over the ranks: what is reported "
+                "holds for one share.",
+                "torch.distributed.all_reduce(correct); torch.distributed.all_reduce(count)  # then correct / count",
+            )
+
+
+@rule("LS008", "The split into training and validation data is drawn without a seed that the ranks share.")
+def split_differs_between_ranks(script: Script) -> Iterator[Hit]:
+    """Samples that one rank validates on are then trained on by another."""
+    if not is_distributed(script):
+        return
+    for call in [*script.torch_calls("random_split"), *_sklearn_splits(script)]:
+        keyword = "random_state" if last_name(call.func) == "train_test_split" else "generator"
+        if not is_open(call) or argument(call, keyword) is not None or on_one_rank(script, call):
+            continue
+        if script.mentions("seed") and not _seeded_by_rank(script):
+            continue
+        yield Hit(
+            call,
+            "every rank draws another split, so samples that one rank validates on are trained on by others.",
+            f"{keyword}=" + ("0" if keyword == "random_state" else "torch.Generator().manual_seed(0)"),
+        )
+
+
+@rule(
+    "LS009",
+    "An IterableDataset that does not ask for its worker is read by several: each sample comes several times.",
+)
+def iterable_not_split(script: Script) -> Iterator[Hit]:
+    """Needs a DataLoader with workers over that very class, in the same file."""
+    if script.mentions("get_worker_info", "worker_init_fn", "worker_id", "split_by_worker"):
+        return
+    for node in script.nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if not any(script.name(base).endswith("data.IterableDataset") for base in node.bases):
+            continue
+        method = next((item for item in node.body if getattr(item, "name", "") == "__iter__"), None)
+        if isinstance(method, ast.FunctionDef) and _read_by_workers(script, node.name):
+            yield Hit(
+                method,
+                f"each worker of the DataLoader goes through all of {node.name}: every sample comes "
+                "num_workers times.",
+                "info = torch.utils.data.get_worker_info()  # and yield only the share of info.id",
+            )
+
+
+def _for_one_process(script: Script, call: ast.Call) -> bool:
+    tests = [script.text(statement.test).lower() for statement in script.around(call, ast.If)]
+    return any(re.search("dist|world_size|ddp|rank|gpu|multi|parallel", test) for test in tests)
+
+
+def _is_read_here(script: Script, sampler: str) -> bool:
+    """Returns True where a loop of this file reads the loader of a sampler, there or in a function that takes it."""
+    makers = [c for c in script.torch_calls("DataLoader") if sampler in map(script.text, arguments(c))]
+    loaders = {assigned_name(script, call) for call in makers} - {""}
+    defined = {function.name: function for function in script.functions}
+    loops = [node.iter for node in script.nodes if isinstance(node, ast.For)]
+    names = set(loaders)
+    for call in script.calls:
+        function = defined.get(last_name(call.func))
+        if function is not None:
+            given = zip(call.args, parameters(function))
+            names |= {name for item, name in given if script.text(item) in loaders}
+    read = {part.id for item in loops for part in ast.walk(item) if isinstance(part, ast.Name)}
+    return bool(sampler) and bool(names & read)
+
+
+def _sklearn_splits(script: Script) -> list[ast.Call]:
+    return [call for call in script.calls if script.name(call) == "sklearn.model_selection.train_test_split"]
+
+
+def _seeded_by_rank(script: Script) -> bool:
+    """Returns True where the only seeds of the file are torch's, set to something that depends on the rank."""
+    seeds = [call for call in script.calls if "seed" in last_name(call.func).lower() and call.args]
+    return bool(seeds) and all(mentions_rank(script, call.args[0]) for call in seeds)
+
+
+def _read_by_workers(script: Script, name: str) -> bool:
+    for call in script.torch_calls("DataLoader"):
+        data, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
+        if data is None or workers is None or constant(workers) == 0:
+            continue
+        if any(isinstance(part, ast.Call) and last_name(part.func) == name for part in script.sources(data)):
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""Rules on checkpoints: who writes them, what is in them, where they are loaded to."""
+"""Rules on what one rank should do for all (logs, downloads, folders) and on saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.names import last_name
-from lockstep.lint.ranks import FIRST, mentions_rank, tests_local_only
-from lockstep.lint.reach import conditions, is_used_here, on_one_rank, runs_on_ranks
-from lockstep.lint.script import Script, argument, arguments, is_open, receiver
-from lockstep.lint.wrappers import DDP, DP, Wrap, is_distributed, is_managed, starts_group, wraps
+from lockstep.lint.ranks import (
+    FIRST,
+    conditions,
+    is_used_here,
+    mentions_rank,
+    on_one_rank,
+    runs_on_ranks,
+    tests_local_only,
+)
+from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, method, receiver
+from lockstep.lint.wrappers import DDP, DP, Wrap, is_distributed, is_managed, reduces, starts_group, wraps
 
+_LOGS = ("add_scalar", "add_scalars", "log_metric", "log_metrics")
+_CHECKS = ("os.path.exists", "os.path.isdir", "os.path.lexists")
+_MAKERS = ("os.makedirs", "os.mkdir")
 _CHECKPOINT = re.compile(r"check|ckpt|resume|pretrain|weight|state|model|snapshot|\bcp\b", re.IGNORECASE)
 _HANDLES_MODULE = (
     "module.",
@@ -25,7 +34,106 @@ _HANDLES_MODULE = (
 )
 
 
-@rule("LS050", "save-on-every-rank", "Every rank writes the same checkpoint file at the same time.")
+@rule("LS054", "The loss of one rank's samples is logged as if it were that of all.")
+def loss_of_one_rank_logged(script: Script) -> Iterator[Hit]:
+    """TensorBoard, wandb and mlflow, where nothing in the file brings the ranks' values together; once a file."""
+    if not wraps(script, DDP) or not is_distributed(script) or reduces(script):
+        return
+    for call in script.calls:
+        if method(call) not in _LOGS and script.name(call) not in ("wandb.log", "mlflow.log_metric"):
+            continue
+        if _logs_trained_loss(script, call):
+            yield Hit(
+                call,
+                "this is the loss of one rank's samples, and nothing in the file reduces it over the ranks.",
+                "torch.distributed.all_reduce(loss_sum); torch.distributed.all_reduce(count)  # log loss_sum / count",
+            )
+            return
+
+
+@rule("LS055", "Every rank opens a log of its own: N runs in wandb, N writers in one folder.")
+def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
+    """Not where the rank decides, or is part of the name of the log."""
+    if not starts_group(script) or is_managed(script):
+        return
+    for call in script.calls:
+        name = script.name(call)
+        if name != "wandb.init" and not (name.endswith(".SummaryWriter") and "tensorboard" in name.lower()):
+            continue
+        given = arguments(call)
+        if any(mentions_rank(script, item) for item in given) or argument(call, "group") is not None:
+            continue
+        if runs_on_ranks(script, call) and is_used_here(script, call) and not on_one_rank(script, call):
+            yield Hit(
+                call,
+                "every rank comes past this line and opens a log of its own.",
+                f"if torch.distributed.get_rank() == 0: {script.text(call)}",
+            )
+
+
+@rule("LS056", "Every rank downloads the data set into the same folder at the same time.")
+def download_on_every_rank(script: Script) -> Iterator[Hit]:
+    """Not under a rank test, not under a lock, not before the ranks are spawned."""
+    if not starts_group(script) or is_managed(script):
+        return
+    for call in script.calls:
+        wanted = argument(call, "download")
+        if constant(wanted) is not True or not script.name(call).startswith(("torchvision.", "torchaudio.")):
+            continue
+        locked = any(script.around(call, ast.With))
+        barriers = [each for each in script.torch_calls("barrier") if script.same_function(each, call)]
+        waits = any(barrier.lineno < call.lineno for barrier in barriers)
+        if runs_on_ranks(script, call) and not (locked or waits or on_one_rank(script, call)):
+            yield Hit(
+                call,
+                "all ranks download and unpack into this folder at once, and read each other's half-written files.",
+                "download=local_rank == 0  # and torch.distributed.barrier() before the others open it",
+            )
+
+
+@rule("LS057", "A folder is made where it was not there a moment ago: another rank can make it in between.")
+def folder_made_by_several_ranks(script: Script) -> Iterator[Hit]:
+    """exists() and makedirs() without exist_ok, reached by all ranks."""
+    if not starts_group(script) or is_managed(script):
+        return
+    for call in script.calls:
+        if script.name(call) not in _MAKERS or argument(call, "exist_ok", 2) is not None:
+            continue
+        around = [(each.test, child) for each, child in script.ancestors(call) if isinstance(each, ast.If)]
+        parts = [part for test, child in around if child is not test for part in ast.walk(test)]
+        asked = any(script.name(part) in _CHECKS for part in parts if isinstance(part, ast.Call))
+        caught = any(isinstance(a, ast.Try) and child in a.body for a, child in script.ancestors(call))
+        path = call.args[0] if call.args else None
+        own = path is not None and mentions_rank(script, path)
+        if asked and not caught and not own and runs_on_ranks(script, call) and not on_one_rank(script, call):
+            yield Hit(
+                call,
+                "between the test and this line another rank can make the folder: FileExistsError.",
+                f"os.makedirs({script.text(path) if path else 'folder'}, exist_ok=True)",
+            )
+
+
+def _logs_trained_loss(script: Script, call: ast.Call) -> bool:
+    """Returns True where a logged value is a loss with ``backward()`` in the same function, or a meter of it."""
+    losses = {
+        part.id
+        for backward in script.method_calls("backward")
+        if script.same_function(backward, call)
+        for part in ast.walk(receiver(backward))
+        if isinstance(part, ast.Name) and "loss" in part.id.lower()
+    }
+    meters = {
+        script.text(receiver(update))
+        for update in script.method_calls("update")
+        for item in update.args
+        for part in ast.walk(item)
+        if isinstance(part, ast.Name) and part.id in losses
+    }
+    parts = [part for item in arguments(call) for part in script.sources(item, depth=1)]
+    return any(script.text(part) in losses | meters for part in parts)
+
+
+@rule("LS050", "Every rank writes the same checkpoint file at the same time.")
 def save_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not where a rank test stands around the call or around all calls of its function, or in the path."""
     for call in _saves(script):
@@ -42,7 +150,6 @@ def save_on_every_rank(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS051",
-    "save-on-every-host",
     "A checkpoint is saved where the local rank is 0: with several hosts one process of each writes the same file.",
 )
 def save_on_every_host(script: Script) -> Iterator[Hit]:
@@ -61,7 +168,6 @@ def save_on_every_host(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS052",
-    "wrapped-state-saved",
     "The state of the wrapped model is saved: every key begins with module., and the plain model cannot load it.",
 )
 def wrapped_state_saved(script: Script) -> Iterator[Hit]:
@@ -87,7 +193,6 @@ def wrapped_state_saved(script: Script) -> Iterator[Hit]:
 
 @rule(
     "LS053",
-    "load-without-map-location",
     "A checkpoint is loaded without map_location: every rank loads it to the GPU that it was saved from.",
 )
 def load_without_map_location(script: Script) -> Iterator[Hit]:
@@ -95,11 +200,8 @@ def load_without_map_location(script: Script) -> Iterator[Hit]:
     if not (is_distributed(script) or wraps(script, DDP)):
         return
     for call in script.calls:
-        if (
-            script.name(call) != "torch.load"
-            or not is_open(call)
-            or argument(call, "map_location", 1) is not None
-        ):
+        mapped = argument(call, "map_location", 1) is not None
+        if script.name(call) != "torch.load" or not is_open(call) or mapped:
             continue
         statement = script.statement(call)
         words = script.text(statement) if isinstance(statement, ast.Assign | ast.Expr) else script.text(call)
@@ -116,7 +218,7 @@ def load_without_map_location(script: Script) -> Iterator[Hit]:
 
 
 def _has_mapped_twin(script: Script, call: ast.Call) -> bool:
-    """Whether the other branch of a condition around the call loads with map_location."""
+    """Returns True where the other branch of a condition around the call loads with map_location."""
     loads = [other for other in script.calls if script.name(other) == "torch.load"]
     return any(script.exclusive(call, o) and argument(o, "map_location", 1) is not None for o in loads)
 
@@ -129,28 +231,26 @@ def _saves(script: Script) -> list[ast.Call]:
 
 
 def _is_in_memory(script: Script, path: ast.expr) -> bool:
-    """Whether what is written to is no file but a buffer."""
-    return any(
-        isinstance(part, ast.Call) and "BytesIO" in script.text(part.func) for part in script.sources(path)
-    )
+    """Returns True where what is written to is no file but a buffer."""
+    calls = [part for part in script.sources(path) if isinstance(part, ast.Call)]
+    return any("BytesIO" in script.text(call.func) for call in calls)
 
 
 def _is_loaded(script: Script, model: str, wrap: Wrap) -> bool:
-    """Whether a state is loaded into the wrapped model, by itself or by a function that it is given to."""
+    """Returns True where a state is loaded into the wrapped model, by itself or by a function that it is given to."""
     for call in script.calls:
         name = last_name(call.func).lower()
         taken = name == "load_state_dict" and script.text(receiver(call)) == model
         handed = any(word in name for word in ("load", "resume", "restart", "restore"))
-        given = handed and any(
-            script.text(part) == model for item in arguments(call) for part in ast.walk(item)
-        )
+        parts = [part for item in arguments(call) for part in ast.walk(item)]
+        given = handed and any(script.text(part) == model for part in parts)
         if (taken or given) and _reached(script, call, wrap.call):
             return True
     return False
 
 
 def _wraps_in_every_branch(script: Script, wrap: Wrap) -> bool:
-    """Whether every branch of the condition around the wrap wraps the model in something."""
+    """Returns True where every branch of the condition around the wrap wraps the model in something."""
     calls = {other.call for other in wraps(script, DDP, DP) if other.target == wrap.target}
 
     def covers(block: list[ast.stmt]) -> bool:
@@ -161,12 +261,12 @@ def _wraps_in_every_branch(script: Script, wrap: Wrap) -> bool:
                 return True
         return False
 
-    outer = [ancestor for ancestor, _ in script.ancestors(wrap.call) if isinstance(ancestor, ast.If)]
+    outer = list(script.around(wrap.call, ast.If))
     return bool(outer) and covers([outer[-1]])
 
 
 def _is_saved(script: Script, call: ast.Call) -> bool:
-    """Whether the state goes into a save call, or into a dictionary."""
+    """Returns True where the state goes into a save call, or into a dictionary."""
     for ancestor, _ in script.ancestors(call):
         if isinstance(ancestor, ast.Dict):
             return any("save" in word for word in script.words)
@@ -178,12 +278,8 @@ def _is_saved(script: Script, call: ast.Call) -> bool:
 
 
 def _reached(script: Script, call: ast.Call, wrap: ast.Call) -> bool:
-    """Whether the name that is saved is the one that was wrapped: one function, wrapped above."""
-    return script.follows(call, wrap) or (
-        isinstance(script.scope(wrap), ast.Module) and "model" not in _parameters(script, call)
-    )
-
-
-def _parameters(script: Script, node: ast.AST) -> list[str]:
-    function = script.scope(node)
-    return [] if isinstance(function, ast.Module) else [item.arg for item in function.args.args]
+    """Returns True where the name that is saved is the one that was wrapped: one function, wrapped above."""
+    function = script.scope(call)
+    given = [] if isinstance(function, ast.Module) else [item.arg for item in function.args.args]
+    at_module = isinstance(script.scope(wrap), ast.Module)
+    return script.follows(call, wrap) or (at_module and "model" not in given)

@@ -13,26 +13,20 @@ shared out by rows otherwise, and so is the update. Why FSDP2 is not underneath:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives import let_go_of_groups
 from lockstep.data.batch import Batch
-from lockstep.plan import Share
-from lockstep.strategies.contract import Compute, StepResult
-from lockstep.strategies.elementwise import require_elementwise
-from lockstep.strategies.hybrid.holding import ShardedHolding
-from lockstep.strategies.hybrid.reduce_scatter import OrderedRowReducer
-from lockstep.strategies.hybrid.stage_rows import StageRows
+from lockstep.distributed.collectives import all_reduce_max, drop_process_groups
+from lockstep.strategies.hybrid.sharded_stages import OrderedRowReducer, ShardedStageState, StageRows
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.strategies.pipeline.holding import Holding
 from lockstep.strategies.pipeline.stage import Stage
-from lockstep.strategies.pipeline.totals import Totals
-from lockstep.strategies.rows import require_rows
+from lockstep.strategies.pipeline.totals import StageState, Totals
+from lockstep.strategies.sharding import require_rows
+from lockstep.strategies.strategy import Compute, StepResult
 
 
 class ShardedPipeline(Pipeline):
@@ -42,13 +36,16 @@ class ShardedPipeline(Pipeline):
     """
 
     name = "hybrid"
+    elementwise_only = True
     axis = "fsdp"
     _rows: Sequence[StageRows] = ()
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def setup_model(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's rows of its stages. Collective."""
         require_rows(model, self.name)
-        placed = super().place(model)
+        # Every holder evaluates equally often, since its ranks gather the parameters each time.
+        self.evaluation_share = replace(self.share, rounds=True)
+        placed = super().setup_model(model)
         held = {name: p for rows in self._rows for name, p in rows.held.items()}
         self._trainable = {name: held[name] for name in self._trainable}
         return placed
@@ -58,32 +55,22 @@ class ShardedPipeline(Pipeline):
         with self._whole_stages():
             return super().backward(batch, compute, scale=scale, stop=stop)
 
-    @property
-    def evaluation_share(self) -> Share:
-        """Every holder evaluates equally often, since its ranks gather the parameters each time."""
-        return replace(self.share, rounds=True)
-
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
-        let_go_of_groups(self._sharded, *self._rows)
+        drop_process_groups(self._sharded, *self._rows)
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses optimizers whose update of an element depends on others: they would see this rank's rows only."""
-        require_elementwise(optimizer, self.name)
-
-    def any_rank(self, flags: Tensor) -> Tensor:
+    def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over all ranks. Collective."""
-        largest = flags.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._groups.world)
-        return largest
+        assert self._groups.world is not None
+        return all_reduce_max(flags, self._groups.world)
 
-    def part(self, name: str, whole: Tensor) -> Tensor | None:
+    def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
         """This rank's rows where the parameter's stage is, None elsewhere."""
-        return self._sharded.part(name, whole) if self._sharded.is_mine(name) else None
+        return self._sharded.local_shard(name, whole) if self._sharded.is_mine(name) else None
 
-    def _make_holding(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]], mine: range) -> Holding:
-        self._sharded = ShardedHolding(model, parts, mine, self._wiring, self._line)
+    def _make_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]], mine: range) -> StageState:
+        self._sharded = ShardedStageState(model, parts, mine, self._channels, self._line)
         return self._sharded
 
     def _make_totals(
@@ -95,25 +82,21 @@ class ShardedPipeline(Pipeline):
         rows.free()
         reducer = self._reducers[local]
         assert isinstance(reducer, OrderedRowReducer)
-        reducer.rest()
+        reducer.free_staging()
         return totals
 
-    def _whole_stages(self) -> AbstractContextManager[None]:
-        return _gathered(self._rows)
+    @contextmanager
+    def _whole_stages(self) -> Iterator[None]:
+        try:
+            for rows in self._rows:
+                rows.gather()
+            yield
+        finally:
+            for rows in self._rows:
+                rows.free()
 
     @property
     def _line(self) -> dist.ProcessGroup:
         line = self._groups.along(self.axis)
         assert line is not None, "one rank shares nothing out"
         return line
-
-
-@contextmanager
-def _gathered(stages: Sequence[StageRows]) -> Iterator[None]:
-    try:
-        for rows in stages:
-            rows.gather()
-        yield
-    finally:
-        for rows in stages:
-            rows.free()

@@ -1,5 +1,5 @@
 """Parameter server: some ranks hold the parameters and the optimizer, the others compute gradients for them."""
 
-from lockstep.strategies.parameter_server.strategy import ParameterServer
+from lockstep.strategies.parameter_server.synchronous import ParameterServer
 
 __all__ = ["ParameterServer"]

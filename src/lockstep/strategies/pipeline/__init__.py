@@ -1,7 +1,6 @@
 """Pipeline parallel: stages of the model in different processes."""
 
-from lockstep.strategies.pipeline.measuring import measured_split
-from lockstep.strategies.pipeline.opening import open_pipeline
-from lockstep.strategies.pipeline.strategy import Pipeline
+from lockstep.strategies.pipeline.partition import measured_split
+from lockstep.strategies.pipeline.strategy import Pipeline, open_pipeline
 
 __all__ = ["Pipeline", "measured_split", "open_pipeline"]

@@ -44,7 +44,7 @@ _METHODS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Link:
+class ChainLink:
     """One module of the chain."""
 
     name: str
@@ -52,8 +52,8 @@ class Link:
     module: nn.Module
 
 
-class Between(nn.Module):
-    """What a forward does between two of its children, such as ``torch.flatten(x, 1)``; holds no tensors."""
+class FunctionLink(nn.Module):
+    """A function between two children of a forward, such as ``torch.flatten(x, 1)``; holds no tensors."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
@@ -66,25 +66,25 @@ class Between(nn.Module):
         return self._function(value, *self._arguments, **self._named)
 
 
-def chain(model: nn.Module) -> list[Link]:
+def chain(model: nn.Module) -> list[ChainLink]:
     """The links of a model in the order in which they run; a model that cannot be opened is one link."""
-    return _open(Link("", model))
+    return _open(ChainLink("", model))
 
 
-def _open(link: Link) -> list[Link]:
+def _open(link: ChainLink) -> list[ChainLink]:
     inner = _inner(link.module)
     if inner is None:
         return [link]
     prefix = f"{link.name}." if link.name else ""
-    return [leaf for each in inner for leaf in _open(Link(prefix + each.name, each.module))]
+    return [leaf for each in inner for leaf in _open(ChainLink(prefix + each.name, each.module))]
 
 
-def _inner(module: nn.Module) -> list[Link] | None:
-    """What a module calls in turn, by its names for them; None if it does anything else."""
+def _inner(module: nn.Module) -> list[ChainLink] | None:
+    """Returns the children that a module calls in turn; None if it does anything else."""
     if module._parameters or module._buffers or not module._modules or _is_watched(module):
         return None
     if type(module).forward is nn.Sequential.forward:
-        return [Link(name, child) for name, child in module._modules.items() if child is not None]
+        return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]
     links = _traced(module, training=True)
     other = _traced(module, training=False)
     if links is None or other is None or [each.name for each in links] != [each.name for each in other]:
@@ -95,13 +95,13 @@ def _inner(module: nn.Module) -> list[Link] | None:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody else's hooks wait for calls of this module, which would not come if it were opened."""
+    """Returns whether somebody else's hooks wait for calls of this module, which would not come if it were opened."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
     )
-    return any(getattr(hook, "__module__", "") != "lockstep.randomness" for hook in hooks)
+    return any(getattr(hook, "__module__", "") != "lockstep.numerics.randomness" for hook in hooks)
 
 
 class _OneLevel(fx.Tracer):
@@ -111,7 +111,7 @@ class _OneLevel(fx.Tracer):
         return True
 
 
-def _traced(module: nn.Module, *, training: bool) -> list[Link] | None:
+def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
     """The chain that a forward is in this mode; None if it is none, or if it draws while it is read."""
     mode, numbers, draws = module.training, torch.get_rng_state(), random.getstate()
     module.training = training
@@ -128,7 +128,7 @@ def _traced(module: nn.Module, *, training: bool) -> list[Link] | None:
     return None if drew else _as_chain(module, nodes)
 
 
-def _as_chain(module: nn.Module, nodes: list[fx.Node]) -> list[Link] | None:
+def _as_chain(module: nn.Module, nodes: list[fx.Node]) -> list[ChainLink] | None:
     """The links of a graph ``input -> node -> node -> ... -> output``; None for any other graph."""
     first, *inner, last = nodes
     before, links = first, []
@@ -143,12 +143,12 @@ def _as_chain(module: nn.Module, nodes: list[fx.Node]) -> list[Link] | None:
     return links if first.op == "placeholder" and last.args == (before,) else None
 
 
-def _link(module: nn.Module, node: fx.Node) -> Link | None:
+def _link(module: nn.Module, node: fx.Node) -> ChainLink | None:
     if node.op == "call_module" and len(node.args) == 1 and not node.kwargs:
-        return Link(str(node.target), module.get_submodule(str(node.target)))
+        return ChainLink(str(node.target), module.get_submodule(str(node.target)))
     arguments, named = node.args[1:], dict(node.kwargs)
     if node.op == "call_function" and node.target in (*_FUNCTIONS, *_ACTIVATIONS):
-        return Link(f"{node.name}()", Between(node.target, arguments, named))
+        return ChainLink(f"{node.name}()", FunctionLink(node.target, arguments, named))
     if node.op == "call_method" and node.target in _METHODS:
-        return Link(f"{node.name}()", Between(getattr(Tensor, str(node.target)), arguments, named))
+        return ChainLink(f"{node.name}()", FunctionLink(getattr(Tensor, str(node.target)), arguments, named))
     return None

@@ -40,7 +40,7 @@ class Action:
 
 @lru_cache(maxsize=256)
 def order_of(schedule: str, rank: int, ranks: int, stages_per_rank: int, count: int) -> tuple[Action, ...]:
-    """What a rank computes, in order.
+    """Returns the actions of a rank, in order.
 
     A count that the interleaved schedule cannot run, as in the ragged tail of an epoch, takes the order of the next one
     that it can, without the micro-batches that are not there: what is left of an order that cannot deadlock cannot
@@ -96,8 +96,8 @@ def bubble(ranks: int, stages_per_rank: int, count: int) -> float:
 
 
 @dataclass(frozen=True)
-class Span:
-    """When an action runs, in units of time from the start of the step."""
+class ScheduledPass:
+    """The time of an action, in units from the start of the step."""
 
     action: Action
     start: float
@@ -111,19 +111,15 @@ def usual(action: Action) -> float:
 
 def timeline(
     orders: list[tuple[Action, ...]], duration: Callable[[Action], float] = usual
-) -> list[list[Span]]:
-    """When each rank does what, if sending takes no time.
-
-    Args:
-        orders: of all ranks of a pipeline.
-        duration: how long a pass takes.
+) -> list[list[ScheduledPass]]:
+    """Returns the times of each rank's actions, if sending takes no time.
 
     Raises:
         ValueError: the orders wait for one another for ever.
     """
     last = max((action.stage for order in orders for action in order), default=0)
     done: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    spans: list[list[ScheduledPass]] = [[] for _ in orders]
     left = sum(map(len, orders))
     while left:
         before = left
@@ -133,7 +129,7 @@ def timeline(
                 ready = max((done[need] for need in needs(action, last)), default=0.0)
                 start = max(ready, mine[-1].stop if mine else 0.0)
                 done[action] = start + duration(action)
-                mine.append(Span(action, start, done[action]))
+                mine.append(ScheduledPass(action, start, done[action]))
                 left -= 1
         if left == before:
             raise ValueError("the orders of the ranks wait for one another")
@@ -141,14 +137,14 @@ def timeline(
 
 
 def needs(action: Action, last: int) -> list[Action]:
-    """What must have been done before an action, where ``last`` is the last stage."""
+    """Returns the actions that must precede an action, where ``last`` is the last stage."""
     if action.forward:
         return [Action(action.stage - 1, action.place, True)] if action.stage else []
     after = [Action(action.stage + 1, action.place, False)] if action.stage < last else []
     return [Action(action.stage, action.place, True), *after]
 
 
-def waiting(spans: list[list[Span]]) -> float:
+def waiting(spans: list[list[ScheduledPass]]) -> float:
     """The part of the time from the first start to the last stop in which ranks wait, over all ranks."""
     length = max(span.stop for mine in spans for span in mine) - min(
         span.start for mine in spans for span in mine

@@ -1,29 +1,60 @@
-"""One stage of a pipeline: the modules between two cuts, and the passes of micro-batches through them."""
+"""One stage of a pipeline: the modules between two cuts, their forward and backward passes, and their channels.
+
+Activations run from stage to stage, and gradients run back. The model's output refuses ``backward``, since its graph
+lies in several processes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.data.batch import MicroBatch
+from lockstep.distributed.collectives import drop_process_groups
+from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
-from lockstep.strategies.contract import Compute
-from lockstep.strategies.pipeline.chain import Link
-from lockstep.strategies.pipeline.channel import Channel
+from lockstep.strategies.pipeline.chain import ChainLink
+from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.strategy import Compute
+
+
+def refusing_backward(output: Any) -> Any:
+    """The same values; a backward pass through any of its tensors raises ``ConfigError``."""
+    if not torch.is_grad_enabled():
+        return output
+    anchor = torch.empty(0, requires_grad=True)
+
+    def attach(tensor: Tensor) -> Any:
+        return _Refusing.apply(tensor, anchor)  # type: ignore[no-untyped-call]  # torch's stub
+
+    return tree_map_only(Tensor, attach, output)
+
+
+class _Refusing(torch.autograd.Function):
+    """Stands where the graph of the whole model would be."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ConfigError(
+            "backward() was called on the output of a model whose stages run in several processes, so no process has "
+            "its graph. Call run.backward(batch, loss_fn), which runs forward and backward through all stages."
+        )
 
 
 class Stage(nn.Module):
-    """Some links of the chain; its parameters and buffers have the names of the whole model.
+    """Some links of the chain; its parameters and buffers have the names of the whole model."""
 
-    Args:
-        links: of this stage.
-    """
-
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[ChainLink]) -> None:
         super().__init__()
         self._links = [link.module for link in links]  # a plain list: their names come from the tree below
         for link in links:
@@ -48,18 +79,14 @@ def _put(tree: nn.Module, path: list[str], module: nn.Module) -> None:
     tree._modules[path[-1]] = module
 
 
+@dataclass
 class Neighbours:
     """The channels of one stage; None at the ends of the pipeline."""
 
-    def __init__(
-        self,
-        before: tuple[Channel, Channel] | None,
-        after: tuple[Channel, Channel] | None,
-    ) -> None:
-        self.activations_in: Channel | None = before[0] if before else None
-        self.gradients_out: Channel | None = before[1] if before else None
-        self.activations_out: Channel | None = after[0] if after else None
-        self.gradients_in: Channel | None = after[1] if after else None
+    activations_in: PipelineChannel | None = None
+    gradients_out: PipelineChannel | None = None
+    activations_out: PipelineChannel | None = None
+    gradients_in: PipelineChannel | None = None
 
     def flush(self) -> None:
         """Waits until all that this stage sent has arrived."""
@@ -69,13 +96,7 @@ class Neighbours:
 
 
 class Passes:
-    """The forward and backward passes of a step's micro-batches through one stage.
-
-    Args:
-        stage: the modules.
-        neighbours: where activations and gradients come from and go to.
-        name: of the first module, for errors.
-    """
+    """The forward and backward passes of a step's micro-batches through one stage."""
 
     def __init__(self, stage: Stage, neighbours: Neighbours, name: str) -> None:
         self.stage, self.neighbours = stage, neighbours
@@ -86,7 +107,7 @@ class Passes:
 
     @property
     def is_last(self) -> bool:
-        """Whether the loss is computed here."""
+        """True if the loss is computed here."""
         return self.neighbours.activations_out is None
 
     def run(
@@ -96,7 +117,7 @@ class Passes:
 
         Args:
             micro_batch: whose turn it is.
-            kind: of the micro-batch, see ``Channel``.
+            kind: of the micro-batch, see ``PipelineChannel``.
             compute: gives the model's input and the target.
             received: called when the input is there, before the stage computes.
         """
@@ -119,7 +140,7 @@ class Passes:
         channel.send(kind, output)
 
     def end_in(self, k: int, loss: Tensor) -> None:
-        """Says what the backward pass of a micro-batch starts from in the last stage."""
+        """Sets the loss from which the backward pass of a micro-batch starts in the last stage."""
         self._roots[k] = [loss]
 
     def run_back(self, k: int, kind: Hashable, received: Callable[[], None]) -> None:
@@ -157,9 +178,9 @@ class Passes:
         self._roots.clear()
         self._inlets.clear()
 
-    def _received(self, source: Channel, k: int, kind: Hashable) -> Any:
+    def _received(self, source: PipelineChannel, k: int, kind: Hashable) -> Any:
         description, tensors = source.receive(kind)
-        trained = [number for number, form in enumerate(description.forms) if form.needs_gradient]
+        trained = [number for number, spec in enumerate(description.specs) if spec.needs_gradient]
         if trained and torch.is_grad_enabled():
             if self._anchor is None:
                 self._anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
@@ -171,7 +192,7 @@ class Passes:
 
 
 class _Inlet:
-    """Where activations of another process enter the graph, and their gradients leave it."""
+    """The entry of another process's activations into the graph, and the exit of their gradients."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -180,8 +201,8 @@ class _Inlet:
     def take(self, name: str) -> list[Tensor]:
         if any(gradient is None for gradient in self.gradients):
             raise ConfigError(
-                f"The stage that begins with {name!r} gives no gradient back for what the stage before it sent, as if "
-                "it were detached or left out. Cut the model elsewhere with pipeline.split, or use strategy 'ddp'."
+                f"The stage that begins with {name!r} returns no gradient for the output of the stage before it, which "
+                "may be detached or unused. Cut the model elsewhere with pipeline.split, or use strategy 'ddp'."
             )
         return [gradient for gradient in self.gradients if gradient is not None]
 
@@ -205,7 +226,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _Entry(torch.autograd.Function):
-    """Where gradients of another process enter the backward pass, as those of one scalar.
+    """The entry of another process's gradients into the backward pass, as those of one scalar.
 
     ``torch.autograd.backward`` with gradients given by hand imports sympy: 40 MB and half a second in every process.
     """
@@ -225,3 +246,77 @@ class _Entry(torch.autograd.Function):
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+_ON, _BACK, _ON_AROUND, _BACK_AROUND, _ANSWER = range(5)
+"""Tags: forward and backward, between neighbours and from the last rank around to the first; outputs to all ranks."""
+
+
+class PipelineChannels:
+    """The groups that the ranks of one pipeline talk over.
+
+    Args:
+        groups: of the mesh, with an axis ``pipeline``.
+        device: where activations are.
+        around: whether a rank holds several stages, so that the last rank talks to the first.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, *, around: bool) -> None:
+        line = groups.along("pipeline")
+        assert line is not None
+        self.group: dist.ProcessGroup = line
+        self.place, self.length = groups.coordinate("pipeline"), groups.size("pipeline")
+        self.ranks: list[int] = dist.get_process_group_ranks(line)
+        self._device = device
+        tags = (_ON, _BACK, *((_ON_AROUND, _BACK_AROUND) if around else ()), _ANSWER)
+        self._groups = dict.fromkeys(range(5), line)
+        self._channels: list[PipelineChannel] = []
+        if device.type == "cuda":
+            self._groups |= {tag: another_group(groups, "pipeline") for tag in tags}
+
+    def neighbours(self, stage: int, names: list[str]) -> Neighbours:
+        """The channels of a stage of this rank."""
+        found = Neighbours()
+        if stage > 0:
+            on, back = (_ON_AROUND, _BACK_AROUND) if self.place == 0 else (_ON, _BACK)
+            peer, name = (self.place - 1) % self.length, names[stage - 1]
+            found.activations_in = self._channel(on, peer, name)
+            found.gradients_out = self._channel(back, peer, name)
+        if stage < len(names) - 1:
+            on, back = (_ON_AROUND, _BACK_AROUND) if self.place == self.length - 1 else (_ON, _BACK)
+            peer, name = (self.place + 1) % self.length, names[stage]
+            found.activations_out = self._channel(on, peer, name)
+            found.gradients_in = self._channel(back, peer, name)
+        return found
+
+    def answers(self, name: str) -> dict[int, PipelineChannel]:
+        """For the output of the whole model: to every other rank on the last one, from the last one on the others."""
+        last = self.length - 1
+        peers = range(last) if self.place == last else [last]
+        return {peer: self._channel(_ANSWER, peer, name) for peer in peers}
+
+    @property
+    def bytes_sent(self) -> int:
+        """By this rank, over all channels."""
+        return sum(channel.bytes_sent for channel in self._channels)
+
+    def release(self) -> None:
+        """Lets go of the groups, here and in all channels."""
+        drop_process_groups(self, *self._channels)
+        self._groups.clear()
+
+    def _channel(self, tag: int, peer: int, name: str) -> PipelineChannel:
+        channel = PipelineChannel(self._groups[tag], self.ranks[peer], tag, self._device, name)
+        self._channels.append(channel)
+        return channel
+
+
+def another_group(groups: Groups, axis: str) -> dist.ProcessGroup:
+    """One more group of this rank's line of an axis. Collective over the world."""
+    everyone = dist.get_process_group_ranks(groups.world)
+    mine: dist.ProcessGroup | None = None
+    for line in groups.mesh.lines(axis):
+        group = dist.new_group([everyone[rank] for rank in line])
+        mine = group if groups.rank in line else mine
+    assert mine is not None, "every rank is in one line"
+    return mine

@@ -14,18 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import all_gather_flat
-from lockstep.sums import fold_rows
+from lockstep.core.summation_tree import fold_rows
+from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Exchange:
-    """The ranks of one line of the axis ``tensor``.
-
-    Args:
-        group: the ranks.
-    """
+    """The ranks of one line of the axis ``tensor``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -59,9 +55,7 @@ class Exchange:
 
     def gather(self, row: Tensor) -> Tensor:
         """Every rank's row of shape (n,), as (ranks, n). Collective."""
-        rows = torch.empty(self.ranks, row.numel(), dtype=row.dtype, device=row.device)
-        all_gather_flat(rows.view(-1), row.contiguous(), self.group)
-        return rows
+        return all_gather_rows(row, self.group)
 
 
 class _Enter(torch.autograd.Function):

@@ -1,15 +1,114 @@
-"""Which layers of a model are split: found in the built-in models and in chains, or given by the user."""
+"""Plans of tensor parallelism: found in built-in models and chains, or given by the user and then checked.
+
+A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
+would silently train another model. So in the first step ``PlanCheck`` runs the split and the whole model on the same
+micro-batches, with the same random numbers. Plans that were found are tested and need no check.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
+from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.strategy import Compute
+from lockstep.strategies.tensor.exchange import Exchange
 from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS
+
+_CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
+
+
+class PlanCheck:
+    """Compares the split model with the whole one, once."""
+
+    def __init__(self, whole: nn.Module, exchange: Exchange) -> None:
+        self._whole, self._exchange = whole, exchange
+
+    @torch.no_grad()
+    def check(
+        self,
+        split: nn.Module,
+        buffers: RunningBuffers,
+        micro_batches: Sequence[MicroBatch],
+        compute: Compute,
+    ) -> None:
+        """Runs both on a few micro-batches; leaves buffers as they were. Collective.
+
+        All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance
+        drop what is zero anyway.
+
+        Raises:
+            ConfigError: their outputs differ by more than rounding, or the split model does not run.
+        """
+        self._whole.train(split.training)
+        differences, close = [0.0], _CLOSE
+        for micro_batch in micro_batches:
+            inputs, named, _ = compute.inputs(micro_batch)
+            with compute.autocast():
+                if torch.is_autocast_enabled(self._device(inputs)):
+                    close = _CLOSE_IN_HALF
+                compute.begin(micro_batch)
+                expected = _numbers(self._whole(*inputs, **named))
+                compute.begin(micro_batch)
+                buffers.begin_step()
+                found = self._run_split(split, inputs, named)
+                buffers.begin_micro_batch()
+            differences += map(_difference, expected, found)
+        self._require_close(max(differences), close, expected[0].device)
+
+    def _run_split(
+        self, split: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+    ) -> list[Tensor]:
+        try:
+            return _numbers(split(*inputs, **named))
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"The model split by tensor.plan fails, while the whole model runs: {error}. {_ADVICE}"
+            ) from error
+
+    def _require_close(self, worst: float, close: float, device: torch.device) -> None:
+        rows = self._exchange.gather(torch.tensor([worst], dtype=torch.float64, device=device))
+        largest = float(rows.max())
+        if largest > close:
+            raise ConfigError(
+                "The model split by tensor.plan returns another output than the whole model (relative difference "
+                f"{largest:.2g}). {_ADVICE}"
+            )
+
+    @staticmethod
+    def _device(inputs: tuple[object, ...]) -> str:
+        tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
+        return tensors[0].device.type if tensors else "cpu"
+
+
+_ADVICE = (
+    "Between 'column' and 'row' every BatchNorm and dropout must be in the plan too ('channels' or 'features'), and "
+    "nothing else may need all features. Name those modules, or leave these layers whole."
+)
+
+
+def _numbers(output: object) -> list[Tensor]:
+    """The tensors of an output, in float64."""
+    return [value.double() for value in tree_leaves(output) if isinstance(value, Tensor)]
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """Relative to the norm of what is expected; a number above every bound where shapes differ."""
+    if expected.shape != found.shape:
+        return float("inf")
+    both = expected.isfinite() & found.isfinite()
+    gap = torch.where(both, expected - found, 0.0).norm()
+    return float(gap / torch.where(both, expected, 0.0).norm().clamp(min=1e-12))
+
 
 _ELEMENTWISE = (
     nn.Identity,
@@ -81,9 +180,7 @@ def given_plan(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
         pattern, _, kind = entry.rpartition("=")
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
-            raise ConfigError(
-                f"tensor.plan names {pattern!r}, which no module matches.{nearest(pattern, names[1:])}"
-            )
+            raise ConfigError(f"tensor.plan: no module matches {pattern!r}.{nearest(pattern, names[1:])}")
         plan |= dict.fromkeys(matched, kind)
     for path, module in model.named_modules():
         if isinstance(module, nn.Sequential):
@@ -91,7 +188,7 @@ def given_plan(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     columns = [name for name, kind in plan.items() if kind == "column"]
     if columns and "row" not in plan.values():
         raise ConfigError(
-            f"tensor.plan splits the outputs of {columns[0]!r} with 'column', and no layer puts them together with "
+            f"tensor.plan splits the outputs of {columns[0]!r} with 'column', but no layer combines them with "
             "'row'. Give that kind to the layer that uses them."
         )
     return plan
@@ -137,7 +234,7 @@ def _pairs(chain: nn.Sequential) -> dict[str, str]:
 
 
 def _passing(module: nn.Module, first: nn.Module) -> str | None:
-    """How a module after the split layer ``first`` is split: "" for as it is, None if it needs the whole activation."""
+    """Returns how to split a module after the split layer ``first``: "" for not at all, None if it needs the whole."""
     linear = isinstance(first, nn.Linear)
     if type(module) in NORMS:
         size = getattr(first, "out_features" if linear else "out_channels", 0)

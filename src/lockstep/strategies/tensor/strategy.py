@@ -19,22 +19,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives import all_gather_flat, let_go_of_groups
+from lockstep.config.strategy_options import Level, TensorOptions
+from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch
+from lockstep.distributed.collectives import drop_process_groups
+from lockstep.distributed.process_group import Groups
 from lockstep.errors import ReplicaError
-from lockstep.levels import Level
-from lockstep.plan import Share
 from lockstep.reduce import Reducer
-from lockstep.strategies.contract import Compute, StepResult
-from lockstep.strategies.elementwise import require_elementwise
-from lockstep.strategies.groups import Groups
-from lockstep.strategies.replicated import Replicated
+from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.exchange import Exchange
-from lockstep.strategies.tensor.plans import plan_of
-from lockstep.strategies.tensor.proof import PlanProof
-from lockstep.strategies.tensor.splitting import Splitter
-from lockstep.strategy_options import TensorOptions
-from lockstep.sums import fold_rows, sum_of_squares
+from lockstep.strategies.tensor.layers import Splitter
+from lockstep.strategies.tensor.plans import PlanCheck, plan_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,6 +49,7 @@ class TensorParallel(Replicated):
 
     name = "tensor"
     replicated = False
+    elementwise_only = True
 
     def __init__(
         self,
@@ -63,75 +60,55 @@ class TensorParallel(Replicated):
         reducer: Reducer | None = None,
         running_buffers: Sequence[str] = (),
     ) -> None:
-        share = Share(holders=groups.size("data"), holder=groups.coordinate("data"))
-        super().__init__(device, micro_batches, reducer, share, running_buffers)
+        super().__init__(device, micro_batches, reducer, groups.along("data"), running_buffers)
         group = groups.along("tensor")
         assert group is not None, "one rank is no tensor parallel"
-        self._exchange, self._data, self._options = Exchange(group), groups.along("data"), options
-        self._proof: PlanProof | None = None
+        self._exchange, self._options = Exchange(group), options
+        self._plan_check: PlanCheck | None = None
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
-        if self._proof is not None and batch.micro_batches:
-            self._proof.check(self._model, self._buffers, batch.micro_batches, compute)
-            self._proof = None
+        if self._plan_check is not None and batch.micro_batches:
+            self._plan_check.check(self._model, self._buffers, batch.micro_batches, compute)
+            self._plan_check = None
         return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
-
-    def gather(self, row: Tensor) -> Tensor:
-        """Rows of all data-parallel holders, shape (holders, n). Collective."""
-        if self._data is None:
-            return super().gather(row)
-        rows = torch.empty(self.share.holders, row.numel(), dtype=row.dtype, device=row.device)
-        all_gather_flat(rows.view(-1), row.contiguous(), self._data)
-        return rows
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        let_go_of_groups(self, self._exchange)
-        if self._reducer is not None:
-            self._reducer.release()
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses optimizers whose update of an element depends on others: they would see this rank's part only."""
-        require_elementwise(optimizer, self.name)
+        super().release()
+        drop_process_groups(self._exchange)
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; parts are added over the ranks in order."""
-        names = sorted(self._trainable)
-        sums = torch.zeros(max(1, len(names)), dtype=torch.float64, device=self.device)
-        for place, name in enumerate(names):
-            gradient = self._trainable[name].grad
-            if gradient is not None:
-                sums[place] = sum_of_squares(gradient)
-        rows = self._exchange.gather(sums)
-        cut = torch.tensor([name in self._cuts for name in names] or [False], device=self.device)
-        return torch.where(cut, fold_rows(rows), rows[0])
+        rows = self._exchange.gather(super().squares())
+        is_split = [name in self._shards for name in sorted(self._trainable)] or [False]
+        return torch.where(torch.tensor(is_split, device=self.device), fold_rows(rows), rows[0])
 
-    def any_rank(self, flags: Tensor) -> Tensor:
+    def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share the layers. Collective."""
         return self._exchange.gather(flags.reshape(-1)).amax(0).view(flags.shape)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
         for name, tensor in super().state():
-            yield name, self.whole(name, tensor, tensor.dtype)
+            yield name, self.gather_full(name, tensor, tensor.dtype)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's parts."""
-        super().load_state({name: self.part(name, tensor) for name, tensor in state.items()})
+        super().load_state({name: self.local_shard(name, tensor) for name, tensor in state.items()})
 
-    def whole(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """See ``Strategy.whole``."""
+    def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See ``Strategy.gather_full``."""
         assert part is not None, f"every rank holds a part of {name!r}"
-        cut = self._cuts.get(name)
-        return part if cut is None else cut.gather(part.detach().to(self.device), self._exchange.group)
+        shard = self._shards.get(name)
+        return part if shard is None else shard.gather(part.detach().to(self.device), self._exchange.group)
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank holds."""
-        cut = self._cuts.get(name)
-        return whole if cut is None else cut.part(whole)
+    def local_shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part."""
+        shard = self._shards.get(name)
+        return whole if shard is None else shard.local_shard(whole)
 
     @property
     def bytes_sent(self) -> int:
@@ -142,13 +119,13 @@ class TensorParallel(Replicated):
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
         if self._options.plan:
-            self._proof = PlanProof(deepcopy(model).to(self.device), self._exchange)
-        self._cuts = Splitter(model, self._exchange).split(plan)
+            self._plan_check = PlanCheck(deepcopy(model).to(self.device), self._exchange)
+        self._shards = Splitter(model, self._exchange).split(plan)
         return model.to(self.device)
 
     def _agree(self, result: StepResult) -> StepResult:
         """One result for all ranks that share the layers; an error where what they all compute differs. Collective."""
-        replicated = {name: p for name, p in self._trainable.items() if name not in self._cuts}
+        replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
         sums = [_bits(p.grad, self.device) for p in replicated.values()]
         flags = torch.stack([result.stop.double(), result.finite.double()])
         row = torch.cat([flags, result.losses.double()]).view(torch.int64)
@@ -163,7 +140,7 @@ class TensorParallel(Replicated):
             ]
             raise ReplicaError(
                 f"{names[first]} differs between ranks that share the model's layers and compute it from the same "
-                "bits: a parameter was changed on one of them alone, or the model draws numbers that are not keyed."
+                "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."
             )
         return replace(result, stop=shared[:, 0].amax(), finite=finite)
 

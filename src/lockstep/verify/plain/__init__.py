@@ -1,4 +1,4 @@
-"""Any PyTorch loop, with or without Lockstep: what its ranks wrote down, compared, and the cause of the difference."""
+"""Verification of any PyTorch loop, with or without Lockstep: the records of its ranks, compared and diagnosed."""
 
 from lockstep.verify.plain.diagnosis import diagnose_plain
 from lockstep.verify.plain.record import BatchRecord, Measure, RankRecord, Recording, StepRecord

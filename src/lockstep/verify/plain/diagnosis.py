@@ -1,32 +1,35 @@
-"""Why a run of an ordinary loop on several ranks parts from its run on one: a pure function of what was recorded.
+"""Finds the first difference of an ordinary loop on several ranks from its run on one: a pure function of records.
 
-Every step is checked in the order in which it computes, so the first thing that differs has caused the rest. Ordinary
-loops add in another order on every number of ranks; what differs by no more than rounding is judged last.
+Every step is checked in the order in which it computes, so the first difference has caused the rest. Ordinary loops add
+in another order on every number of ranks, so differences within rounding are reported last.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import ConfigError
 from lockstep.verify.diagnosis import Cause, Diagnosis
-from lockstep.verify.plain import after, forward, gradients, samples, settings, start
-from lockstep.verify.plain.pair import Pair
+from lockstep.verify.plain import checks, gradients, samples
+from lockstep.verify.plain.checks import Pair, vector
 from lockstep.verify.plain.record import Recording
+from lockstep.verify.report import Comparison
+from lockstep.verify.trace import StepTrace, Trace
 
 _CHECKS: tuple[Callable[[Pair, int], Diagnosis | None], ...] = (
-    start.frozen,
-    settings.stale,
-    after.buffers,
-    settings.hyperparameters,
+    checks.frozen,
+    checks.stale,
+    checks.buffers,
+    checks.hyperparameters,
     samples.samples,
     samples.inputs,
-    forward.losses,
-    after.skipped,
+    samples.losses,
+    checks.skipped,
     gradients.gradients,
-    after.replicas,
-    after.update,
+    checks.replicas,
+    checks.update,
 )
 
 
@@ -37,17 +40,16 @@ def diagnose_plain(
 
     Args:
         reference: the run on one process.
-        other: the run to be judged.
-        again: the reference recorded a second time, which tells operators that do not repeat themselves.
-        tolerance: relative difference that rounding may explain; by default as the reference's precision has it.
+        other: the run to compare.
+        again: the reference recorded a second time, which reveals operators that do not repeat their bits.
+        tolerance: relative difference that rounding may explain; by default from the reference's precision.
 
     Raises:
         ConfigError: the reference was recorded on several processes.
     """
     if len(reference.ranks) != 1:
         raise ConfigError(
-            f"The reference was recorded on {len(reference.ranks)} processes. Record it on one, where there is nothing "
-            "to share out or to reduce."
+            f"The reference was recorded on {len(reference.ranks)} processes. Record it on one process."
         )
     pair = Pair(reference, other, tolerance)
     found = beyond_rounding(pair)
@@ -64,19 +66,19 @@ def diagnose_plain(
 def beyond_rounding(pair: Pair) -> Diagnosis | None:
     """The first thing that differs by more than rounding."""
     steps = range(min(pair.reference.length, pair.other.length))
-    found = start.values(pair) or settings.precision(pair) or settings.optimizers(pair) or start.stages(pair)
+    found = checks.values(pair) or checks.precision(pair) or checks.optimizers(pair) or checks.stages(pair)
     for step in steps if found is None else ():
         found = next((each for check in _CHECKS if (each := check(pair, step)) is not None), None)
         if found is not None:
             break
     if found is not None:
         return found
-    unequal = next((each for step in steps if (each := after.reported(pair, step)) is not None), None)
+    unequal = next((each for step in steps if (each := checks.reported(pair, step)) is not None), None)
     return unequal or samples.same_order(pair)
 
 
 def _by_bits(pair: Pair) -> Diagnosis | None:
-    """What differs in bits, and whether anything but the order of sums explains it."""
+    """The first difference in bits, with a cause other than the order of sums if there is one."""
     context = pair.first.context
     for step in range(min(pair.reference.length, pair.other.length)):
         mine = pair.mine(step).values
@@ -96,7 +98,55 @@ def _explained(pair: Pair, found: Diagnosis, context: dict[str, str]) -> Diagnos
                 cause = Cause.THREADS if key == "threads" else Cause.SOFTWARE
                 detail = f"{key}: {value} on rank {rank.rank}, {context[key]} in the reference"
                 return replace(found, cause=cause, detail=detail)
-    setting = settings.implementation(pair)
+    setting = checks.implementation(pair)
     if setting is not None:
         return replace(found, cause=Cause.OPTIMIZER, detail=f"{setting[0]}: {setting[1]}")
     return found
+
+
+LEVEL = "B"
+"""The best level of an ordinary loop: its sums are added in another order on every number of ranks."""
+
+
+def compare_plain(reference: Recording, other: Recording, label: str, *, again: Recording) -> Comparison:
+    """Compares a run with the reference: A for equal bits, B for rounding, and - for more than that."""
+    found = diagnose_plain(reference, other, again=again)
+    if found is None:
+        return Comparison(trace_of(other, label), "A")
+    reached = "-" if beyond_rounding(Pair(reference, other)) is not None else "B"
+    return Comparison(trace_of(other, label), reached, _difference(reference, other), found)
+
+
+def trace_of(run: Recording, label: str) -> Trace:
+    """A recorded run in the form of the table."""
+    steps = [StepTrace(step, _loss(run, step).hex()) for step in range(run.length)]
+    seconds = [max(record.seconds for record in run.at(step)) for step in range(run.length)]
+    return Trace(
+        label=label,
+        strategy="",
+        ranks=len(run.ranks),
+        level=LEVEL,
+        context=run.ranks[0].context,
+        steps=steps,
+        milliseconds=1000 * statistics.median(seconds),
+        memory=[rank.steps[-1].memory for rank in run.ranks],
+    )
+
+
+def _loss(run: Recording, step: int) -> float:
+    losses = [loss for _, batch in run.batches(step) for loss in batch.losses]
+    reported = [batch.loss for _, batch in run.batches(step) if batch.loss is not None]
+    values = losses or reported
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _difference(reference: Recording, other: Recording) -> float:
+    """The largest relative difference of a parameter after the last step, estimated from sketches."""
+    last = min(reference.length, other.length) - 1
+    mine, worst = reference.at(last)[0].values, 0.0
+    for record in other.at(last):
+        for name, value in record.values.items():
+            if name in mine and mine[name].digest != value.digest:
+                gap = float(((vector(mine[name]) - vector(value)) ** 2).sum()) ** 0.5
+                worst = max(worst, gap / max(mine[name].norm, 1e-38))
+    return worst

@@ -1,8 +1,8 @@
-"""The gradients that the optimizer was given: which weighted sum of the ranks' own gradients they are.
+"""Checks the gradients that the optimizer used: the weights with which they sum the ranks' own gradients.
 
 Every rank records its own gradient g_b of each backward pass b and the gradient u that its optimizer used, as linear
-sketches. Least squares give the weights: of the run, u = sum c_b g_b, and of the reference, u_ref = sum a_b g_b. So c
-says what the loop did with the gradients, and a what it should have done; c / a tells the mistakes apart:
+sketches. Least squares give the weights: of the run, u = sum c_b g_b, and of the reference, u_ref = sum a_b g_b. The
+loop has used the weights c and should have used a; c / a identifies the mistake:
 
     one factor for all                      divided or added up once too often, accumulated without scaling
     c equal, a as the numbers of samples    mean of means
@@ -12,21 +12,81 @@ says what the loop did with the gradients, and a what it should have done; c / a
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.text import numbered
 from lockstep.verify.diagnosis import Cause, Diagnosis
-from lockstep.verify.plain.pair import Pair, Vector, vector
+from lockstep.verify.plain.checks import Pair, Vector, vector
 from lockstep.verify.plain.record import BatchRecord, Measure, StepRecord
-from lockstep.verify.plain.weights import name_weights
+
+
+def name_weights(
+    batches: Sequence[tuple[int, BatchRecord]],
+    used: Sequence[float],
+    wanted: Sequence[float],
+    world_size: int,
+    tolerance: float,
+) -> tuple[Cause, str]:
+    """The cause behind the weights of backward passes, used and wanted, and a sentence on the numbers."""
+    ratios = [a / b if b else math.inf for a, b in zip(used, wanted)]
+    middle = statistics.median(ratios)
+    if all(abs(ratio - middle) <= tolerance * abs(middle) for ratio in ratios):
+        return _one_factor(batches, used, middle, world_size, tolerance)
+    absent = sorted({rank for (rank, _), ratio in zip(batches, ratios) if abs(ratio) <= tolerance})
+    if absent:
+        return Cause.NOT_REDUCED, f"those of {numbered('rank', absent)} do not count"
+    counts = [len(batch.samples) for _, batch in batches]
+    listed = "weights " + ", ".join(f"{each:.3g}" for each in used)
+    if _alike(used, tolerance) and not _alike(counts, 0.0):
+        return Cause.LOSS_WEIGHTING, f"all have weight {used[0]:.3g}, for {_words(counts)} samples"
+    norms = [math.hypot(*(each.norm for each in batch.gradients.values())) for _, batch in batches]
+    if _alike(wanted, tolerance) and _is_clipped(norms, used, tolerance):
+        return Cause.CLIPPING, f"{listed}, for own gradients of norm {', '.join(f'{n:.3g}' for n in norms)}"
+    return Cause.LOSS_WEIGHTING, f"{listed}, for {_words(counts)} samples"
+
+
+def _one_factor(
+    batches: Sequence[tuple[int, BatchRecord]],
+    used: Sequence[float],
+    factor: float,
+    world_size: int,
+    tolerance: float,
+) -> tuple[Cause, str]:
+    detail = f"all are {factor:.4g} times as large"
+    each = len(batches) / len({rank for rank, _ in batches})
+    is_mean_over_ranks = all(abs(weight * world_size - 1) <= tolerance for weight in used)
+    if each > 1 and abs(factor / each - 1) <= tolerance and (is_mean_over_ranks or each != world_size):
+        return Cause.ACCUMULATION, f"{detail}, and every rank accumulates {each:.0f}"
+    return Cause.GRADIENT_SCALE, f"{detail}, in a world of {world_size}"
+
+
+def _alike(values: Sequence[float], tolerance: float) -> bool:
+    return max(values) - min(values) <= tolerance * max(abs(value) for value in values)
+
+
+def _is_clipped(norms: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
+    """True if every gradient counts in full, or was scaled down to one norm that all others share."""
+    full, parts = max(weights), [norm * weight for norm, weight in zip(norms, weights)]
+    return all(
+        abs(weight - full) <= tolerance * full or abs(part - max(parts)) <= tolerance * max(parts)
+        for weight, part in zip(weights, parts)
+    )
+
+
+def _words(counts: Sequence[int]) -> str:
+    return " and ".join(str(count) for count in counts)
+
 
 _WEIGHTS = 0.05
 """Relative difference of weights that are equal, at most."""
 
 
 def gradients(pair: Pair, step: int) -> Diagnosis | None:
-    """Gradients that ranks do not agree on, or that are not the reference's."""
+    """Finds gradients that differ between ranks or from the reference."""
     return _between_ranks(pair, step) or _against_reference(pair, step)
 
 
@@ -50,7 +110,7 @@ def _agree(pair: Pair, found: list[Measure]) -> bool:
 
 
 def _is_own(pair: Pair, record: StepRecord, name: str) -> bool:
-    """Whether a rank used a multiple of its own gradient."""
+    """True if a rank used a multiple of its own gradient."""
     parts = [vector(batch.gradients[name]) for batch in record.batches if name in batch.gradients]
     if not parts or name not in record.used:
         return name not in record.used
@@ -76,14 +136,9 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
     if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
-        what = (
-            "the reduction gave"
-            if sums is not None and sums.rest_of_wanted < sums.rest_of_used
-            else "they are"
-        )
-        return Diagnosis(
-            Cause.GRADIENTS, step, first, f"{what} no weighted sum that the reference would explain"
-        )
+        reduced = sums is not None and sums.rest_of_wanted < sums.rest_of_used
+        detail = f"{'the reduction gave' if reduced else 'they are'} no weighted sum that the reference would explain"
+        return Diagnosis(Cause.GRADIENTS, step, first, detail)
     if len(odd) <= len(mine) / 2:
         weights = ", ".join(f"{weight:.3g}" for weight in sums.used)
         detail = f"reduced with the weights {weights}; {len(odd)} of {len(mine)} parameters"
@@ -95,7 +150,7 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
 
 
 def _is_mean(pair: Pair, step: int, names: list[str]) -> bool:
-    """Whether every backward pass has the weight of its number of samples."""
+    """True if the weight of every backward pass is its number of samples."""
     sums = _sums(pair, step, names)
     if sums is None or sums.rest_of_used > pair.fit:
         return False
@@ -107,7 +162,7 @@ def _is_mean(pair: Pair, step: int, names: list[str]) -> bool:
 
 
 def _merged(records: list[StepRecord]) -> dict[str, Measure]:
-    """The gradients of all ranks by name; where ranks hold the same parameter, they agree by now."""
+    """The gradients of all ranks by name; ranks that hold the same parameter have been found to agree."""
     return {name: measure for record in reversed(records) for name, measure in record.used.items()}
 
 
@@ -119,12 +174,12 @@ class _Sums:
     used: list[float]
     wanted: list[float]
     rest_of_used: float
-    """Relative size of what the weights leave unexplained."""
+    """Relative size of the part that the weights leave unexplained."""
     rest_of_wanted: float
 
 
 def _sums(pair: Pair, step: int, names: list[str]) -> _Sums | None:
-    """The weights over some parameters; None where nobody recorded gradients of all of them."""
+    """The weights over some parameters; None where no rank recorded their gradients."""
     batches = [
         (rank, batch)
         for rank, batch in pair.other.batches(step)

@@ -1,4 +1,4 @@
-"""What a rank of an ordinary loop writes down: one line of JSON to begin with, then one for each step."""
+"""The records of an ordinary loop: a file for each rank, with a header line of JSON and a line for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sample = int | str
 
 @dataclass(frozen=True)
 class Measure:
-    """A tensor in three sizes: equal bits, how large, and which direction."""
+    """A tensor reduced to its digest, norm and direction."""
 
     digest: str
     """SHA-256 in hexadecimal; empty where bits are not compared."""
@@ -39,7 +39,7 @@ class BatchRecord:
     generators: tuple[str, str] = ("", "")
     """Digests of the state of torch's random generators before and after the forward pass."""
     gradients: dict[str, Measure] = field(default_factory=dict)
-    """What backward gave on this rank alone, before any reduction."""
+    """The gradients of this rank alone, before any reduction."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class StepRecord:
     settings: dict[str, str] = field(default_factory=dict)
     """Hyperparameters of the optimizers."""
     updates: int = 0
-    """How many optimizers took their step."""
+    """Number of optimizer steps."""
     values: dict[str, Measure] = field(default_factory=dict)
     """Parameters after the step."""
     calls: list[tuple[str, str, str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class StepRecord:
     """Modules that normalised with the statistics of this rank's batch."""
     seconds: float = 0.0
     memory: int = 0
-    """Most bytes that the process has held."""
+    """Peak memory of the process, in bytes."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class RankRecord:
     rank: int
     world_size: int
     seed: int
-    """What torch's generator was seeded with last."""
+    """The last seed of torch's generator."""
     context: dict[str, str] = field(default_factory=dict)
     """Threads, device, torch, optimizers, precision."""
     start: dict[str, Measure] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Reads a rank's file; a last line that was cut off when the rank died is left out."""
+        """Reads a rank's file; an incomplete last line is ignored."""
         lines = path.read_text().splitlines()
         head: dict[str, Any] = json.loads(lines[0])
         steps = [_step(line) for line in lines[1:] if line.endswith("}")]
@@ -114,7 +114,7 @@ class Recording:
         return [rank.steps[step] for rank in self.ranks]
 
     def samples(self, step: int) -> list[list[Sample]]:
-        """What each rank read; of the ranks that computed losses if any did, since other stages only pass data on."""
+        """The samples of each rank; only of those that computed losses, if any did, since other stages pass data on."""
         batches = [each.batches for each in self.at(step)]
         computing = [each for each in batches if any(batch.losses for batch in each)] or batches
         return [[sample for batch in each for sample in batch.samples] for each in computing]
@@ -125,18 +125,16 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path) -> Recording:
-        """Reads the files of a folder; ``ConfigError`` where there are none, or they are of several runs."""
+        """Reads the files of a folder; ``ConfigError`` where some are missing, or are of several runs."""
         ranks = [RankRecord.read(path) for path in sorted(folder.glob("rank-*.jsonl"))]
         if not ranks or any(each.world_size != len(ranks) for each in ranks):
             found = ", ".join(f"rank {each.rank} of {each.world_size}" for each in ranks) or "no records"
             raise ConfigError(
-                f"{folder} was to hold the records of all ranks of one run and holds {found}. Let every rank make a "
-                "Recorder, with a folder that is empty or was written by as many ranks."
+                f"{folder} should hold the records of all ranks of one run and holds {found}. Create a Recorder on "
+                "every rank, with an empty folder or one that as many ranks have written."
             )
         if not all(each.steps for each in ranks):
-            raise ConfigError(
-                f"{folder} holds no steps. Call recorder.step() after each step of the optimizer."
-            )
+            raise ConfigError(f"{folder} holds no steps. Call recorder.step() after each optimizer.step().")
         return cls(ranks)
 
 
@@ -144,11 +142,7 @@ def _step(line: str) -> StepRecord:
     fields: dict[str, Any] = json.loads(line)
     batches = [
         BatchRecord(
-            **{
-                **each,
-                "generators": tuple(each["generators"]),
-                "gradients": _measures(each["gradients"]),
-            }
+            **each | {"generators": tuple(each["generators"]), "gradients": _measures(each["gradients"])}
         )
         for each in fields.pop("batches")
     ]

@@ -1,4 +1,4 @@
-"""Writes down the steps of any PyTorch loop, so that two runs of it can be compared.
+"""Records the steps of any PyTorch loop, so that two runs of it can be compared.
 
     recorder = Recorder("records/four", model, optimizer)     # every rank, before the first step
     for indices, x, y in loader:
@@ -8,15 +8,22 @@
         optimizer.step()
         recorder.step()
 
-Parameters, buffers, gradients, settings and random generators are read by hooks on model and optimizer.
+Parameters, buffers, gradients, settings, random generators and the order of layers are read by hooks on model and
+optimizer. Tensors are recorded as sketches, sums of entries with fixed random signs: since the sketch of a sum is the
+sum of the sketches, the weights with which the ranks' gradients were summed follow from a few numbers per parameter (a
+count sketch: Charikar, Chen and Farach-Colton, 2002).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +31,133 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.core.fingerprint import device_model, digest_tensor
+from lockstep.core.world import World
 from lockstep.errors import ConfigError
-from lockstep.fingerprint import digest_tensor
-from lockstep.run.optimizer import hyperparameters
-from lockstep.verify.plain.calls import watch_calls
-from lockstep.verify.plain.conditions import batch_norms, context, generators
-from lockstep.verify.plain.record import BatchRecord, RankRecord, Sample, StepRecord
-from lockstep.verify.plain.session import Enough, wanted
-from lockstep.verify.plain.sketch import Sketcher
-from lockstep.world import World
+from lockstep.numerics.sync_batch_norm import SyncBatchNorm
+from lockstep.run.optimizer_step import hyperparameters, implementation
+from lockstep.verify.plain.record import BatchRecord, Measure, RankRecord, Sample, StepRecord
+
+LENGTH = 16
+"""Numbers per tensor; a smaller tensor is its own sketch."""
+
+
+class Sketcher:
+    """Measures tensors. The signs follow from a tensor's name and size, so they are equal on every rank and run."""
+
+    def __init__(self) -> None:
+        self._signs: dict[str, Tensor] = {}
+
+    def measure(self, name: str, tensor: Tensor, *, bits: bool = True) -> Measure:
+        """Digest (if ``bits``), norm and sketch of a tensor."""
+        values = tensor.detach().to(torch.float64).reshape(-1)
+        digest = digest_tensor(tensor) if bits else ""
+        return Measure(digest, float(values.norm()), tuple(self._sketch(name, values).tolist()))
+
+    def _sketch(self, name: str, values: Tensor) -> Tensor:
+        if values.numel() <= LENGTH:
+            return values
+        signs = self._signs.get(name)
+        if signs is None or signs.numel() != values.numel() or signs.device != values.device:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randint(0, 2, values.shape, generator=generator, dtype=torch.int8)
+            signs = self._signs[name] = (2 * drawn - 1).to(values.device)
+        missing = -values.numel() % LENGTH
+        return functional.pad(values * signs, (0, missing)).view(-1, LENGTH).sum(0)
+
+
+@dataclass(frozen=True)
+class RecordingRequest:
+    """The folder and number of steps that ``lockstep verify`` requests from a script."""
+
+    folder: Path
+    steps: int
+
+
+class StopRecording(BaseException):
+    """Ends a script after the last requested step; an ``except Exception`` of the script does not catch it."""
+
+
+requested: ContextVar[RecordingRequest | None] = ContextVar("requested", default=None)
+"""Set by ``lockstep verify --script`` around the script."""
+
+
+def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> Callable[[], None]:
+    """Calls ``note`` with name, digest of input and of output for each call of an innermost module; returns its end.
+
+    Calls without gradients are ignored.
+    """
+    names = {
+        module: name
+        for name, module in model.named_modules()
+        if name and next(module.children(), None) is None
+    }
+    inputs: dict[nn.Module, str] = {}
+    handles = []
+
+    def before(module: nn.Module, arguments: Any) -> None:
+        inputs[module] = _digest(arguments)  # before the module may change it in place
+
+    def after(module: nn.Module, arguments: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and module in inputs:
+            note(names[module], inputs[module], _digest(output))
+
+    for module in names:
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return stop
+
+
+def _digest(value: Any) -> str:
+    """Of the first tensor, without its shape: flattening changes no values."""
+    first = value[0] if isinstance(value, tuple | list) and value else value
+    return digest_tensor(first.reshape(-1))[:16] if isinstance(first, Tensor) else ""
+
+
+def context(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """The conditions of the whole run; called within the forward pass, where autocast is known."""
+    parameter = next(model.parameters())
+    return {
+        "threads": str(torch.get_num_threads()),
+        "device": device_model(parameter.device),
+        "torch": torch.__version__,
+        "precision": _precision(parameter),
+        "optimizers": ", ".join(implementation(each) for each in optimizers),
+    }
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of the modules that normalise with the statistics of this rank's batch."""
+    own = (nn.SyncBatchNorm, SyncBatchNorm)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.training and not isinstance(module, own)
+    ]
+
+
+def generators() -> str:
+    """Digest of the state of the generators that a model's forward pass draws from."""
+    digest = hashlib.sha256(torch.get_rng_state().numpy().data)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own lack
+        digest.update(torch.cuda.get_rng_state().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _precision(parameter: Tensor) -> str:
+    """The type that the forward pass computes in."""
+    device = parameter.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    return str(kind).removeprefix("torch.")
 
 
 class Recorder:
@@ -46,10 +168,10 @@ class Recorder:
         model: the model, or the DistributedDataParallel or DataParallel around it. Of a model that is spread over
             ranks, the part that this rank holds, with the names that its parameters have in the whole.
         optimizers: all that are stepped.
-        first_step: where a resumed run goes on; what the file holds of the steps before is kept.
+        first_step: first step of a resumed run; the recorded steps before it are kept.
 
     Raises:
-        ConfigError: no optimizer was given, parameters are sharded (DTensor), or the file lacks steps to go on from.
+        ConfigError: no optimizer was given, parameters are sharded (DTensor), or the file lacks the steps before.
     """
 
     def __init__(
@@ -58,9 +180,9 @@ class Recorder:
         self._model = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
         self._optimizers, self._sketcher = optimizers, Sketcher()
         _require_plain(self._model, optimizers)
-        session = wanted.get()
+        session = requested.get()
         self._enough = session.steps if session is not None else None
-        rank, world_size = _place()
+        rank, world_size = _rank_and_world_size()
         self._path = Path(session.folder if session is not None else folder) / f"rank-{rank:03d}.jsonl"
         self._record = RankRecord(rank, world_size, torch.initial_seed())
         self._number, self._hooked = first_step, set[str]()
@@ -105,8 +227,8 @@ class Recorder:
         for name, found in (("inputs", record.inputs), ("losses", record.losses)):
             if found and len(found) != len(record.samples):
                 raise ConfigError(
-                    f"recorder.batch was given {len(found)} {name} and {len(record.samples)} samples. Give one of each "
-                    "per sample: losses come from a loss with reduction='none'."
+                    f"recorder.batch was given {len(found)} {name} and {len(record.samples)} samples. Pass one of each "
+                    "per sample; losses per sample come from a loss with reduction='none'."
                 )
         self._mark += time.perf_counter() - began
 
@@ -124,7 +246,7 @@ class Recorder:
             file.write(json.dumps(step, default=vars) + "\n")
         self._step, self._number = None, self._number + 1
         if self._enough is not None and self._number >= self._enough:
-            raise Enough
+            raise StopRecording
         self._mark = time.perf_counter()
 
     def _begun(self) -> StepRecord:
@@ -188,16 +310,18 @@ class Recorder:
 
 def _require_plain(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if not optimizers:
-        raise ConfigError("Recorder(folder, model) was given no optimizer. Add all that the loop steps.")
+        raise ConfigError(
+            "Recorder(folder, model) was given no optimizer. Pass every optimizer that the loop steps."
+        )
     sharded = [name for name, p in model.named_parameters() if type(p.data).__name__ == "DTensor"]
     if sharded:
         raise ConfigError(
-            f"Recorder reads ordinary tensors, and {sharded[0]!r} is sharded (DTensor). Record the loop with "
+            f"Recorder supports ordinary tensors only, and {sharded[0]!r} is sharded (DTensor). Record the loop with "
             "DistributedDataParallel, or use lockstep verify with strategy fsdp."
         )
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world = World.from_environment()
@@ -205,12 +329,12 @@ def _place() -> tuple[int, int]:
 
 
 def _keep(path: Path, steps: int) -> None:
-    """Drops what a file holds beyond a number of steps."""
+    """Truncates a file after a number of steps."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     if len(lines) < steps + 1:
         raise ConfigError(
-            f"Recorder(first_step={steps}) was to go on with {path}, which holds {max(0, len(lines) - 1)} steps. Give "
-            "the folder in which the run was recorded before it stopped."
+            f"Recorder(first_step={steps}) cannot resume {path}, which holds {max(0, len(lines) - 1)} steps. Pass the "
+            "folder in which the run was recorded before it stopped."
         )
     path.write_text("".join(lines[: steps + 1]))
 

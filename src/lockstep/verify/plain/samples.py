@@ -1,17 +1,18 @@
-"""Which samples a step read, over all ranks, against those of the reference."""
+"""Checks the samples of a step over all ranks, their inputs, and the loss of each, against the reference."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 
+from lockstep.text import numbered, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
-from lockstep.verify.plain.pair import Pair
-from lockstep.verify.plain.record import Recording, Sample
+from lockstep.verify.plain.checks import Pair
+from lockstep.verify.plain.record import BatchRecord, Recording, Sample
 
 
 def samples(pair: Pair, step: int) -> Diagnosis | None:
-    """Samples that are missing, repeated, the same on every rank, or those of another step."""
+    """Finds samples that are missing, repeated, the same on every rank, or of another step."""
     shares, mine = pair.other.samples(step), _all(pair.reference, step)
     theirs = _all(pair.other, step)
     if theirs == mine or not mine or not theirs:
@@ -33,7 +34,7 @@ def samples(pair: Pair, step: int) -> Diagnosis | None:
 
 
 def same_order(pair: Pair) -> Diagnosis | None:
-    """Epochs that are all shuffled alike, in the reference too; a loop that reads in the order of indices may."""
+    """Finds epochs with equal orders, in the reference too, unless the loop reads in the order of indices."""
     length = min(pair.reference.length, pair.other.length)
     epoch = _epoch(pair.reference)
     orders = [pair.reference.samples(step) for step in range(length)]
@@ -46,7 +47,7 @@ def same_order(pair: Pair) -> Diagnosis | None:
 
 
 def inputs(pair: Pair, step: int) -> Diagnosis | None:
-    """The same samples, prepared otherwise."""
+    """Finds a sample whose input differs."""
     mine = {key for _, batch in pair.reference.batches(step) for key in zip(batch.samples, batch.inputs)}
     if not mine:
         return None
@@ -59,8 +60,7 @@ def inputs(pair: Pair, step: int) -> Diagnosis | None:
     if not odd:
         return None
     ranks = sorted({rank for rank, _ in odd})
-    detail = f"on rank {', '.join(str(rank) for rank in ranks)}"
-    return Diagnosis(Cause.AUGMENTATION, step, f"sample {odd[0][1]}", detail)
+    return Diagnosis(Cause.AUGMENTATION, step, f"sample {odd[0][1]}", f"on {numbered('rank', ranks)}")
 
 
 def _all(run: Recording, step: int) -> Counter[Sample]:
@@ -68,7 +68,7 @@ def _all(run: Recording, step: int) -> Counter[Sample]:
 
 
 def _period(pair: Pair, step: int) -> int | None:
-    """After how many steps the run reads everything again in the same order, where the reference does not."""
+    """The number of steps after which the run, but not the reference, reads the same samples again."""
     mine = [_all(pair.reference, each) for each in range(step + 1)]
     theirs = [_all(pair.other, each) for each in range(step + 1)]
     for period in range(1, step + 1):
@@ -79,7 +79,7 @@ def _period(pair: Pair, step: int) -> int | None:
 
 
 def _read_twice(pair: Pair, step: int) -> list[Sample]:
-    """What the run reads more than once in the epoch of a step, and the reference does not."""
+    """The samples that the run reads more often in the epoch of a step than the reference."""
     epoch = _epoch(pair.reference)
     first = step - step % epoch
     window = range(first, min(first + epoch, pair.other.length, pair.reference.length))
@@ -100,5 +100,41 @@ def _epoch(run: Recording) -> int:
 
 
 def _some(found: Iterable[Sample]) -> str:
-    listed = [str(each)[:8] for each in found]
-    return ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+    return shorten((str(each)[:8] for each in found), 4)
+
+
+def losses(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a sample whose loss differs by more than rounding."""
+    mine = _by_sample(batch for _, batch in pair.reference.batches(step))
+    if not mine:
+        return None
+    scale = sum(abs(value) for value in mine.values()) / len(mine)
+    for rank, batch in pair.other.batches(step):
+        for sample, value in zip(batch.samples, batch.losses):
+            if sample in mine and not pair.is_close(value, mine[sample], scale):
+                where = f"loss of sample {sample} on rank {rank}"
+                numbers = f"{value:.4g}, and {mine[sample]:.4g} in the reference"
+                return _cause(pair, step, where, numbers)
+    return None
+
+
+def _cause(pair: Pair, step: int, where: str, numbers: str) -> Diagnosis:
+    batches = [(rank, batch) for rank, batch in pair.other.batches(step) if batch.losses]
+    drew = [batch.generators[0] != batch.generators[1] for _, batch in batches]
+    states = [_states(pair, step, rank) for rank in sorted({rank for rank, _ in batches})]
+    if any(drew):
+        if len(states) > 1 and all(state == states[0] for state in states):
+            return Diagnosis(Cause.SAME_MASKS, step, where, "torch's generator is in one state on all ranks")
+        return Diagnosis(Cause.MODEL_RANDOMNESS, step, where, numbers)
+    norms = [name for record in pair.other.at(step) for name in record.batch_norms]
+    if norms and len(batches) > len(list(pair.reference.batches(step))):
+        return Diagnosis(Cause.BATCH_NORM, step, where, f"{norms[0]!r} is one; {numbers}")
+    return Diagnosis(Cause.FORWARD, step, where, numbers)
+
+
+def _states(pair: Pair, step: int, rank: int) -> list[str]:
+    return [batch.generators[0] for batch in pair.other.ranks[rank].steps[step].batches]
+
+
+def _by_sample(batches: Iterable[BatchRecord]) -> dict[Sample, float]:
+    return {sample: loss for batch in batches for sample, loss in zip(batch.samples, batch.losses)}

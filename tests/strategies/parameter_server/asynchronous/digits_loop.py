@@ -44,7 +44,7 @@ for _ in run.epochs(EPOCHS):
     accuracy = run.evaluate(Digits("validation"), right)
     holders.append(run.strategy.share.holders)
 found = {"began": began, "step": run.position.step, "accuracy": accuracy, "holders": holders}
-found |= {"restart": run.world.restart, "remarks": run.strategy.remarks()}
+found |= {"restart": run.world.restart, "remarks": run.strategy.summary()}
 run.close()
 if run.is_main:
     (FOLDER / "found.json").write_text(json.dumps(found))

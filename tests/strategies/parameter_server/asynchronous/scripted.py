@@ -3,15 +3,14 @@
 import torch
 from torch import nn
 
-from lockstep.strategies.parameter_server.asynchronous.clock import Clock
-from lockstep.strategies.parameter_server.asynchronous.pool import Pool
-from lockstep.strategies.parameter_server.asynchronous.service import Service
-from lockstep.strategies.parameter_server.asynchronous.wire import Message
-from lockstep.strategies.parameter_server.holding import Holding
+from lockstep.strategies.parameter_server.asynchronous_server import Service
+from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, GradientAccumulator
+from lockstep.strategies.parameter_server.asynchronous_transport import ServerMessage
+from lockstep.strategies.parameter_server.shards import ParameterShards
 
 
 class Script:
-    """Stands for the inbox: gives what the test says has arrived, and keeps what was sent."""
+    """Stands for the transport: gives what the test says has arrived, and keeps what was sent."""
 
     def __init__(self):
         self.arriving, self.sent, self.cut_off = [], [], []
@@ -41,26 +40,26 @@ def push(value, version=0, *, leaves=1, weight=4.0, size=3, **changes):
     }
     content |= {"version": version, "stop_at": 0, "stop_reason": 0, **changes}
     body = bytearray(torch.full((size,), float(value)).numpy().tobytes()) if leaves else b""
-    return Message("push", content, body)
+    return ServerMessage("push", content, body)
 
 
-PULL = Message("pull")
+PULL = ServerMessage("pull")
 
 
-def meeting(number, label="settle", value=None):
-    return Message("meet", {"label": label, "number": number, "value": value})
+def at_barrier(number, label="synchronize", value=None):
+    return ServerMessage("barrier", {"label": label, "number": number, "value": value})
 
 
 def a_service(workers=(1, 2), staleness=1, servers=(0,)):
     model = nn.Linear(3, 1, bias=False)
-    holding = Holding(model, 1, 0)
+    holding = ParameterShards(model, 1, 0)
     script = Script()
     service = Service(
         script,
         list(servers),
         0,
         Clock(workers, staleness),
-        lambda: Pool(holding, 0, 0, torch.float32),
+        lambda: GradientAccumulator(holding, 0, 0, torch.float32),
         lambda: b"values",
     )
     return service, script, holding

@@ -11,9 +11,9 @@ from tests.ranks import run_ranks
 from torch import nn
 
 from lockstep.data import Digits
-from lockstep.launch.light_torch import postpone_compiler
 from lockstep.models import digits_net
 from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 POINT, STEPS_PER_EPOCH = 0.01, 12
 ASYNCHRONOUS = {
@@ -53,7 +53,7 @@ def accuracy(world, make, options, epochs, seed):
             optimizer.zero_grad()
             schedule.step()
     found = run.evaluate(Digits("validation"), right)
-    stale = run.strategy.readings().get("staleness", 0.0)
+    stale = run.strategy.metrics().get("staleness", 0.0)
     run.close()
     return found, stale
 

@@ -1,0 +1,121 @@
+"""Two checkouts of Lockstep in turn: what a step, a start, the heartbeat's calls and loading cost in each.
+
+``python benchmarks/checkouts/run.py OTHER`` compares the checkout in the folder OTHER, such as one that
+``git worktree add`` made of an earlier commit, with this one and writes RESULTS.md; ``--quick`` writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from harness import report  # noqa: E402  the line above makes it importable
+from harness.alternate import alternate  # noqa: E402
+from harness.commands import environment  # noqa: E402
+from harness.spread import Spread, ratios  # noqa: E402
+
+BEFORE, AFTER = "other checkout", "this checkout"
+CLAIM = "This checkout is as fast as the other one: each median ratio lies within the spread of the ratios around 1."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("other", type=Path, help="the folder of the other checkout")
+    parser.add_argument("--alternations", type=int, default=10)
+    parser.add_argument("--quick", action="store_true", help="two alternations, nothing written")
+    given = parser.parse_args()
+    count = 2 if given.quick else given.alternations
+    trees = {BEFORE: given.other.resolve(), AFTER: HERE.parents[1]}
+    rows = []
+    for title, workload, processes, more in (
+        ("a step of the perceptron, 1 process, K = 8", "perceptron", 1, ["--micro-batches", "8"]),
+        ("a step of the perceptron, 2 processes", "perceptron", 2, []),
+        ("a step of the small ResNet, 2 processes", "resnet", 2, []),
+    ):
+        commands = {name: partial(step_side, tree, workload, processes, more) for name, tree in trees.items()}
+        rows.append(row(f"{title} (ms)", alternate(commands, processes, alternations=count, seconds=2.0)))
+    for processes in (1, 2, 4):
+        starts: dict[str, list[float]] = {name: [] for name in trees}
+        for turn in range(count + 1):
+            for name, tree in trees.items():
+                seconds = first_step(tree, processes)
+                if turn:  # the first start of each fills the page cache
+                    starts[name].append(seconds)
+        rows.append(row(f"from the command to the first step, {processes} processes (s)", starts))
+    shares: dict[str, dict[str, list[float]]] = {}
+    for _ in range(max(2, count // 3)):
+        for name, tree in trees.items():
+            for what, percent in loading(tree).items():
+                shares.setdefault(what, {}).setdefault(name, []).append(percent)
+    rows += [row(f"batches of {what} (% of a step)", measured) for what, measured in shares.items()]
+    table = report.table(["measured", BEFORE, AFTER, "ratio"], rows)
+    print(table)
+    if not given.quick:
+        report.write(
+            HERE / "RESULTS.md",
+            title="Two checkouts",
+            claim=CLAIM,
+            sections=[f"## {count} alternations\n\n{table}", report.LEGEND],
+        )
+
+
+def row(title: str, measured: dict[str, list[float]]) -> list[str]:
+    """One row of the table: both sides, and this checkout over the other within each alternation."""
+    before, after = measured[BEFORE], measured[AFTER]
+    cells = [title, Spread(tuple(before)).text(), Spread(tuple(after)).text(), ratios(after, before).text()]
+    print(" | ".join(cells), flush=True)
+    return cells
+
+
+def python_of(tree: Path, *arguments: str) -> list[str]:
+    """A command line that imports Lockstep and the benchmarks' harness from a checkout."""
+    path = os.pathsep.join([str(tree / "src"), str(tree / "benchmarks")])
+    return ["/usr/bin/env", f"PYTHONPATH={path}", sys.executable, *arguments]
+
+
+def launch(tree: Path, processes: int, script: str, *arguments: str) -> list[str]:
+    """``lockstep run`` of a checkout on its own script."""
+    run = ["-m", "lockstep", "run", "--devices", f"cpu:{processes}", str(tree / "benchmarks" / script)]
+    return python_of(tree, *run, *arguments)
+
+
+def step_side(tree: Path, workload: str, processes: int, more: list[str], control: Path) -> list[str]:
+    """The command line of one side of ``benchmarks/step``."""
+    arguments = ["--workload", workload, "--control", str(control), *more]
+    return launch(tree, processes, "step/sides/with_lockstep.py", *arguments)
+
+
+def first_step(tree: Path, processes: int) -> float:
+    """Seconds from the command until the last rank had finished its first step."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        command = launch(tree, processes, "launch/sides/with_lockstep.py", "--moments", folder)
+        begin = time.monotonic()
+        subprocess.run(command, check=True, capture_output=True, env=environment(), timeout=180)
+        return max(float(path.read_text()) for path in Path(folder).iterdir()) - begin
+
+
+def loading(tree: Path) -> dict[str, float]:
+    """Percent of a perceptron's step that batches take, by data set, as ``benchmarks/loading --quick`` prints it."""
+    command = python_of(tree, str(tree / "benchmarks" / "loading" / "run.py"), "--quick")
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment(), timeout=600)
+    found = {}
+    for line in done.stdout.splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        percent = re.match(r"(\d+\.\d+) ?%?", cells[-1])
+        if len(cells) > 2 and percent:
+            found[cells[0]] = float(percent[1])
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Hidden temporary entries that say who made them, so that those of dead runs can be told and removed.
+
+    .step-00000450.<place>-<pid>-<start time>-<token>.partial   being written; a rename makes it step-00000450
+    .step-00000400.<place>-<pid>-<start time>-<token>.removed   being deleted; no longer seen as a checkpoint
+
+``place`` stands for the boot of a host and, in its second half, for a process namespace, where the pid has a
+meaning. What was made in another namespace of the same boot, such as a container that was killed, is known by a
+lock that its maker held.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = re.compile(
+    r"\.(?P<name>.+)\.(?P<place>[0-9a-f]{16})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{8}\.(?:partial|removed)"
+)
+_FOREIGN_AGE = 3600.0
+"""Seconds without a change after which a temporary entry of another host counts as left behind."""
+
+
+def hidden(path: Path, purpose: str = "partial") -> Path:
+    """A temporary name beside ``path``, marked as this process's."""
+    owner = f"{_place()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{owner}.{purpose}")
+
+
+@contextmanager
+def folder_aside(path: Path) -> Iterator[Path]:
+    """Makes a hidden folder to be renamed to ``path`` by the caller; removes it if the caller fails."""
+    aside = hidden(path)
+    aside.mkdir()
+    with _held(aside):
+        try:
+            yield aside
+        finally:
+            if aside.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replaces a file atomically: a reader sees the old content or the new, and so does one after a crash."""
+    with file_aside(path) as aside:
+        aside.write_bytes(content)
+
+
+@contextmanager
+def file_aside(path: Path) -> Iterator[Path]:
+    """Yields a hidden name to write to; afterwards the file is made durable and renamed to ``path``."""
+    aside = hidden(path)
+    aside.touch(0o666, exist_ok=False)
+    with _held(aside):
+        try:
+            yield aside
+            make_durable(aside)
+            aside.replace(path)
+            make_durable(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Deletes a folder so that it is never seen half deleted under its own name."""
+    aside = hidden(path, "removed")
+    path.rename(aside)
+    with _held(aside):
+        shutil.rmtree(aside)
+
+
+def clean(directory: Path) -> list[Path]:
+    """Removes the temporary entries of dead processes from ``directory``, and nothing else; returns them."""
+    removed = []
+    for entry in sorted(directory.iterdir()) if directory.is_dir() else []:
+        match = _NAME.fullmatch(entry.name)
+        if match is None or not _is_left_behind(entry, match):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+        removed.append(entry)
+    return removed
+
+
+def make_durable(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep a folder's names durable by themselves and refuse to be asked.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _is_left_behind(entry: Path, match: re.Match[str]) -> bool:
+    place, here = match["place"], _place()
+    if place == here:
+        return _start_time(int(match["pid"])) != int(match["start"])
+    if place[:8] == here[:8] and not _is_held(entry):
+        return True
+    return time.time() - entry.lstat().st_mtime > _FOREIGN_AGE
+
+
+@contextmanager
+def _held(entry: Path) -> Iterator[None]:
+    """Holds a lock on an entry, which the kernel takes back from a process that is killed."""
+    descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        with suppress(OSError):  # some network file systems have no such locks: then the age decides
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(entry: Path) -> bool:
+    """True if a process of this boot holds the lock of the entry, or where that is unknown."""
+    try:
+        descriptor = os.open(entry, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _place() -> str:
+    """Eight digits for the boot of this host, and eight for the process namespace."""
+    return _short(Path("/proc/sys/kernel/random/boot_id")) + _short(Path("/proc/self/ns/pid"))
+
+
+def _short(path: Path) -> str:
+    try:
+        text = str(path.readlink()) if path.is_symlink() else path.read_text()
+    except OSError:
+        text = "unknown"
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _start_time(pid: int) -> int:
+    """The start time of a process in clock ticks since boot; -1 if it is gone, 0 where it is unknown."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return -1
+        except OSError:
+            return 0
+        return 0
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in "ZX" else int(fields[19])

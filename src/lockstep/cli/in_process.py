@@ -1,0 +1,121 @@
+"""``lockstep train`` without a supervisor: ``--dry-run``, and one rank of a world of torchrun, SLURM or MPI.
+
+    every rank      check the job -> process group -> receive the run folder -> train -> exit together
+    rank 0          check the job -> process group -> choose the folder, send it -> train -> exit together
+
+No supervisor is there to end the other ranks, so a rank that fails exits at once, with the exit status of its error,
+and never waits in a destructor for ranks that will not come.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sized
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.config.components import Component
+from lockstep.config.job import JobConfig
+from lockstep.core.world import World
+from lockstep.distributed.collectives import gather_json
+from lockstep.distributed.process_group import open_process_group
+from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
+from lockstep.job.assemble import build_model
+from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.job.run_folder import choose_run_folder, planned_run_folder
+from lockstep.job.summary import Facts, describe
+from lockstep.launch import EntryTarget
+from lockstep.launch.options import Devices
+from lockstep.launch.rank_process import end_process, run_target
+from lockstep.runtime.control import Stopped
+from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
+from lockstep.runtime.stop_signals import wait_for_critical_threads
+
+
+def print_plan(config: JobConfig, devices: Devices) -> None:
+    """Prints what the job would do on these devices, without writing a file or starting a process."""
+    importable_from(config.code)
+    facts = _facts(config, ranks=devices.count)
+    sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
+
+
+def _facts(config: JobConfig, ranks: int) -> Facts:
+    """Builds the data sets and the model of the job, and returns their sizes."""
+    validation = config.data.validation
+    model = build_model(config.model)
+    return Facts(
+        samples=_length(config.data.train, "data.train"),
+        validation_samples=None if validation is None else _length(validation, "data.validation"),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        batch_norm=any(isinstance(module, _BatchNorm) for module in model.modules()),
+        ranks=ranks,
+    )
+
+
+def _length(component: Component, name: str) -> int:
+    dataset = instantiate(component, name=name)
+    if not isinstance(dataset, Sized):
+        raise ConfigError(
+            f"{name}: {component.target} has no length, so the number of steps is unknown. Define __len__."
+        )
+    return len(dataset)
+
+
+_LAST_WRITE_SECONDS = 2.5
+"""For a checkpoint that is being written when a rank fails."""
+
+
+def join(config: JobConfig, world: World, entry: str, command: list[str], profile: str = "") -> None:
+    """Trains the job in this process. Collective: every rank of the world must call this.
+
+    Args:
+        config: the checked job.
+        world: this rank.
+        entry: the import path of what a rank runs.
+        command: the command line that started the run.
+        profile: the steps of the timeline, as FIRST:COUNT; none by default.
+    """
+    tie_to_launcher(world)
+    arm_future_children()
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        with open_process_group(world, backend=backend, timeout=config.run.timeout):
+            config = agree_on_run_folder(config, world)
+            payload = {"config": config.to_json(), "command": command, "profile": profile}
+            run_target(EntryTarget(entry=entry, payload=payload))
+    except Stopped as stop:
+        end_process(int(stop.reason))
+    except Exception as error:
+        _end(error, world)
+    end_process(EXIT_DONE)
+
+
+def agree_on_run_folder(config: JobConfig, world: World) -> JobConfig:
+    """The job with the run folder that rank 0 chose; raises its ``ConfigError`` on every rank. Collective."""
+    answer: dict[str, str] = {}
+    if world.is_main:
+        try:
+            answer = {"config": choose_run_folder(config).to_json()}
+        except ConfigError as error:
+            answer = {"refused": str(error)}
+    if world.world_size > 1:
+        assert dist.group.WORLD is not None, "it is open"
+        answer = gather_json(answer, dist.group.WORLD, torch.device("cpu"))[0]
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    return JobConfig.from_json(answer["config"])
+
+
+def _end(error: Exception, world: World) -> None:
+    if isinstance(error, LockstepError):
+        print(f"lockstep: rank {world.rank}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    wait_for_critical_threads(_LAST_WRITE_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code if isinstance(error, LockstepError) else EXIT_RANK)

@@ -1,0 +1,182 @@
+"""Commands on this user's runs on this host.
+
+lockstep ps       lists the runs with their position, and their processes with their memory
+lockstep stacks   prints the stack of every rank of a run, which continues undisturbed
+lockstep stop     asks the ranks of one run to save and exit, and ends those that do not in time
+lockstep clean    ends the processes of runs whose command was killed, and removes their run directories
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import closing, suppress
+from typing import Any
+
+from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.launch.runs import (
+    Process,
+    RunOnHost,
+    choose_run,
+    end_processes,
+    find_runs,
+    remove_run_directory,
+)
+from lockstep.launch.stalls import snapshot_lines, take_snapshots
+from lockstep.runtime.control import Control, StopReason
+from lockstep.text import format_bytes, format_duration, plural
+
+_RUN = "id of the run, or the beginning or end of it (default: the only run)"
+
+
+def add_ps_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+
+
+def ps(arguments: argparse.Namespace) -> int:
+    """Lists the runs and returns the exit status."""
+    runs = [(run, run.processes()) for run in find_runs()]
+    if arguments.json:
+        for run, processes in runs:
+            print(json.dumps(_as_dict(run, processes)))
+        return EXIT_DONE
+    if not runs:
+        print("No run of this user on this host.")
+    for run, processes in runs:
+        _print(run, processes)
+    return EXIT_DONE
+
+
+def _print(run: RunOnHost, processes: list[Process]) -> None:
+    total = sum(process.resident for process in processes)
+    state = f"command pid {run.supervisor}" if run.is_supervised else "left over: its command was killed"
+    age = format_duration(time.time() - run.started)
+    print(f"{run.run_id}  {plural(run.ranks, 'rank')}, {age}, {format_bytes(total, binary=True)}, {state}")
+    print(f"  {run.command[:110]}")
+    ranks = {beat.pid: (rank, beat) for rank, beat in run.beats.items()}
+    for process in processes:
+        if process.pid in ranks:
+            rank, beat = ranks[process.pid]
+            silent = format_duration(time.monotonic() - beat.time)
+            what = f"rank {rank}, {beat.position}, last heartbeat {silent} ago"
+        else:
+            what = process.command[:80]
+        print(f"  {process.pid:>8}  {format_bytes(process.resident, binary=True):>9}  {what}")
+
+
+def _as_dict(run: RunOnHost, processes: list[Process]) -> dict[str, Any]:
+    ranks = {beat.pid: rank for rank, beat in run.beats.items()}
+    return {
+        "run_id": run.run_id,
+        "command": run.command,
+        "supervisor": run.supervisor,
+        "supervised": run.is_supervised,
+        "ranks": run.ranks,
+        "started": run.started,
+        "logs": run.logs,
+        "processes": [
+            {"pid": process.pid, "rank": ranks.get(process.pid), "resident": process.resident}
+            for process in processes
+        ],
+        "beats": {
+            str(rank): {"phase": beat.phase, "epoch": beat.epoch, "step": beat.step}
+            for rank, beat in run.beats.items()
+        },
+    }
+
+
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help=_RUN)
+    parser.add_argument(
+        "--within", type=float, default=60.0, metavar="SECONDS", help="time to save and exit (default: 60)"
+    )
+    parser.add_argument("--now", action="store_true", help="end the run at once, without a checkpoint")
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """Stops the run and returns the exit status."""
+    run = choose_run(arguments.run)
+    save = run.is_supervised and not arguments.now
+    if save and _wait_for(run.supervisor, arguments.within, signal.SIGTERM):
+        print(f"{run.run_id} has stopped.")
+        return EXIT_DONE
+    _refuse_restarts(run)
+    count = end_processes(run)
+    if run.is_supervised:
+        _wait_for(run.supervisor, 5.0)
+    remove_run_directory(run)
+    print(f"{run.run_id} has ended ({count} processes); its last checkpoint stands.", file=sys.stderr)
+    return EXIT_DONE
+
+
+def _refuse_restarts(run: RunOnHost) -> None:
+    """Marks the run as stopped on purpose, so that its ranks are not restarted."""
+    with suppress(OSError), closing(Control(run.directory)) as control:
+        control.request_stop(StopReason.PREEMPTED)
+
+
+def _wait_for(pid: int, limit: float, first: signal.Signals | None = None) -> bool:
+    """Waits for a process, after a first signal to it; returns True if it exits within the limit."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if first is not None:
+            signal.pidfd_send_signal(handle, first)
+        return bool(select.select([handle], [], [], limit)[0])
+    finally:
+        os.close(handle)
+
+
+def add_clean_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("--dry-run", action="store_true", help="print what would be ended, and end nothing")
+
+
+def clean(arguments: argparse.Namespace) -> int:
+    """Ends what killed commands left and returns the exit status. Runs whose command is alive are not touched."""
+    left = [run for run in find_runs() if not run.is_supervised]
+    if not left:
+        print("Nothing is left over.")
+    for run in left:
+        pids = [str(process.pid) for process in run.processes()]
+        if arguments.dry_run:
+            print(
+                f"{run.run_id}: would end {len(pids)} processes ({', '.join(pids) or 'none'}), remove {run.directory}"
+            )
+            continue
+        count = end_processes(run)
+        remove_run_directory(run)
+        print(f"{run.run_id}: ended {count} processes, removed {run.directory}")
+    return EXIT_DONE
+
+
+def add_stacks_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("run", nargs="?", metavar="RUN", help=_RUN)
+
+
+def stacks(arguments: argparse.Namespace) -> int:
+    """Prints the stacks and returns the exit status."""
+    run = choose_run(arguments.run)
+    snapshots = take_snapshots(run.directory, {rank: beat.pid for rank, beat in run.beats.items()}, {})
+    if not snapshots:
+        raise ConfigError(f"The run {run.run_id} has no rank that can answer yet. Try again in a moment.")
+    print("\n".join(snapshot_lines(snapshots)))
+    return EXIT_DONE
+
+
+COMMANDS = {
+    "ps": (add_ps_arguments, ps),
+    "stop": (add_stop_arguments, stop),
+    "clean": (add_clean_arguments, clean),
+    "stacks": (add_stacks_arguments, stacks),
+}

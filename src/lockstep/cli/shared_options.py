@@ -1,0 +1,204 @@
+"""Options that several commands share: jobs, debugging a rank, several hosts, rendezvous and profile.
+
+For each there is a function that declares the options, and functions that apply what was given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from lockstep.core.world import RENDEZVOUS, HostLayout, World
+from lockstep.errors import ConfigError
+from lockstep.launch import LaunchOptions
+from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
+from lockstep.launch.hosts import HostOptions, read_token
+from lockstep.profile.trace import DEFAULT, ProfileWindow
+
+
+def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Declares ``--set`` and some options of ``lockstep train`` for a command that takes a job."""
+    help_set = "any setting of the job, such as optimizer.lr=0.1"
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=help_set)
+    for name in names:
+        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as in 'lockstep train --{name}'")
+
+
+def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--debug-rank`` and ``--debug-port``."""
+    parser.add_argument(
+        "--debug-rank",
+        type=int,
+        default=None,
+        metavar="R",
+        help="rank R waits for a debugger before it starts; the other ranks wait for it without a time limit",
+    )
+    parser.add_argument(
+        "--debug-port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"its port on 127.0.0.1; 0: any free port (default: {DEFAULT_PORT})",
+    )
+
+
+def with_debug_arguments(
+    options: LaunchOptions, arguments: argparse.Namespace, layout: HostLayout | None = None
+) -> LaunchOptions:
+    """The options of this host, with the debugger that was asked for. Raises ``ConfigError`` where it cannot start."""
+    if arguments.debug_rank is None:
+        return options
+    return with_debugger(options, arguments.debug_rank, arguments.debug_port, layout)
+
+
+def debug_setting(arguments: argparse.Namespace) -> tuple[str, str]:
+    """A setting that must be equal on all hosts, as name and value: each must know that it waits."""
+    return "debug-rank", "none" if arguments.debug_rank is None else str(arguments.debug_rank)
+
+
+def debugged(world: World, arguments: argparse.Namespace) -> World:
+    """Waits for the debugger if this rank of another launcher's world is to be debugged; returns the world."""
+    if arguments.debug_rank is None:
+        return world
+    return take_part_in_debugging(world, arguments.debug_rank, arguments.debug_port)
+
+
+_RENDEZVOUS = re.compile(r"env://|tcp://.+:\d{1,5}|file:///.+")
+_COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options for several hosts."""
+    hosts = parser.add_argument_group("several hosts", "the same command on each, with its own --node-rank")
+    hosts.add_argument("--nnodes", type=int, metavar="N", help="number of hosts (default: 1)")
+    hosts.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
+    hosts.add_argument(
+        "--master", metavar="HOST:PORT", help="of the host of node-rank 0; it uses PORT and PORT+1"
+    )
+    hosts.add_argument(
+        "--interface",
+        default="",
+        metavar="NAME",
+        help="network interface for the data (default: the route to --master)",
+    )
+    hosts.add_argument(
+        "--token-file",
+        default="",
+        metavar="FILE",
+        help="shared secret of the hosts (default: LOCKSTEP_TOKEN, else ~/.config/lockstep/token)",
+    )
+    hosts.add_argument(
+        "--start-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="time limit for all hosts to connect (default: 60)",
+    )
+
+
+def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--rendezvous``."""
+    parser.add_argument(
+        "--rendezvous",
+        default="",
+        metavar="PLACE",
+        help="how ranks started by torchrun, SLURM or MPI connect: env://, tcp://HOST:PORT of rank 0, or file:///PATH",
+    )
+
+
+def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:
+    """The world with the rendezvous that was asked for, which is set in the environment too.
+
+    Raises:
+        ConfigError: it is invalid, or no other launcher started this process as a rank.
+    """
+    asked = arguments.rendezvous
+    if not asked:
+        return world
+    if world.launcher == "python":
+        raise ConfigError(
+            f"--rendezvous {asked} was given, but this process was not started as a rank. Start the ranks with "
+            "torchrun, SLURM or MPI, or leave it out: Lockstep's own launcher connects its ranks by itself."
+        )
+    if not _RENDEZVOUS.fullmatch(asked):
+        raise ConfigError(
+            f"--rendezvous {asked!r} is not valid. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH."
+        )
+    os.environ[RENDEZVOUS] = asked
+    return dataclasses.replace(world, rendezvous=asked)
+
+
+def host_options(arguments: argparse.Namespace) -> HostOptions | None:
+    """The options of several hosts, or None for one host.
+
+    Raises:
+        ConfigError: an option is missing or does not fit, or there is no token.
+    """
+    given = {
+        "--node-rank": arguments.node_rank is not None,
+        "--master": arguments.master is not None,
+        "--interface": bool(arguments.interface),
+        "--token-file": bool(arguments.token_file),
+    }
+    if arguments.nnodes in (None, 1):
+        if alone := [option for option, is_given in given.items() if is_given and arguments.nnodes is None]:
+            raise ConfigError(f"{alone[0]} was given without --nnodes. Add the number of hosts: --nnodes N.")
+        return None
+    absent = [option for option in ("--node-rank", "--master") if not given[option]]
+    if absent:
+        raise ConfigError(
+            f"--nnodes {arguments.nnodes} was given without {' and '.join(absent)}. Start on host I of N "
+            "with: --nnodes N --node-rank I --master HOST_OF_0:PORT."
+        )
+    return HostOptions(
+        nodes=arguments.nnodes,
+        node=arguments.node_rank,
+        master=arguments.master,
+        interface=arguments.interface,
+        start_limit=arguments.start_limit,
+        token=read_token(arguments.token_file, os.environ),
+    )
+
+
+def refuse_hosts(arguments: argparse.Namespace, launcher: str) -> None:
+    """Raises ``ConfigError`` if ``--nnodes`` was given to a rank of another launcher."""
+    if arguments.nnodes is not None:
+        raise ConfigError(
+            f"--nnodes {arguments.nnodes} was given to a rank that {launcher} started, which sets the number of hosts. "
+            f"Leave it out, or start without {launcher}."
+        )
+
+
+def common_settings(kind: str, more: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Settings that must be equal on every host: versions, the kind of device, and ``more`` names and values."""
+    settings = {"python": ".".join(platform.python_version_tuple()[:2]), "devices": kind}
+    for package in _COMPARED_PACKAGES:
+        try:
+            settings[package] = version(package)
+        except PackageNotFoundError:
+            settings[package] = "not installed"
+    return {**settings, **dict(more)}
+
+
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--profile``: the steps as FIRST:COUNT, empty without a timeline."""
+    parser.add_argument(
+        "--profile",
+        type=_window,
+        nargs="?",
+        const=DEFAULT,
+        default="",
+        metavar="FIRST:COUNT",
+        help=f"record what each rank does in COUNT steps from FIRST on, in timeline.json (default: {DEFAULT})",
+    )
+
+
+def _window(text: str) -> str:
+    if text:
+        ProfileWindow.parse(text)
+    return text

@@ -1,0 +1,1 @@
+"""The settings of runs and jobs, and their checks, free of torch."""

@@ -1,0 +1,180 @@
+"""Checks of single settings: each returns what is wrong with a value, or None."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import ConfigError, nearest
+from lockstep.text import shorten
+
+Check = Callable[[Any], str | None]
+KeyPath = tuple[str | int, ...]
+
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_DOTTED_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]{0,99}")
+_DEVICES = re.compile(r"auto|(?P<cpu>cpu)(:(?P<processes>\d+))?|(?P<count>\d+)|(?P<indices>\d+(,\d+)*,?)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem with the value at one key path."""
+
+    path: KeyPath
+    message: str
+
+    @property
+    def text(self) -> str:
+        """The sentence: the key as the user writes it, then what is wrong."""
+        return f"{spell(self.path)} {self.message}" if self.path else self.message
+
+
+def spell(path: KeyPath) -> str:
+    """A key path as it is written after ``--set``."""
+    return ".".join(str(part) for part in path)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raises one ``ConfigError`` that says all problems, if there are any."""
+    if texts := [problem.text for problem in problems]:
+        raise ConfigError(" ".join(texts))
+
+
+def at_least(minimum: float) -> Check:
+    """A finite number that is not below ``minimum``."""
+
+    def check(value: float) -> str | None:
+        return (
+            None
+            if math.isfinite(value) and value >= minimum
+            else f"should be at least {minimum} and is {value}."
+        )
+
+    return check
+
+
+def more_than(minimum: float) -> Check:
+    """A finite number above ``minimum``."""
+
+    def check(value: float) -> str | None:
+        return (
+            None
+            if math.isfinite(value) and value > minimum
+            else f"should be more than {minimum} and is {value}."
+        )
+
+    return check
+
+
+def seed(value: int) -> str | None:
+    """A seed that 63 bits hold."""
+    return None if 0 <= value < 1 << 63 else f"should be at least 0 and below 2^63 and is {value}."
+
+
+def one_of(*names: str) -> Check:
+    """One of the names; the nearest is offered for another."""
+
+    def check(value: str) -> str | None:
+        return None if value in names else f"{value!r} is not known.{nearest(value, names)}"
+
+    return check
+
+
+def import_path(value: str) -> str | None:
+    """An import path with a colon between module and name."""
+    if _IMPORT_PATH.fullmatch(value):
+        return None
+    hint = ""
+    if _DOTTED_PATH.fullmatch(value):
+        module, _, name = value.rpartition(".")
+        hint = f" Did you mean '{module}:{name}'?"
+    return f"should be an import path like 'package.module:name' and is {value!r}.{hint}"
+
+
+def plain_name(value: str) -> str | None:
+    """A name that is a single part of a path and no option: letters, digits, ``-``, ``_`` and ``.``."""
+    if not value or (_PLAIN_NAME.fullmatch(value) and not value.startswith("-")):
+        return None
+    return f"should be a plain name of letters, digits, '-', '_' and '.' and is {value!r}."
+
+
+def devices(value: int | str) -> str | None:
+    """A number of devices, ``auto``, ``cpu``, ``cpu:N`` or a list of device numbers, none twice."""
+    found = device_request(value)
+    return found if isinstance(found, str) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRequest:
+    """Devices as a user asks for them."""
+
+    count: int | None = None
+    """Number of devices; None for all there are."""
+    is_cpu: bool = False
+    """True: CPU processes, even on a host with GPUs."""
+    indices: tuple[int, ...] = ()
+    """These of the visible GPUs, if any are named."""
+
+
+def device_request(value: int | str) -> DeviceRequest | str:
+    """Parses a setting of devices; returns the problem, as the end of a sentence, if it has one."""
+    found = _DEVICES.fullmatch(str(value).strip())
+    if not found:
+        return f"should be a number, 'auto', 'cpu', 'cpu:N' or a list like '0,5' and is {value!r}."
+    indices = tuple(int(index) for index in (found["indices"] or "").split(",") if index)
+    twice = sorted({index for index in indices if indices.count(index) > 1})
+    if twice:
+        return f"names device {shorten(twice)} twice in {value!r}."
+    count = found["count"] or found["processes"]
+    if count and int(count) < 1:
+        return f"should ask for at least 1 process and is {value!r}."
+    return DeviceRequest(int(count) if count else None, found["cpu"] is not None, indices)
+
+
+def nearest_name(asked: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for an unknown name; where none is near, all public ones if they are few."""
+    public = [name for name in known if not name.startswith("_")]
+    close, _, everything = nearest(asked, public).partition(" Known:")
+    return close or (f" Known:{everything}" if 0 < len(public) <= 20 else "")
+
+
+def absent_module(asked: str, known: Iterable[str]) -> str:
+    """Says that a top-level module is not there; names another only where it is a likely slip of the pen."""
+    close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.8)
+    advice = f"Did you mean {close[0]!r}?" if close else "Install what gives it, or mend the name."
+    return f"there is no module {asked!r}. {advice}"
+
+
+def field_problem(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """The problem with a value of the right type for a field, or None."""
+    check = field.metadata.get("check")
+    return check(value) if check is not None and value is not None else None
+
+
+def check_fields(config: Any, prefix: str | None = None) -> None:
+    """Raises one ``ConfigError`` that says everything that is wrong with a dataclass of settings.
+
+    Args:
+        config: the dataclass.
+        prefix: stands before the names of its fields; by default that of its class.
+    """
+    prefix = f"{type(config).__name__}." if prefix is None else prefix
+    found = (
+        (field.name, field_problem(field, getattr(config, field.name)))
+        for field in dataclasses.fields(config)
+    )
+    refuse(Problem((prefix + name,), problem) for name, problem in found if problem)
+
+
+class CheckedOptions:
+    """Base of a dataclass of settings: every field is checked, and all that is wrong is said at once."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` unless every field passes its check."""
+        check_fields(self)

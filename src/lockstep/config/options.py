@@ -1,0 +1,156 @@
+"""The options of a run: those of `lockstep.init`, and those that job files share with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.checks import CheckedOptions, at_least, check_fields, more_than, one_of, seed
+from lockstep.config.rules import require_rules
+from lockstep.config.strategy_options import OPTIONS, PRECISIONS, REDUCERS, STRATEGIES, StrategyOptions
+from lockstep.core.mesh import Mesh
+from lockstep.core.plan import BatchShape
+from lockstep.errors import ConfigError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(CheckedOptions):
+    """The options that a keyword of `lockstep.init` and a key of the table ``[training]`` both give."""
+
+    global_batch: int = field(metadata={"check": at_least(1)})
+    """Samples per optimizer step, over all devices together."""
+    micro_batches: int = field(default=8, metadata={"check": at_least(1)})
+    """K: how many parts the global batch is computed in; at most K devices can share it."""
+    seed: int = field(default=0, metadata={"check": seed})
+    """Decides the first weights, the order of the samples, augmentation, dropout and a split by seed."""
+    precision: str = field(default="fp32", metadata={"check": one_of(*PRECISIONS)})
+    """Number format of the computation: fp32, tf32, bf16, or fp16 with loss scaling."""
+    reduce: str = field(default="ordered", metadata={"check": one_of(*REDUCERS)})
+    """Sum of gradients: ordered (level A, bitwise), ring (B, the backend's all-reduce), bf16 (B, rounded to
+    half the bytes) or powersgd (C, compressed)."""
+    powersgd_rank: int = field(default=4, metadata={"check": at_least(1)})
+    """Columns of the two factors that powersgd sends instead of a gradient matrix."""
+    channels_last: bool = False
+    """Keeps images and convolution weights in channels-last order."""
+    compile: bool = False
+    """Compiles the model with torch.compile; another recipe than the same job without."""
+    sync_batch_norm: bool = False
+    """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
+    running_buffers: tuple[str, ...] = ()
+    """Patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
+    strategy: str = field(default="ddp", metadata={"check": one_of(*STRATEGIES)})
+    """Layout of the work: single (one device), ddp (a process and a replica per device), ..."""
+    mesh: str = ""
+    """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
+    fingerprint_every: int = field(default=100, metadata={"check": at_least(0)})
+    """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
+    """Samples per forward pass of the evaluation; none: as many as in a training micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(StrategyOptions, Recipe):
+    """The settings that the rules for a run compare; those of a job file, or of `lockstep.init`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunSettings):
+    """The recipe of a run, and how it is carried out. The fields from ``directory`` on do not decide the result."""
+
+    threads: int | None = field(default=None, metadata={"check": at_least(1)})
+    """CPU threads of each rank; by default what the launcher set, or 1. Part of the recipe on a CPU."""
+    directory: Path | str | None = None
+    """The run folder, for checkpoints and logs; nothing is written without one."""
+    resume: str = ""
+    """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
+    one checkpoint."""
+    force_context: bool = False
+    """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""
+    keep: int | None = field(default=3, metadata={"check": at_least(1)})
+    """Checkpoints that are kept, beside the best; None for all."""
+    save_in_background: bool = True
+    """Write checkpoints from a copy of the state while training goes on; False: training waits for the disk."""
+    shared_memory: bool = True
+    """Let CPU ranks of one host exchange gradients through shared memory."""
+    prefetch: int = field(default=2, metadata={"check": at_least(1)})
+    """Steps that loader workers read ahead; without workers nothing is."""
+    loader_timeout: float = field(default=120.0, metadata={"check": more_than(0)})
+    """Seconds after which a loader worker that gives nothing is an error."""
+    timeout: float = field(default=600.0, metadata={"check": more_than(0)})
+    """Seconds a rank waits for another before it gives up."""
+    profile: str = ""
+    """FIRST:COUNT, as in "10:5": writes down what each rank did when in COUNT steps after the first FIRST, as
+    ``timeline.json`` in ``directory``."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="")
+        require_rules(self)
+        if self.resume == "auto" and self.directory is None:
+            raise ConfigError("resume='auto' needs the run folder to look in: give directory=....")
+        if self.profile and self.directory is None:
+            raise ConfigError(
+                f"profile={self.profile!r} needs the run folder to write to: give directory=...."
+            )
+
+    @property
+    def shape(self) -> BatchShape:
+        """Global batch and micro-batches."""
+        return BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
+
+    def as_text(self) -> dict[str, str]:
+        """Every field as text, to compare over ranks."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def of(cls, **options: Any) -> RunOptions:
+        """Makes options from keywords; ``ConfigError`` names an unknown one and its nearest known name."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"lockstep.init has no option {name!r}.{nearest(name, known)}")
+        if "global_batch" not in options:
+            raise ConfigError(
+                "lockstep.init needs global_batch: the samples per optimizer step over all devices."
+            )
+        return cls(**{name: _read(name, value) for name, value in options.items()})
+
+
+def _read(name: str, value: Any) -> Any:
+    """The options of a strategy from a dict; anything else as it is."""
+    kind = OPTIONS.get(name)
+    if kind is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"lockstep.init takes {name}={{...}}, a dict of options, and was given {value!r}.")
+    known = [field.name for field in fields(kind)]
+    for key in value:
+        if key not in known:
+            raise ConfigError(f"{name} has no option {key!r}.{nearest(str(key), known)}")
+    return kind(**{key: tuple(item) if isinstance(item, list) else item for key, item in value.items()})
+
+
+def unused_options(options: RunSettings) -> list[str]:
+    """The options that differ from their defaults and belong to another strategy, as ``fsdp.cpu_offload``."""
+    used = {options.strategy}
+    if options.mesh:
+        used |= {axis for axis, _ in Mesh.parse(options.mesh).axes}
+    return [
+        f"{name}.{option.name}"
+        for name, kind in OPTIONS.items()
+        if name not in used
+        for option in fields(kind)
+        if getattr(getattr(options, name), option.name) != option.default
+    ]
+
+
+def mention_unused_options(options: RunSettings) -> None:
+    """Logs one warning that names them, if there are any; the main process calls this."""
+    if unused := unused_options(options):
+        logger.warning(
+            "Strategy %r does not use what is set for others: %s.", options.strategy, ", ".join(unused)
+        )

@@ -1,0 +1,112 @@
+"""The fingerprint of a model: SHA-256 over the bits of its tensors, and what those bits depend on.
+
+Every tensor is hashed on its own, then the list of (name, type, shape, digest) in name order. So a tensor may be
+hashed by whoever holds it, and where two fingerprints differ the tensor that differs can be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Digests = dict[str, str]
+_MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and values, in hexadecimal; memory layout and device do not matter."""
+    values = tensor.detach().to("cpu").contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> Digests:
+    """The digest of each named tensor."""
+    return {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def combine(digests: Mapping[str, str]) -> str:
+    """One fingerprint for all tensors: SHA-256 over ``name digest`` lines in name order, in hexadecimal."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of named tensors. 64 hexadecimal digits; equal exactly if all bits are."""
+    return combine(digest_tensors(tensors))
+
+
+def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+    """Names whose digests differ, or that only one side has, in name order."""
+    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """The conditions that the bits of a run depend on. Two runs can only be compared if these agree.
+
+    The world size, the strategy and the number of loader workers are absent on purpose: the result does not depend
+    on them.
+    """
+
+    global_batch: int
+    micro_batches: int
+    seed: int
+    precision: str
+    reduce: str
+    threads: int
+    device: str
+    torch: str
+    compiled: bool = False
+    channels_last: bool = False
+    sync_batch_norm: bool = False
+    deterministic: bool = False
+    optimizers: tuple[str, ...] = ()
+    photos: str = ""
+    """Hash of the pixels that photos are decoded to here; empty while the run has read none."""
+
+    def differences(self, other: Mapping[str, object]) -> list[str]:
+        """One line per entry in which ``other`` (as from ``as_dict``) differs; ``photos`` where both know it."""
+        mine = self.as_dict()
+        if not (self.photos and other.get("photos")):
+            del mine["photos"]
+        return [
+            f"{name}: {other.get(name)!r} there, {mine[name]!r} here"
+            for name in mine
+            if mine[name] != other.get(name)
+        ]
+
+    def as_dict(self) -> dict[str, object]:
+        """The entries, ready for JSON."""
+        return {**asdict(self), "optimizers": list(self.optimizers)}
+
+    @classmethod
+    def known(cls) -> Iterable[str]:
+        """The names of the entries."""
+        return (field.name for field in fields(cls))
+
+
+def device_model(device: torch.device) -> str:
+    """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()])
+
+
+def _matrix_instructions() -> list[str]:
+    """The CPU's instructions for bf16 and fp16, as Linux names them; unknown elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    flags = next(
+        (line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), []
+    )
+    return [name for name in _MATRIX_INSTRUCTIONS if name in flags]

@@ -1,0 +1,253 @@
+"""The place of this process among all processes of the run, read once from the environment.
+
+``World`` is the place of one process, as Lockstep's launcher, torchrun, SLURM or Open MPI describe it; the place of one
+host comes after it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lockstep.errors import ConfigError
+
+_FIRST_PORT, _PORTS = 20000, 12000
+"""Below the ports that Linux hands out by itself (32768 and up)."""
+_NAME = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)")
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's short form of a node list: ``gpu-[003-007,9]-ib,cpu1`` begins with ``gpu-003-ib``."""
+    match = _NAME.match(nodes.strip())
+    if match is None:
+        return ""
+    numbers = (match[2] or "").split(",")[0].partition("-")[0]
+    return f"{match[1]}{numbers}{match[3]}"
+
+
+def meeting_place(variables: Mapping[str, str]) -> str:
+    """The rendezvous of a step's ranks: the first host of its nodes, on a port that follows from job and step.
+
+    A ``MASTER_ADDR`` that the batch script exports comes first.
+
+    Args:
+        variables: of a process inside a step.
+    """
+    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
+        return "env://"
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
+    host = variables.get("MASTER_ADDR") or first_host(nodes)
+    if not host:
+        return "env://"
+    return f"tcp://{host}:{port_of(variables.get('SLURM_JOB_ID', '0'), variables.get('SLURM_STEP_ID', '0'))}"
+
+
+def port_of(job: str, step: str) -> int:
+    """The port of a step. Jobs that run at the same time have numbers near each other, and so other ports."""
+    numbers = [int(text) if text.isdecimal() else 0 for text in (job, step)]
+    return _FIRST_PORT + (numbers[0] * 7 + numbers[1]) % _PORTS
+
+
+RENDEZVOUS = "LOCKSTEP_RENDEZVOUS"
+"""Variable with the address where the ranks meet; our launcher sets it, and so does ``--rendezvous``."""
+DEBUG_RANK = "LOCKSTEP_DEBUG_RANK"
+"""Variable with the rank that a debugger may hold up; set on every rank of such a run."""
+PROFILE = "LOCKSTEP_PROFILE"
+"""Variable with the steps of which a script's run is to write a timeline; ``lockstep run --profile`` sets it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The position of one process in the run. ``rank`` is always the global rank."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Rank among the processes of this host; picks the device."""
+    local_world_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    launcher: str = "python"
+    """The launcher that started the process: python, lockstep, torchrun, slurm or mpi."""
+    rendezvous: str = ""
+    """Rendezvous of the ranks: ``file://PATH``, ``tcp://HOST:PORT`` or ``env://``; empty for a world of one."""
+    run_id: str = ""
+    """Names the run on this host; empty where Lockstep's launcher did not start it."""
+    run_directory: str = ""
+    """Private folder (0700) shared with the launcher: rendezvous file, heartbeats, error records; empty if none."""
+    restart: int = 0
+    """Restarts of the run by our launcher so far, after lost processes."""
+    is_debugged: bool = False
+    """True where a debugger may hold up one of the ranks, so that the others must wait for it without a limit."""
+    profile: str = ""
+    """FIRST:COUNT: the steps of which the run is to write a timeline, whatever the script says; empty for none."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} does not exist in a world of {self.world_size} processes.")
+        if not 0 <= self.local_rank < self.local_world_size:
+            raise ConfigError(
+                f"local rank {self.local_rank} does not exist on a host with {self.local_world_size} processes."
+            )
+        if self.world_size > 1 and not self.rendezvous:
+            raise ConfigError(
+                f"A world of {self.world_size} processes needs a rendezvous: file://PATH, tcp://HOST:PORT or env://."
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that logs, shows progress and writes checkpoints (rank 0)."""
+        return self.rank == 0
+
+    @property
+    def is_one_host(self) -> bool:
+        """True where every process of the run is on this host."""
+        return self.local_world_size == self.world_size
+
+    def patience(self, seconds: float) -> float:
+        """Seconds to wait for other ranks: as many as asked, 30 days where a debugger may hold one up."""
+        return 30 * 86400.0 if self.is_debugged else seconds
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+        """Reads the variables of the launcher that started this process.
+
+        Known are Lockstep's own launcher and torchrun (``RANK``), SLURM (``SLURM_PROCID``, inside a step) and
+        Open MPI (``OMPI_COMM_WORLD_RANK``); none of them means a world of one. ``LOCKSTEP_RENDEZVOUS`` comes before
+        the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
+        """
+        variables = os.environ if environment is None else environment
+        world = cls._of_launcher(variables)
+        return replace(world, profile=variables.get(PROFILE, ""), is_debugged=DEBUG_RANK in variables)
+
+    @classmethod
+    def _of_launcher(cls, variables: Mapping[str, str]) -> World:
+        read = _Reader(variables)
+        if "RANK" in variables:
+            world_size = read.size("WORLD_SIZE")
+            local_world_size = read.size("LOCAL_WORLD_SIZE", default=world_size)
+            return cls(
+                rank=read.number("RANK"),
+                world_size=world_size,
+                local_rank=read.number("LOCAL_RANK", default=read.number("RANK") % local_world_size),
+                local_world_size=local_world_size,
+                node=read.number("GROUP_RANK", default=0),
+                nodes=read.number("GROUP_WORLD_SIZE", default=max(1, world_size // local_world_size)),
+                launcher="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "lockstep",
+                rendezvous=variables.get(RENDEZVOUS, "env://"),
+                run_id=variables.get("LOCKSTEP_RUN_ID", ""),
+                run_directory=variables.get("LOCKSTEP_RUN_DIRECTORY", ""),
+                restart=read.number("LOCKSTEP_RESTART", default=0),
+            )
+        if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables and "SLURM_STEP_ID" in variables:
+            return _from_slurm(variables, read)
+        if "OMPI_COMM_WORLD_RANK" in variables:
+            return _from_open_mpi(variables, read)
+        return cls()
+
+
+@dataclass(frozen=True)
+class _Reader:
+    variables: Mapping[str, str]
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.variables.get(name)
+        if text is None:
+            if default is None:
+                raise ConfigError(
+                    f"The environment names a rank but not {name}. Start all ranks with one launcher."
+                )
+            return default
+        if not re.fullmatch(r"\d+", text):
+            raise ConfigError(f"The environment variable {name} should be a number and is {text!r}.")
+        return int(text)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number that counts processes or hosts, so one that is at least 1."""
+        value = self.number(name, default)
+        if value < 1:
+            raise ConfigError(f"The environment variable {name} should be at least 1 and is {value}.")
+        return value
+
+
+def _from_open_mpi(variables: Mapping[str, str], read: _Reader) -> World:
+    rank, world_size = read.number("OMPI_COMM_WORLD_RANK"), read.size("OMPI_COMM_WORLD_SIZE")
+    local_world_size = read.size("OMPI_COMM_WORLD_LOCAL_SIZE")
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK"),
+        local_world_size=local_world_size,
+        # Open MPI does not tell the host's number: OMPI_COMM_WORLD_NODE_RANK is another rank within the host.
+        node=rank // local_world_size,
+        nodes=-(-world_size // local_world_size),
+        launcher="mpi",
+        rendezvous=variables.get(RENDEZVOUS)
+        or _meeting_place_of_mpi(variables, local_world_size == world_size),
+    )
+
+
+def _meeting_place_of_mpi(variables: Mapping[str, str], is_one_host: bool) -> str:
+    """On one host a file in mpirun's private folder, which goes with the job; else what the user exports."""
+    folder = variables.get("PMIX_SERVER_TMPDIR", "")
+    if is_one_host and folder and "MASTER_ADDR" not in variables:
+        return f"file://{folder}/lockstep-rendezvous"
+    return "env://"
+
+
+def _from_slurm(variables: Mapping[str, str], read: _Reader) -> World:
+    tasks, nodes = read.size("SLURM_NTASKS"), read.size("SLURM_NNODES", default=1)
+    node, local_rank = read.number("SLURM_NODEID", default=0), read.number("SLURM_LOCALID")
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", ""))
+    local_sizes = _tasks_of_nodes(text)
+    local = local_sizes[node] if node < len(local_sizes) else max(1, tasks // nodes)
+    return World(
+        rank=read.number("SLURM_PROCID"),
+        world_size=tasks,
+        local_rank=local_rank,
+        local_world_size=max(local, local_rank + 1),
+        node=node,
+        nodes=nodes,
+        launcher="slurm",
+        rendezvous=(variables.get(RENDEZVOUS) or meeting_place(variables)) if tasks > 1 else "",
+        run_id=variables.get("SLURM_JOB_ID", ""),
+    )
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """The tasks of each host from SLURM's short form: ``4(x2),3`` is 4, 4, 3. Empty where it cannot be read."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def host_name() -> str:
+    """This host's name, for messages only: nothing is ever resolved or dialled by it."""
+    return socket.gethostname()
+
+
+LOOPBACK = "lo" if os.uname().sysname == "Linux" else "lo0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLayout:
+    """The position of one host in the run; ranks are numbered host by host."""
+
+    run_id: str
+    world_size: int
+    """Ranks of all hosts."""
+    node: int = 0
+    nodes: int = 1
+    first_rank: int = 0
+    """The lowest rank of this host."""
+    rendezvous: str = ""
+    """The rendezvous of all ranks, as ``tcp://HOST:PORT``; empty: a file of the run directory."""
+    interface: str = LOOPBACK
+    """The network interface for the ranks' data."""

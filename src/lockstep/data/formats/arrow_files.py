@@ -1,0 +1,255 @@
+"""Rows of Arrow and Parquet files, by number, with one column as the input and one as the target."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.data.images.encoded import EncodedPairs, Transform
+from lockstep.data.naming import check_labels, class_names
+from lockstep.errors import ConfigError, DataError, nearest
+
+
+def optional_module(name: str, what: str) -> Any:
+    """The module ``name``; ``ConfigError`` where it cannot be imported.
+
+    Args:
+        name: as in an import statement.
+        what: what needs it, for the error.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise ConfigError(
+            f"{what} needs {package}, which cannot be imported here ({error}). Install it: pip install {package}."
+        ) from error
+
+
+def as_value(cell: Any) -> Any:
+    """Numbers and lists of numbers as tensors (float32, or int64 of whole numbers); anything else as it is.
+
+    ``DataError`` for an empty cell or a list of unequal lists.
+    """
+    if cell is None:
+        raise DataError("the cell is empty")
+    if isinstance(cell, (bool, int, float, list)):
+        try:
+            array = np.asarray(cell)
+        except ValueError as error:
+            raise DataError(f"the cell's lists are of unequal lengths: {error}") from error
+        if array.dtype.kind in "iub":
+            return torch.from_numpy(np.atleast_1d(array).astype(np.int64)).reshape(array.shape)
+        if array.dtype.kind == "f":
+            return torch.from_numpy(np.atleast_1d(array).astype(np.float32)).reshape(array.shape)
+        if array.dtype == object and _holds_none(cell):
+            raise DataError("the cell's list has an empty place")
+    return cell
+
+
+def as_number(cell: Any) -> Any:
+    """A target: a number stays a Python number, which torch collates; see ``as_value`` for lists."""
+    return cell if isinstance(cell, (bool, int, float)) else as_value(cell)
+
+
+def whole_numbers(column: Any, where: str) -> npt.NDArray[np.int64]:
+    """A column of labels as int64; ``DataError`` where a cell is empty or no whole number."""
+    try:
+        values = np.asarray(column)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{where} cannot be read as labels: {error}") from error
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        found = "has empty cells" if getattr(column, "null_count", 0) else f"holds {values.dtype}"
+        raise DataError(f"{where} {found}; with classes every target is one whole number.")
+    return values.astype(np.int64)
+
+
+def _holds_none(cell: Any) -> bool:
+    return any(_holds_none(each) for each in cell) if isinstance(cell, list) else cell is None
+
+
+_SUFFIXES = (".parquet", ".arrow", ".feather")
+_GROUPS_KEPT = 4
+
+
+class ArrowFiles(EncodedPairs):
+    """Rows of ``.parquet``, ``.arrow`` or ``.feather`` files; ``dataset[i]`` is the pair ``(input, target)``.
+
+    An Arrow file stays on the disk and is mapped. Of Parquet, whose row groups are compressed, each process keeps the
+    last four groups it read, of the two columns alone: shuffled reading is quick where a group is small (write with
+    ``row_group_size=1000`` or so), and an Arrow file is quicker still. Lists of numbers become tensors.
+
+    Args:
+        path: a file, a folder of files of one kind (in the order of their names), or a list of files.
+        input: name of the input column: numbers, lists of numbers, text, or bytes of pictures.
+        label: name of the column of targets.
+        transform: an ``ImageTransform`` for pictures, or any callable of the input's value.
+        classes: how many there are, or their names; with it every target must be a whole number below.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        DataError: a file is missing or broken, or has other columns than the first one.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],
+        input: str,
+        label: str,
+        *,
+        transform: Transform | None = None,
+        classes: int | Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(transform)
+        self._arrow = optional_module("pyarrow", "ArrowFiles")
+        self.files, self.columns = _files(path), (input, label)
+        self._open()
+        if classes is not None:
+            self.classes = class_names(classes)
+            column = np.concatenate(
+                [
+                    whole_numbers(self._column(place, label), f"{self._name(place)}, column {label!r}")
+                    for place in range(len(self._ends))
+                ]
+            )
+            self.labels = column
+            check_labels(self, len(self.classes))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __repr__(self) -> str:
+        return f"ArrowFiles: {len(self):,} rows in {len(self.files)} files, {self.columns[0]} -> {self.columns[1]}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arrow": None, "_opened": None, "_kept": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._arrow = optional_module("pyarrow", "ArrowFiles")
+        self._open()
+
+    def sample_path(self, index: int) -> str:
+        """The file of a row and its number there."""
+        file = self._groups[int(np.searchsorted(self._ends, index, side="right"))][0]
+        first = next(
+            start for (other, _), start in zip(self._groups, self._starts, strict=True) if other == file
+        )
+        return f"{self.files[file].name}, row {index - first}"
+
+    def _stored(self) -> tuple[str, list[Path], list[str]]:
+        return self.files[0].parent.name or "tables", self.files, [self.columns[0]]
+
+    def _input(self, index: int) -> Any:
+        return as_value(self._cell(index, self.columns[0]))
+
+    def _target(self, index: int) -> Any:
+        return as_number(self._cell(index, self.columns[1]))
+
+    def _cell(self, index: int, column: str) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        return self._column(place, column)[index - self._starts[place]].as_py()
+
+    def _column(self, place: int, name: str) -> Any:
+        """A column of one group of rows."""
+        if place not in self._kept:
+            file, group = self._groups[place]
+            try:
+                self._kept[place] = self._opened[file].rows(group, list(dict.fromkeys(self.columns)))
+            except (self._arrow.ArrowException, OSError) as error:
+                raise DataError(f"{self._name(place)} cannot be read: {error}") from error
+            if len(self._kept) > _GROUPS_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(place)
+        return self._kept[place].column(name)
+
+    def _name(self, place: int) -> str:
+        file, group = self._groups[place]
+        return f"{self.files[file]} (group of rows {group})"
+
+    def _open(self) -> None:
+        self._opened: list[_Parquet | _Mapped] = []
+        self._groups: list[tuple[int, int]] = []
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        sizes: list[int] = []
+        for number, file in enumerate(self.files):
+            opened = self._opened_file(file)
+            self._opened.append(opened)
+            self._groups += [(number, group) for group in range(len(opened.counts))]
+            sizes += opened.counts
+        if not sum(sizes):
+            raise DataError(f"{', '.join(map(str, self.files))} hold no rows.")
+        self._ends = np.cumsum(sizes)
+        self._starts = self._ends - np.array(sizes)
+
+    def _opened_file(self, file: Path) -> _Parquet | _Mapped:
+        if not file.is_file():
+            raise DataError(f"The table {file} does not exist.")
+        try:
+            opened = (_Parquet if file.suffix.lower() == ".parquet" else _Mapped)(file)
+        except (self._arrow.ArrowException, OSError) as error:
+            raise DataError(f"{file} cannot be read as {file.suffix[1:]}: {error}") from error
+        for column in self.columns:
+            if column not in opened.names:
+                raise DataError(f"{file} has no column {column!r}.{nearest(column, opened.names)}")
+        return opened
+
+
+class _Parquet:
+    """Row groups of a Parquet file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = optional_module("pyarrow.parquet", "ArrowFiles").ParquetFile(file)
+        self.names = list(self._file.schema_arrow.names)
+        metadata = self._file.metadata
+        self.counts = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+    def rows(self, group: int, columns: list[str]) -> Any:
+        return self._file.read_row_group(group, columns=columns, use_threads=False)
+
+
+class _Mapped:
+    """Record batches of an Arrow file, or of the stream that Hugging Face writes, mapped."""
+
+    def __init__(self, file: Path) -> None:
+        arrow, ipc = optional_module("pyarrow", "ArrowFiles"), optional_module("pyarrow.ipc", "ArrowFiles")
+        source = arrow.memory_map(str(file))
+        try:
+            reader = ipc.open_file(source)
+            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        except arrow.ArrowInvalid:
+            source.seek(0)
+            reader = ipc.open_stream(source)
+            self._batches = list(reader)
+        self.names = list(reader.schema.names)
+        self.counts = [batch.num_rows for batch in self._batches]
+
+    def rows(self, group: int, columns: list[str]) -> Any:
+        return self._batches[group]
+
+
+def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(path, (str, Path)):
+        files = [Path(file) for file in path]
+    elif Path(path).is_dir():
+        files = sorted(file for file in Path(path).iterdir() if file.suffix.lower() in _SUFFIXES)
+    else:
+        files = [Path(path)]
+    if not files:
+        raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}.")
+    kinds = sorted({file.suffix.lower() for file in files})
+    if len(kinds) > 1 or kinds[0] not in _SUFFIXES:
+        raise ConfigError(
+            f"ArrowFiles reads files of one kind ({', '.join(_SUFFIXES)}) and was given {', '.join(kinds)}. "
+            "Name the files."
+        )
+    return files

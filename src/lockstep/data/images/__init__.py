@@ -1,0 +1,1 @@
+"""Images: found in folders, decoded, cut, cached, and held in arrays."""

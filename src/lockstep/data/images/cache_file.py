@@ -1,0 +1,282 @@
+"""The file of a photo cache: its records, and the two formats in which photos are kept in them.
+
+    records, one after the other | index: an ``.npz`` of arrays | footer: offset, size and BLAKE2b of the index, mark
+
+It is written under a hidden name, made durable and renamed, so a reader sees the whole file or none, also after a
+crash. Readers map it into memory.
+
+    format             for                                      kept
+    WholePhotos        transforms with random numbers,          the photo, upright, at full scale and at each reduced
+                       and any other callable                   one that a crop of the pictures' size can ask for
+    FinishedPictures   CenterCrop and Resize                    the picture
+
+Both give the bits that decoding the file gives. What is not kept, such as a scale that only another transform asks for,
+is decoded from the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import mmap
+import os
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lockstep.data.images.decoding import Photo, Pixels, pixels_digest, reduced, reduction
+from lockstep.data.images.transforms import CenterCrop, ImageTransform, Resize, Squeeze, Uniforms, cut_into
+
+ALIGNMENT = 64
+"""Records are of a multiple of this many bytes, padded by the caller."""
+
+_MARK = b"lockstep records"
+_FOOTER = struct.Struct("<QQ32s16s")
+_STARTS = "starts"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class RecordFile:
+    """The records of a file, by number. Processes that are forked, and others that open it, share its memory.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is none of these files, or its index was altered or cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _FOOTER.size:
+                raise ValueError(f"{path} is not a photo cache file")
+            # private and writable, since torch takes no read-only memory without a warning; nobody writes to it
+            self._bytes: Bytes = np.frombuffer(
+                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=np.uint8
+            )
+        self.arrays = _index(self._bytes, path)
+        """The arrays given to ``RecordWriter.finish``."""
+        self._starts = self.arrays.pop(_STARTS)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, number: int) -> Bytes:
+        """The bytes of a record, where they lie."""
+        return self._bytes[int(self._starts[number]) : int(self._starts[number + 1])]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecordFile, (self.path,)
+
+
+class RecordWriter:
+    """Appends records to a file that is being written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._starts = [0]
+        self.finished = False
+
+    @property
+    def written(self) -> int:
+        """Bytes of all records so far."""
+        return self._starts[-1]
+
+    def append(self, content: Bytes, sizes: list[int]) -> None:
+        """Appends ``len(sizes)`` records that lie in ``content`` one after the other."""
+        if sum(sizes) != len(content) or any(size % ALIGNMENT for size in sizes):
+            raise ValueError(
+                f"records of {sizes} bytes do not fill {len(content)} bytes in steps of {ALIGNMENT}"
+            )
+        self._file.write(content.data)
+        for size in sizes:
+            self._starts.append(self._starts[-1] + size)
+
+    def finish(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Writes the index, with arrays that say what the records are."""
+        buffer = io.BytesIO()
+        entries: dict[str, Any] = {**arrays, _STARTS: np.array(self._starts, dtype=np.int64)}
+        np.savez(buffer, **entries)
+        index = buffer.getvalue()
+        digest = hashlib.blake2b(index, digest_size=32).digest()
+        self._file.write(index + _FOOTER.pack(self.written, len(index), digest, _MARK))
+        self.finished = True
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[RecordWriter]:
+    """Writes the file ``path`` anew; it appears if the block ends after ``finish``, and else stays as it was.
+
+    Only one process at a time may write a file: hold ``lock_file``.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("wb") as file:
+            writer = RecordWriter(file)
+            yield writer
+            file.flush()
+            os.fsync(file.fileno())
+        if writer.finished:
+            aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _index(content: Bytes, path: Path) -> dict[str, npt.NDArray[Any]]:
+    start, size, digest, mark = _FOOTER.unpack(content[-_FOOTER.size :].tobytes())
+    index = content[start : start + size].tobytes()
+    whole = start + size + _FOOTER.size == len(content)
+    if mark != _MARK or not whole or hashlib.blake2b(index, digest_size=32).digest() != digest:
+        raise ValueError(f"{path} is not a complete photo cache file")
+    try:
+        with np.load(io.BytesIO(index), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ValueError(f"{path} has no index: {error}") from error
+
+
+Row = tuple[int, int, int, int]
+"""Width and height at full scale, the number of scales kept, and whether the format has reduced scales at all."""
+
+ABSENT: Row = (0, 0, 0, 0)
+"""Of a photo that cannot be decoded: it is read from its file, which says why."""
+
+
+class CacheFormat(Protocol):
+    """The format in which photos are kept."""
+
+    def settings(self) -> dict[str, Any]:
+        """Everything beside the file that the kept bytes depend on."""
+
+    def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
+        """The arrays to keep of a photo, one after the other, and the photo's row in the index."""
+
+    def cut_into(
+        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
+    ) -> bool:
+        """Writes the picture that ``transform`` cuts into ``out``; False if the kept bytes do not suffice."""
+
+
+@dataclass(frozen=True)
+class WholePhotos:
+    """Keeps decoded photos.
+
+    Args:
+        size: of the pictures that are cut; 0 to keep full scale only.
+    """
+
+    size: int
+
+    def settings(self) -> dict[str, Any]:
+        """See ``CacheFormat``."""
+        return {"form": "photos", "size": self.size, "pixels": pixels_digest()}
+
+    def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
+        """See ``CacheFormat``."""
+        width, height = photo.width, photo.height
+        kept, scalable = [photo.pixels()], True
+        excess = min(width, height) // self.size if self.size else 1
+        factor = 2
+        while scalable and factor <= reduction(width, height, excess):
+            pixels = photo.pixels(factor)
+            scalable = pixels.shape[:2] == (reduced(height, factor), reduced(width, factor))
+            kept += [pixels] if scalable else []
+            factor *= 2
+        return kept, (width, height, len(kept), int(scalable))
+
+    def cut_into(
+        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
+    ) -> bool:
+        """See ``CacheFormat``."""
+        try:
+            cut_into(CachedImage(kept, row), transform, uniforms, out)
+        except _NotKept:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class FinishedPictures:
+    """Keeps the pictures of a transform without random numbers.
+
+    Args:
+        transform: one of ours, which its settings describe whole.
+    """
+
+    transform: CenterCrop | Resize
+
+    def settings(self) -> dict[str, Any]:
+        """See ``CacheFormat``."""
+        kernel = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+        return {
+            "form": "pictures",
+            "transform": repr(self.transform).replace("Resize(", "Squeeze("),  # its name in existing files
+            "pixels": pixels_digest(),
+            "resized by": kernel,
+        }
+
+    def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
+        """See ``CacheFormat``."""
+        size = self.transform.size
+        picture = torch.empty(3, size, size, dtype=torch.uint8)
+        cut_into(photo, self.transform, np.empty(0), picture)
+        return [picture.numpy()], (photo.width, photo.height, 1, 0)
+
+    def cut_into(
+        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
+    ) -> bool:
+        """See ``CacheFormat``."""
+        if type(transform) is not type(self.transform) or transform != self.transform:
+            return False
+        np.copyto(out.numpy(), kept[: out.numel()].reshape(out.shape))
+        return True
+
+
+class CachedImage:
+    """A photo whose pixels are in the cache file."""
+
+    def __init__(self, kept: Pixels, row: Row) -> None:
+        self._kept = kept
+        self.width, self.height, self._scales, self._scalable = row
+
+    def pixels(self, factor: int = 1) -> Pixels:
+        """See ``Photo``; a view of the file, no copy."""
+        wanted = factor if self._scalable else 1
+        start, scale = 0, 1
+        for _ in range(self._scales):
+            shape = (reduced(self.height, scale), reduced(self.width, scale), 3)
+            length = shape[0] * shape[1] * 3
+            if scale == wanted:
+                return self._kept[start : start + length].reshape(shape)
+            start, scale = start + length, 2 * scale
+        raise _NotKept
+
+
+class _NotKept(Exception):
+    """This scale was not kept when the photos were decoded."""
+
+
+def cache_format(transform: ImageTransform | Callable[[Any], Any]) -> CacheFormat:
+    """The format for a transform."""
+    if isinstance(transform, (CenterCrop, Resize)) and type(transform) in (CenterCrop, Resize, Squeeze):
+        return FinishedPictures(transform)
+    return WholePhotos(transform.size if isinstance(transform, ImageTransform) else 0)
+
+
+def joined(parts: list[Pixels], alignment: int) -> npt.NDArray[np.uint8]:
+    """The bytes of all parts, filled up with zeros to a multiple of ``alignment``."""
+    content = np.concatenate([part.reshape(-1) for part in parts])
+    return np.pad(content, (0, -len(content) % alignment))

@@ -1,0 +1,425 @@
+"""Photos that are decoded once: finds the cache file of a set of photos, and builds it where there is none.
+
+open_cache   is there a file of these photos and settings, and are the photos unchanged?   yes: map it
+             no: take the lock (other processes wait), decode every photo in worker processes, write the file
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.core.plan import Indices
+from lockstep.data.images.cache_file import (
+    ABSENT,
+    ALIGNMENT,
+    CachedImage,
+    CacheFormat,
+    RecordFile,
+    RecordWriter,
+    Row,
+    WholePhotos,
+    cache_format,
+    joined,
+    writing,
+)
+from lockstep.data.images.decoding import Photo, open_photo
+from lockstep.data.images.transforms import ImageTransform, Uniforms, cut_into
+from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
+from lockstep.data.reader import Request
+from lockstep.data.workers import open_reading
+from lockstep.errors import ConfigError, DataError
+from lockstep.text import format_bytes
+
+_LOOK_EVERY = 0.1
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def lock_file(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock of a file within the block; whoever dies gives it up.
+
+    Args:
+        path: the file; made where it is absent, and left.
+        waiting: called ten times a second while another process holds the lock.
+
+    Raises:
+        ConfigError: the file cannot be written to, or its file system has no locks.
+    """
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
+    try:
+        while not _taken(lock, path):
+            waiting()
+            time.sleep(_LOOK_EVERY)
+        yield
+    finally:
+        lock.release()
+
+
+def _taken(lock: FileLock, path: Path) -> bool:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise ConfigError(
+                f"The file system of {path.parent} has no locks ({error}). Give a folder on a local disk."
+            ) from error
+        raise ConfigError(f"Cannot write to {path.parent}: {error}. Give another folder.") from error
+    return True
+
+
+States = npt.NDArray[np.int64]
+"""Of shape (photos, 2): a size and a time of change of what holds each photo; -1 where there is nothing."""
+
+
+class PhotoStore(Protocol):
+    """Encoded photos."""
+
+    @property
+    def name(self) -> str:
+        """Begins the name of the file that they are kept in."""
+
+    def __len__(self) -> int:
+        """The number of photos."""
+
+    def identity(self) -> list[str]:
+        """The names of the photos, independent of their content and folder."""
+
+    def states(self) -> States:
+        """The current state; another size means another photo, another time means that contents must be compared."""
+
+    def source(self, index: int) -> bytes | Path:
+        """The encoded photo, or its path."""
+
+    def content(self, index: int) -> bytes:
+        """The same as bytes. May raise anything that is wrong with the photo."""
+
+
+@dataclass(frozen=True)
+class FolderPhotos:
+    """A file for each photo."""
+
+    root: Path
+    paths: Sequence[str]
+    """Below the root."""
+
+    @property
+    def name(self) -> str:
+        """See ``PhotoStore``."""
+        return self.root.name or "photos"
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def identity(self) -> list[str]:
+        """See ``PhotoStore``."""
+        return list(self.paths)
+
+    def states(self) -> States:
+        """See ``PhotoStore``."""
+        found = np.full((len(self.paths), 2), -1, dtype=np.int64)
+        for row, path in zip(found, self.paths, strict=True):
+            try:
+                state = os.stat(f"{self.root}/{path}")  # noqa: PTH116 - a third of the time, for each of a million files
+            except OSError:
+                continue
+            row[:] = state.st_size, state.st_mtime_ns
+        return found
+
+    def source(self, index: int) -> Path:
+        """See ``PhotoStore``."""
+        return self.root / self.paths[index]
+
+    def content(self, index: int) -> bytes:
+        """See ``PhotoStore``."""
+        return self.source(index).read_bytes()
+
+
+@dataclass(frozen=True)
+class StoredPhotos:
+    """Many photos in each of some files, such as shards."""
+
+    name: str
+    """See ``PhotoStore``."""
+    count: int
+    """Of photos."""
+    files: Sequence[Path]
+    """All that hold them; none where they are in memory."""
+    words: Sequence[str]
+    """Further words that identify the selected contents."""
+    read: Callable[[int], bytes | Path]
+    """Gives an encoded photo, or where it lies outside of these files."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def identity(self) -> list[str]:
+        """See ``PhotoStore``."""
+        return [str(self.count), *(file.name for file in self.files), *self.words]
+
+    def states(self) -> States:
+        """See ``PhotoStore``: the files together, so that a change of one asks for a look at every photo."""
+        try:
+            found = [file.stat() for file in self.files]
+        except OSError:
+            return np.full((self.count, 2), -1, dtype=np.int64)
+        times = np.array([state.st_mtime_ns for state in found], dtype=np.int64).tobytes()
+        time = int.from_bytes(hashlib.blake2b(times, digest_size=7).digest(), "little")
+        return np.tile(
+            np.array([sum(state.st_size for state in found), time], dtype=np.int64), (self.count, 1)
+        )
+
+    def source(self, index: int) -> bytes | Path:
+        """See ``PhotoStore``."""
+        return self.read(index)
+
+    def content(self, index: int) -> bytes:
+        """See ``PhotoStore``; what lies outside could change unseen, so it is not kept."""
+        found = self.read(index)
+        if isinstance(found, Path):
+            raise DataError(f"the photo is outside of the set, in {found}")
+        return found
+
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+_DIGEST = 16
+_RESERVE, _LARGEST_RESERVE = 0.05, 10e9
+"""Part of a disk that is left free, and bytes that suffice on a large one."""
+
+
+def build_cache(
+    file: Path,
+    photos: PhotoStore,
+    kept_as: CacheFormat,
+    *,
+    workers: int,
+    tell: Callable[[int, int], None],
+) -> None:
+    """Writes the file for some photos.
+
+    Args:
+        file: appears when it is whole.
+        photos: where they are found.
+        kept_as: what is kept of each.
+        workers: processes that decode; 0 decodes here.
+        tell: called with the number of photos done and of all.
+
+    Raises:
+        ConfigError: the disk has not enough room.
+    """
+    state, count = photos.states(), len(photos)
+    rows: list[npt.NDArray[np.int64]] = []
+    digests: list[npt.NDArray[np.uint8]] = []
+    logger.info("%d photos are decoded once, into %s", count, file)
+    reading = open_reading(_Decoded(photos, kept_as), seed=0, workers=workers)
+    try:
+        with writing(file) as writer:
+            for content, sizes, table, digest in reading.read(_requests(count)):
+                _check_room(file, writer, sum(map(len, rows)), count)
+                _append(writer, content.numpy(), sizes.tolist(), file)
+                rows.append(table.numpy())
+                digests.append(digest.numpy())
+                tell(sum(map(len, rows)), count)
+            writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
+            logger.info("The decoded photos take %s", format_bytes(writer.written))
+    finally:
+        reading.close()
+
+
+def content_digest(content: bytes) -> npt.NDArray[np.uint8]:
+    """BLAKE2b of a file's content, 16 bytes."""
+    return np.frombuffer(hashlib.blake2b(content, digest_size=_DIGEST).digest(), dtype=np.uint8)
+
+
+class _Decoded(Dataset[Any]):
+    """The records of all photos, read in blocks."""
+
+    def __init__(self, photos: PhotoStore, kept_as: CacheFormat) -> None:
+        self._photos, self._kept_as = photos, kept_as
+
+    def __len__(self) -> int:
+        return len(self._photos)
+
+    def get_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, ...]:
+        """All bytes; their number, row and digest for each photo."""
+        kept, rows, digests = [], [], []
+        for index in indices.tolist():
+            content, row, digest = self._decode(index)
+            kept.append(content)
+            rows.append(row)
+            digests.append(digest)
+        sizes = torch.tensor([len(content) for content in kept], dtype=torch.int64)
+        return (
+            torch.from_numpy(np.concatenate(kept)),
+            sizes,
+            torch.tensor(rows, dtype=torch.int64),
+            torch.from_numpy(np.stack(digests)),
+        )
+
+    def _decode(self, index: int) -> tuple[npt.NDArray[np.uint8], Any, npt.NDArray[np.uint8]]:
+        content = b""
+        try:
+            content = self._photos.content(index)
+            parts, row = self._kept_as.encode(open_photo(content))
+        except MemoryError:
+            raise
+        except Exception:  # whatever is wrong with the photo, who reads it from its store will be told
+            return np.zeros(0, dtype=np.uint8), ABSENT, content_digest(content)
+        return joined(parts, ALIGNMENT), row, content_digest(content)
+
+
+def _requests(count: int) -> Iterator[Request]:
+    for first in range(0, count, _AT_ONCE):
+        yield Request(EVALUATION_EPOCH, np.arange(first, min(first + _AT_ONCE, count), dtype=np.int64))
+
+
+def _append(writer: RecordWriter, content: npt.NDArray[np.uint8], sizes: list[int], file: Path) -> None:
+    try:
+        writer.append(content, sizes)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write the decoded photos to {file}: {error}. Give data.cache a folder with more room, or "
+            "false."
+        ) from error
+
+
+def _check_room(file: Path, writer: RecordWriter, done: int, count: int) -> None:
+    """Raises ``ConfigError`` early if the disk will be full, judging by the photos so far."""
+    if not done:
+        return
+    disk = shutil.disk_usage(file.parent)
+    left = writer.written / done * (count - done)
+    reserve = min(_RESERVE * disk.total, _LARGEST_RESERVE)
+    if disk.free - left < reserve:
+        raise ConfigError(
+            f"The {count:,} decoded photos would take about {format_bytes(writer.written + left)}, and {file.parent} "
+            f"has {format_bytes(disk.free + writer.written)} free, of which {format_bytes(reserve)} are reserved. "
+            "Give data.cache a folder with more room, or false."
+        )
+
+
+Tell = Callable[[int, int], None]
+"""Called with the numbers of decoded photos and of all; (0, all) while another process decodes them."""
+
+_VERSION = 1
+
+
+class ImageCache:
+    """The decoded photos of a set, by number.
+
+    Args:
+        records: the file.
+        kept_as: what it keeps.
+        photos: where those are found that are not kept.
+    """
+
+    def __init__(self, records: RecordFile, kept_as: CacheFormat, photos: PhotoStore) -> None:
+        self.file = records.path
+        self._records, self._kept_as, self._photos = records, kept_as, photos
+        self._rows = records.arrays["rows"]
+
+    def photo(self, index: int) -> Photo:
+        """The whole photo; from its file where that is not kept."""
+        row = self._row(index)
+        if row[2] and isinstance(self._kept_as, WholePhotos):
+            return CachedImage(self._records[index], row)
+        return open_photo(self._photos.source(index))
+
+    def cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
+        """Makes the picture that ``transform`` cuts out of a photo, as ``decode_into`` makes it of the file."""
+        row = self._row(index)
+        if not row[2] or not self._kept_as.cut_into(self._records[index], row, transform, uniforms, out):
+            cut_into(open_photo(self._photos.source(index)), transform, uniforms, out)
+
+    def _row(self, index: int) -> Row:
+        width, height, scales, scalable = self._rows[index].tolist()
+        return width, height, scales, scalable
+
+
+def open_cache(
+    photos: PhotoStore,
+    transform: ImageTransform | Callable[[Any], Any],
+    folder: Path,
+    *,
+    workers: int = 0,
+    tell: Tell = lambda done, count: None,
+) -> ImageCache:
+    """The decoded photos, from the file in ``folder`` that was made of them with these settings, else a new one.
+
+    One process makes it and others wait. A file is made anew once a photo's content has changed; where only times have,
+    the contents are compared.
+
+    Args:
+        photos: where they are found.
+        transform: what is done to them.
+        folder: where the file is kept; made where it is absent.
+        workers: processes that decode; 0 decodes here.
+        tell: see ``Tell``.
+
+    Raises:
+        ConfigError: the folder cannot be written to, or has not enough room.
+    """
+    kept_as = cache_format(transform)
+    file = folder / f"{photos.name}-{_key(photos, kept_as)}.photos"
+    records = _current(file, photos)
+    if records is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"Cannot create {folder}: {error}. Give data.cache another folder.") from error
+        with lock_file(file.with_suffix(".lock"), lambda: tell(0, len(photos))):
+            records = _current(file, photos)
+            if records is None:
+                build_cache(file, photos, kept_as, workers=workers, tell=tell)
+                records = RecordFile(file)
+    return ImageCache(records, kept_as, photos)
+
+
+def default_folder() -> Path:
+    """The user's folder for things that can be made again, after the XDG rules."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+
+
+def _key(photos: PhotoStore, kept_as: CacheFormat) -> str:
+    settings = json.dumps([_VERSION, kept_as.settings(), photos.identity()], sort_keys=True)
+    return hashlib.blake2b(settings.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def _current(file: Path, photos: PhotoStore) -> RecordFile | None:
+    """The file, if it is complete and the photos have not changed since."""
+    try:
+        records = RecordFile(file)
+    except (OSError, ValueError):
+        return None
+    noted, found = records.arrays["states"], photos.states()
+    if noted.shape != found.shape or not np.array_equal(noted[:, 0], found[:, 0]):
+        return None
+    for index in np.flatnonzero(noted[:, 1] != found[:, 1]).tolist():
+        try:
+            content = photos.content(index)
+        except Exception:  # as when it was decoded: nothing of it is kept
+            content = b""
+        if not np.array_equal(content_digest(content), records.arrays["digests"][index]):
+            return None
+    return records

@@ -1,0 +1,187 @@
+"""Memory that a rank shares with its workers, in buffers that are reused.
+
+New shared memory costs more than filling it: the kernel zeroes each page for the worker, maps it again for the rank,
+and frees it after the step. A buffer stays mapped, and its pages stay where they are:
+
+    worker   acquires a free buffer of its own | writes a request's tensors into it | sends their offsets
+    rank                                                          | tensors in the buffer | released: buffer is free
+
+A buffer is marked as taken in a byte that both see: the worker sets it, the rank clears it when the last tensor in the
+buffer is released, whoever held it. Where no buffer is free, or one is too small, tensors are sent as torch sends them;
+no value depends on it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from lockstep.data.batch import map_leaves
+from lockstep.data.reader import GroupedBatch
+
+_SIZE = 256 << 20
+"""Bytes of a buffer. Pages that are never written take no memory."""
+_SMALL = 16 << 10
+"""Tensors of up to so many bytes are sent by value, so that labels that somebody collects occupy no buffer."""
+_ALIGNMENT = 64
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor as it is sent: its offset in the buffer, or its bytes."""
+
+    place: int | bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """The result of one request as it is sent: tensors are replaced by their offsets."""
+
+    buffer: int
+    found: GroupedBatch
+
+
+class SharedBuffers:
+    """Some buffers for each worker. Made before the workers are forked.
+
+    Args:
+        workers: how many there are.
+        each: buffers of a worker: for what it has read ahead, and as much again that the rank still holds.
+
+    Raises:
+        OSError: the process may not have so many addresses.
+    """
+
+    def __init__(self, workers: int, each: int) -> None:
+        self._each, self._rank, self._turn = each, os.getpid(), 0
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._memory = mmap.mmap(-1, workers * each * _SIZE, flags=flags)
+        self._taken: Bytes = np.frombuffer(mmap.mmap(-1, workers * each), dtype=np.uint8)
+        self._held: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        """In the rank: the buffers that have tensors."""
+        self._kept: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
+        """In a worker: those that are being filled, and any whose tensors a data set keeps."""
+
+    def buffer(self, worker: int) -> SharedBuffer | None:
+        """In a worker: one of its buffers that nobody uses, neither the rank nor anything that was kept here.
+
+        It takes them in turn, so that all have their pages after the first few steps: a run that does not fit into
+        memory ends there, and not hours later when for once the rank was slower than its workers.
+        """
+        for turn in range(self._turn, self._turn + self._each):
+            number = worker * self._each + turn % self._each
+            if not self._taken[number] and number not in self._kept:
+                content = self._kept[number] = self._bytes(number)
+                self._turn = turn + 1
+                return SharedBuffer(number, content, self._taken)
+        return None
+
+    def open(self, answer: WorkerResult) -> GroupedBatch:
+        """In the rank: what was read. The buffer is free again when the last of the tensors in it has gone."""
+        content = self._held[answer.buffer] = self._bytes(answer.buffer)
+        weakref.finalize(content, _free, self._taken, answer.buffer, self._rank).atexit = False
+        return answer.found.map(lambda data: _changed(data, _Sent, lambda sent: _received(sent, content)))
+
+    def close(self) -> None:
+        """Gives the memory of buffers without tensors back, also where another process still has it mapped."""
+        for number in range(len(self._taken) if os.getpid() == self._rank else 0):
+            if number not in self._held:
+                self._memory.madvise(mmap.MADV_REMOVE, number * _SIZE, _SIZE)
+
+    def _bytes(self, number: int) -> Bytes:
+        """All of a buffer; tensors in it keep this array, and so tell whether there are any."""
+        return np.frombuffer(self._memory, dtype=np.uint8, count=_SIZE, offset=number * _SIZE)
+
+
+class SharedBuffer:
+    """A buffer in which a worker puts the tensors of one request.
+
+    Args:
+        number: of the room.
+        content: its bytes.
+        taken: the marks of all buffers.
+    """
+
+    def __init__(self, number: int, content: Bytes, taken: Bytes) -> None:
+        self._number, self._content, self._taken = number, content, taken
+        self._used = 0
+
+    def empty(self, *shape: int) -> Tensor | None:
+        """A ``uint8`` tensor here that is to be filled; None where it does not fit."""
+        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        end = begin + int(np.prod(shape, dtype=np.int64))
+        if end > _SIZE:
+            return None
+        self._used = end
+        return torch.from_numpy(self._content[begin:end]).view(shape)
+
+    def answer(self, found: GroupedBatch) -> WorkerResult:
+        """The result to send; tensors that are not in the buffer yet are copied into it."""
+        self._taken[self._number] = 1
+        return WorkerResult(self._number, found.map(lambda data: _changed(data, Tensor, self._sent)))
+
+    def _sent(self, tensor: Tensor) -> Tensor | _Sent:
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
+            return tensor
+        if not tensor.is_contiguous() or not tensor.numel():
+            return tensor
+        shape, size = tuple(tensor.shape), tensor.nbytes
+        if size <= _SMALL:
+            return _Sent(tensor.view(-1).view(torch.uint8).numpy().tobytes(), tensor.dtype, shape)
+        offset = tensor.data_ptr() - self._content.ctypes.data
+        if not 0 <= offset < _SIZE:
+            place = self.empty(size)
+            if place is None:
+                return tensor
+            place.copy_(tensor.view(-1).view(torch.uint8))
+            offset = place.data_ptr() - self._content.ctypes.data
+        return _Sent(offset, tensor.dtype, shape)
+
+
+def image_buffer(count: int, size: int) -> Tensor:
+    """Memory for ``uint8`` pictures (count, 3, size, size); in a worker the rank has it too, and needs no copy."""
+    shape = (count, 3, size, size)
+    worker = get_worker_info()
+    if worker is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    buffer: SharedBuffer | None = getattr(
+        worker.dataset, "buffer", None
+    )  # of our workers; a DataLoader of the user's has none
+    pictures = None if buffer is None else buffer.empty(*shape)
+    if pictures is not None:
+        return pictures
+    storage = torch.UntypedStorage._new_shared(count * 3 * size * size)  # type: ignore[no-untyped-call]  # torch
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)
+
+
+def _free(taken: Bytes, buffer: int, rank: int) -> None:
+    """Clears the mark of a buffer, in the rank: a process that was forked meanwhile lets go of copies only."""
+    if os.getpid() == rank:
+        taken[buffer] = 0
+
+
+def _received(sent: _Sent, content: Bytes) -> Tensor:
+    if isinstance(sent.place, bytes):
+        return torch.frombuffer(bytearray(sent.place), dtype=sent.dtype).view(sent.shape)
+    size = int(np.prod(sent.shape, dtype=np.int64)) * sent.dtype.itemsize
+    return torch.from_numpy(content[sent.place : sent.place + size]).view(sent.dtype).view(sent.shape)
+
+
+def _changed(data: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same tuples, lists and dicts with every value of a kind changed."""
+    return map_leaves(data, lambda value: change(value) if isinstance(value, kind) else value)

@@ -1,0 +1,88 @@
+"""Data sets around another one: what they hand through, and how they read rows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from lockstep.core.plan import Indices
+from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
+from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
+from lockstep.data.reader import BrokenSample, Collate
+from lockstep.errors import ConfigError
+
+BatchRead = Callable[[Indices, SampleKeys], Any]
+
+
+class Wrapping(FinishAlias, Dataset[Any]):
+    """A data set that reads another one in its own way.
+
+    Args:
+        dataset: a map-style data set; ``Subset`` is looked through.
+    """
+
+    outermost = False
+    """True for a set that may not be wrapped by another one."""
+
+    def __init__(self, dataset: Any) -> None:
+        name = type(self).__name__
+        require_map_style(dataset, name)
+        if len(dataset) == 0:
+            raise ConfigError(f"{name} was given an empty data set. Check how it was split.")
+        if getattr(dataset, "outermost", False) and not self.outermost:
+            outer = type(dataset).__name__
+            raise ConfigError(f"{outer} belongs around {name}, not inside it: {outer}({name}(dataset, ...)).")
+        self.dataset = dataset
+        self._inner, self._numbers = unwrap_subset(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def device_transform(self) -> DeviceTransform | None:
+        """That of the inner set."""
+        return device_transform_of(self._inner)
+
+    @property
+    def in_memory(self) -> bool:
+        """True if the inner set is in memory."""
+        return type(self._inner) is TensorDataset or bool(getattr(self._inner, "in_memory", False))
+
+    def rows_of(self, indices: Indices) -> Indices:
+        """The numbers of the inner set that those of the given one stand for."""
+        return indices if self._numbers is None else self._numbers[indices]
+
+    def inner_batch(self) -> BatchRead | None:
+        """Reads whole micro-batches of the given set by its own numbers; ``None`` where it is read one by one."""
+        if type(self._inner) is TensorDataset:
+            return self._index_tensors
+        read: BatchRead | None = getattr(self._inner, "get_batch", None)
+        if read is None:
+            return None
+        return lambda indices, keys: read(self.rows_of(indices), keys)
+
+    def collated(self, collate: Collate | None, numbers: Indices, keys: SampleKeys) -> Any:
+        """Samples of the given set, read one by one, row ``i`` with the random numbers of row ``i`` of the keys.
+
+        A sample that cannot be read is a ``BrokenSample`` from its named error.
+        """
+        samples = []
+        with generators_kept():
+            for position, (number, seed) in enumerate(zip(numbers.tolist(), keys.seeds(), strict=True)):
+                seed_generators(seed)
+                try:
+                    samples.append(self.dataset[number])
+                except Exception as error:
+                    raise BrokenSample(position) from sample_error(self.dataset, number, error)
+            if collate is not None:
+                return collate(samples)
+            data = default_collate(samples)
+            return tuple(data) if isinstance(samples[0], tuple) else data
+
+    def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
+        rows = torch.from_numpy(self.rows_of(indices))
+        return tuple(tensor.index_select(0, rows) for tensor in self._inner.tensors)

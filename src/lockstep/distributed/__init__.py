@@ -1,0 +1,1 @@
+"""Communication between processes: process group, rendezvous, small collectives, network interfaces."""

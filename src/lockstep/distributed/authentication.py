@@ -1,0 +1,93 @@
+"""Mutual proof that both ends of a connection hold the same secret; the secret itself never travels.
+
+    both   a fresh nonce
+    both   HMAC-SHA256(secret, own role, own nonce, the other's nonce)
+
+Each end has its own role, so a message cannot be reflected to its sender. Until the other end is authenticated, the
+length of its messages is limited, and a message that cannot be parsed is refused.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from typing import Any
+
+from lockstep.errors import LockstepError
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+LONGEST_GREETING = 1024
+"""Maximum bytes of a message before authentication."""
+
+
+class Refused(LockstepError):
+    """A message that is invalid, too large, or from a sender that does not know the secret."""
+
+
+class Handshake:
+    """One end of the proof.
+
+    Args:
+        secret: shared by both ends.
+        role: of this end.
+        other: role of the other end.
+    """
+
+    def __init__(self, secret: bytes, role: str, other: str) -> None:
+        self._secret, self._role, self._other = secret, role.encode(), other.encode()
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        """Sent to the other end first."""
+
+    def proof(self, nonce: bytes) -> bytes:
+        """Returns this end's proof, for the nonce of the other."""
+        return sign(self._secret, b"proof", self._role, self.nonce, nonce)
+
+    def accepts(self, nonce: bytes, proof: bytes) -> bool:
+        """Checks the other end's proof; ``nonce`` is the one that it sent."""
+        return hmac.compare_digest(proof, sign(self._secret, b"proof", self._other, nonce, self.nonce))
+
+    def session_key(self, nonce: bytes) -> bytes:
+        """Returns the key of this connection, the same on both ends."""
+        ends = sorted([(self._role, self.nonce), (self._other, nonce)])
+        return sign(self._secret, b"session", *(part for end in ends for part in end))
+
+
+def sign(key: bytes, *parts: bytes) -> bytes:
+    """Returns the HMAC-SHA256 of parts and of their lengths."""
+    mac = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        mac.update(len(part).to_bytes(8, "big"))
+        mac.update(part)
+    return mac.digest()
+
+
+def is_signed(signature: bytes, key: bytes, *parts: bytes) -> bool:
+    """Checks, in constant time, a signature by ``sign`` in hexadecimal digits."""
+    return hmac.compare_digest(signature, sign(key, *parts).hex().encode())
+
+
+def parse_object(data: bytes | bytearray) -> dict[str, Any]:
+    """Parses the JSON object in a message before authentication; raises ``Refused`` for anything else."""
+    if len(data) > LONGEST_GREETING:
+        raise Refused(f"a first message has {len(data)} bytes; the limit is {LONGEST_GREETING}")
+    try:
+        found = json.loads(data)
+        json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate would raise wherever it is written
+    except Exception as error:  # untrusted bytes may raise anything (huge numbers, deep nesting)
+        raise Refused("a first message is not JSON") from error
+    if not isinstance(found, dict):
+        raise Refused("a first message is not a JSON object")
+    return found
+
+
+def parse_hex(text: object, size: int) -> bytes:
+    """Parses a field of hexadecimal digits; raises ``Refused`` unless it has ``size`` bytes."""
+    try:
+        data = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        data = b""
+    if len(data) != size:
+        raise Refused(f"a first message lacks {size} bytes in hexadecimal digits")
+    return data

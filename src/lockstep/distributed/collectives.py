@@ -1,0 +1,75 @@
+"""Small exchanges between ranks: JSON and tensors, never pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.runtime.stack_dump import Mark, stack_marker
+
+
+@stack_marker(Mark.WAITS_FOR_EXCHANGE)
+def all_gather_flat(
+    output: Tensor, part: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Gathers every rank's flat ``part`` into ``output``. Collective. Its name differs between versions of torch."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(output, part, group=group, async_op=async_op)
+    return work
+
+
+def all_gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gathers rows of shape (n,) from all ranks to (ranks, n); without a group only this process's. Collective."""
+    if group is None:
+        return row.unsqueeze(0)
+    rows = torch.empty(dist.get_world_size(group), row.numel(), dtype=row.dtype, device=row.device)
+    all_gather_flat(rows.view(-1), row.contiguous(), group)
+    return rows
+
+
+def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The largest of each entry over the ranks, in a tensor of its own. Collective."""
+    largest = values.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def drop_process_groups(*holders: object) -> None:
+    """Sets the attributes of objects that are process groups to None.
+
+    A gloo group that is still referenced when the interpreter exits is destroyed after its threads, which sometimes
+    aborts the process ("terminate called without an active exception") although all work is done.
+    """
+    for holder in holders:
+        for name, value in list(vars(holder).items()):
+            if isinstance(value, dist.ProcessGroup):
+                setattr(holder, name, None)
+
+
+@stack_marker(Mark.WAITS_FOR_EXCHANGE)
+def gather_json(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Gathers a JSON value from every rank, by rank. Collective: every rank of ``group`` must call this."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = all_gather_rows(torch.tensor([len(data)], device=device), group).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    rows = all_gather_rows(padded, group).cpu()
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
+
+
+@stack_marker(Mark.WAITS_FOR_EXCHANGE)
+def broadcast_tensors(tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Overwrites the tensors with those of global rank ``source``. Collective; same shapes on every rank."""
+    for tensor in tensors:
+        data = tensor.detach()
+        if data.is_contiguous():
+            dist.broadcast(data, source, group=group)
+        else:
+            packed = data.contiguous()
+            dist.broadcast(packed, source, group=group)
+            data.copy_(packed)

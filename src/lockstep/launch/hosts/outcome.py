@@ -1,0 +1,197 @@
+"""The outcome of a run on several hosts, decided by node 0: pure functions.
+
+The first half is the JSON that hosts send each other: how ranks ended, and snapshots of stalled ranks. Times of
+``time.monotonic()`` differ between hosts, so the reader adds the offset. ``decide_outcome`` is the second half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
+from lockstep.launch.outcome import RankEnd, judge, report
+from lockstep.launch.restarts import find_lost_ranks, furthest_step
+from lockstep.launch.stalls.snapshot import Collective, Frame, RankSnapshot, Stack
+from lockstep.runtime.control import StopReason
+from lockstep.runtime.error_record import ErrorRecord
+from lockstep.runtime.heartbeat import Beat, Membership
+from lockstep.text import plural
+
+_LONGEST_TRACEBACK = 16384
+_MOST_FRAMES = 32
+_MOST_COLLECTIVES = 32
+
+
+def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]) -> dict[str, Any]:
+    """Returns the end of a rank as JSON, with what a reader on another host cannot look up.
+
+    Args:
+        end: of a rank of this host.
+        host: this host's name.
+        logs: the log folder on this host.
+        last_lines: of the rank's output.
+    """
+    record = end.record
+    if record is not None:
+        record = replace(
+            record, traceback="", shown=_shortened(record.shown), message=_shortened(record.message)
+        )
+    return asdict(
+        replace(end, record=record, host=host, logs=logs, last_lines=tuple(map(_shortened, last_lines)))
+    )
+
+
+def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
+    """Reads the result of ``end_to_json``, in this host's time.
+
+    Args:
+        fields: of the end.
+        offset: seconds to add to the other host's ``time.monotonic()``.
+    """
+    found = dict(fields)
+    beat, record = found.pop("beat"), found.pop("record")
+    return RankEnd(
+        **{
+            **found,
+            "time": found["time"] + offset,
+            "beat": None if beat is None else _beat(beat, offset),
+            "record": None if record is None else _record(record, offset),
+            "last_lines": tuple(found["last_lines"]),
+        }
+    )
+
+
+def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
+    """Returns the snapshot of a rank as JSON, without the rest of a deep stack."""
+    kept = replace(
+        snapshot,
+        stack=snapshot.stack[:_MOST_FRAMES],
+        workers=tuple(stack[:_MOST_FRAMES] for stack in snapshot.workers),
+        collectives=snapshot.collectives[-_MOST_COLLECTIVES:],
+    )
+    fields = asdict(kept)
+    fields["limit"] = min(snapshot.limit, 1e9)  # JSON has no infinity
+    return fields
+
+
+def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
+    """Reads the result of ``snapshot_to_json``, in this host's time."""
+    return RankSnapshot(
+        **{
+            **fields,
+            "beat": _beat(fields["beat"], offset),
+            "stack": _stack(fields["stack"]),
+            "workers": tuple(map(_stack, fields["workers"])),
+            "collectives": tuple(map(_collective, fields["collectives"])),
+        }
+    )
+
+
+def _beat(fields: Mapping[str, Any], offset: float) -> Beat:
+    return Beat(
+        **{
+            **fields,
+            "time": fields["time"] + offset,
+            "membership": Membership(fields["membership"]),
+            "samples": tuple(fields["samples"]),
+        }
+    )
+
+
+def _record(fields: Mapping[str, Any], offset: float) -> ErrorRecord:
+    return ErrorRecord(**{**fields, "time": fields["time"] + offset, "samples": tuple(fields["samples"])})
+
+
+def _stack(frames: Sequence[Mapping[str, Any]]) -> Stack:
+    return tuple(Frame(**frame) for frame in frames)
+
+
+def _collective(fields: Mapping[str, Any]) -> Collective:
+    sizes = tuple(tuple(size) for size in fields["sizes"])
+    return Collective(**{**fields, "sizes": sizes, "types": tuple(fields["types"])})
+
+
+def _shortened(text: str) -> str:
+    """Cuts the middle out of a text that is too long to be sent."""
+    if len(text) <= _LONGEST_TRACEBACK:
+        return text
+    half = _LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n... ({len(text) - 2 * half} characters are left out) ...\n{text[-half:]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """The end of a run, which every host reports with the same exit code."""
+
+    code: int
+    lines: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+    """Numbers of the hosts that were lost; the others may restart without them."""
+    lost_at: int | None = None
+    """The last step of a run that ended because something was lost; None where a restart would not help."""
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the logs are kept."""
+        return self.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> RunOutcome:
+        """Reads the result of ``to_json``."""
+        lines, lost = tuple(map(str, fields["lines"])), tuple(map(int, fields["lost"]))
+        return cls(code=int(fields["code"]), lines=lines, lost=lost, lost_at=fields["lost_at"])
+
+
+def decide_outcome(
+    ends: Sequence[RankEnd],
+    reason: StopReason,
+    *,
+    lost: Mapping[int, str],
+    faults: Sequence[tuple[int, Sequence[str]]] = (),
+    stall: Sequence[str] = (),
+    logs: Path,
+) -> RunOutcome:
+    """Decides how the run ended.
+
+    Args:
+        ends: of all ranks of the remaining hosts, in the time of this host.
+        reason: why the ranks were asked to stop, if they were.
+        lost: why each lost host is lost, by its number, as in ``host 1 (fb) closed the connection``.
+        faults: exit code and lines of hosts whose ranks never started, or whose fork server was killed.
+        stall: the report of a stalled run.
+        logs: the log folder on this host.
+    """
+    gone = tuple(lost)
+    if stall:
+        return RunOutcome(code=EXIT_STALLED, lines=tuple(stall), lost=gone)
+    if faults:
+        code, lines = faults[0]
+        return RunOutcome(
+            code=code,
+            lines=tuple(lines),
+            lost=gone,
+            lost_at=furthest_step(ends) if code == EXIT_RANK else None,
+        )
+    verdict = judge(ends, reason)
+    lines = report(verdict, ends, reason, logs)
+    loss = find_lost_ranks(verdict, ends) if reason is StopReason.NONE else None
+    lost_at = None if loss is None else loss.step
+    if not lost:
+        return RunOutcome(code=verdict.code, lines=tuple(lines), lost_at=lost_at)
+    names = [f"{text}." for text in lost.values()]
+    cause = verdict.cause
+    if cause is not None and not cause.is_consequence and not verdict.left_early:
+        return RunOutcome(code=verdict.code, lines=(*lines, *names), lost=gone, lost_at=lost_at)
+    if reason is not StopReason.NONE:
+        return RunOutcome(code=int(reason), lines=(*names, *lines), lost=gone)
+    ended = f"The {plural(len(ends), 'rank')} of the other hosts ended after it."
+    return RunOutcome(
+        code=EXIT_RANK, lines=(*names, ended), lost=gone, lost_at=None if 0 in lost else furthest_step(ends)
+    )

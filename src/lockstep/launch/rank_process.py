@@ -1,0 +1,254 @@
+"""The life of one rank, from the fork to its exit.
+
+``run_rank`` sets the process up, runs the target, and ends in one of four ways. C++ destructors never run, because they
+abort while a process group is open:
+
+    the target returned          threads joined, atexit run, exit 0
+    SystemExit 75 or 130         the same: stopped because asked
+    SystemExit of another code   exit at once with that code
+    any other exception          an error record in the log folder, exit with the error's code
+
+A rank that fails or is ended while it writes a checkpoint waits a moment for the write to complete.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import faulthandler
+import importlib
+import importlib.machinery
+import json
+import multiprocessing
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.core.world import World
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
+from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
+from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget, Target
+from lockstep.runtime import stop_signals
+from lockstep.runtime.error_record import record_of, result_file, write_record
+from lockstep.runtime.heartbeat import Heartbeat, read_beat
+from lockstep.runtime.parent_death import arm, arm_future_children
+from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
+from lockstep.runtime.stop_signals import wait_for_critical_threads
+
+
+@stack_marker(Mark.RUNS_TARGET)
+def run_target(target: Target) -> Any:
+    """Runs the target to its end and returns what it returned; a script returns None."""
+    if isinstance(target, ScriptTarget):
+        return run_script(target)
+    if isinstance(target, EntryTarget):
+        return _run_entry(target)
+    return _run_function(target)
+
+
+@stack_marker(Mark.RUNS_TARGET)
+def run_script(target: ScriptTarget) -> None:
+    """Runs a script as ``python SCRIPT`` would: as a real ``__main__`` module that stays in ``sys.modules``.
+
+    So whatever the script defines can be pickled for its loader workers.
+    """
+    path = target.path
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    sys.argv = [path, *target.arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    exec(code, main.__dict__)
+
+
+@stack_marker(Mark.RUNS_TARGET)
+def _run_entry(target: EntryTarget) -> Any:
+    sys.argv = [target.entry]
+    module, _, name = target.entry.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    function = getattr(importlib.import_module(module), name)
+    return function(target.payload)
+
+
+@stack_marker(Mark.RUNS_TARGET)
+def _run_function(target: FunctionTarget) -> Any:
+    sys.path[:] = target.search_path
+    sys.argv = [target.main_path]
+    if target.main_path:
+        _import_main(target.main_path)
+    found: Any = importlib.import_module(target.module)
+    for part in target.name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ConfigError(
+            f"{target.name} is not defined when {target.main_path or target.module} is imported instead of run. "
+            "Define it at the top level, outside of `if __name__ == '__main__':`."
+        )
+    args, kwargs = pickle.loads(base64.b64decode(target.arguments))
+    return found(*args, **kwargs)
+
+
+@stack_marker(Mark.RUNS_TARGET)
+def _import_main(path: str) -> None:
+    """Imports the script that called ``launch`` as multiprocessing does, so that its guard is false."""
+    main = types.ModuleType("__mp_main__")
+    main.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+
+
+_LAST_BARRIER_SECONDS = 2.0
+_LAST_WRITE_SECONDS = 2.5
+"""Time to finish a checkpoint when a rank fails; the supervisor sends SIGKILL three seconds after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """Everything that a forked process needs to become a rank."""
+
+    rank: int
+    parent: int
+    """Process id of the fork server."""
+    environment: Mapping[str, str]
+    log: str
+    """File for the rank's output; empty for the rank that writes to the terminal."""
+    log_directory: str
+    signal_pipe: int
+    """Descriptor that passes signals to the rank on to the supervisor at once, whatever the rank is doing."""
+    target: Target
+    debug_port: int | None = None
+    """Port on which the rank waits for a debugger before it starts; None: it does not wait."""
+
+
+@stack_marker(Mark.RUNS_RANK)
+def run_rank(task: RankTask) -> NoReturn:
+    """Becomes the rank: sets the process up, runs the target, and exits."""
+    os.setpgid(0, 0)
+    arm(task.parent)
+    os.environ.update(task.environment)
+    _redirect(task.log)
+    world = World.from_environment()
+    heartbeat = Heartbeat.open(world)
+    stop_signals.install(heartbeat.control)
+    os.set_blocking(task.signal_pipe, False)
+    signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
+    arm_future_children()
+    faulthandler.enable()
+    # multiprocessing creates the sockets of loader workers there: the path is short, and they are removed with the run
+    multiprocessing.current_process()._config["tempdir"] = world.run_directory  # type: ignore[attr-defined]  # not public
+    serve_stack_dumps(world)
+    serve_debug_requests(world)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # as in processes started one by one
+    heartbeat.mark("start")
+    code = EXIT_RANK
+    try:
+        code = _run(task, world)
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _run(task: RankTask, world: World) -> int:
+    try:
+        if world.world_size > 1:
+            from lockstep.distributed.rendezvous import register_env_rendezvous
+
+            register_env_rendezvous(world)
+        lift_default_limit(world)
+        if task.debug_port is not None:
+            wait_for_debugger(world.rank, task.debug_port)
+        _keep_result(task, run_target(task.target))
+        _leave()
+        return EXIT_DONE
+    except SystemExit as ending:
+        return _leave_with(ending)
+    except BaseException as error:
+        beat = read_beat(Path(world.run_directory), world.rank)
+        record = record_of(error, rank=world.rank, beat=beat)
+        write_record(Path(task.log_directory), record)
+        if task.log:
+            print(record.traceback, file=sys.stderr)
+        wait_for_critical_threads(_LAST_WRITE_SECONDS)
+        return record.exit_code
+
+
+def _leave_with(ending: SystemExit) -> int:
+    if isinstance(ending, stop_signals.Ended):
+        wait_for_critical_threads(_LAST_WRITE_SECONDS)
+        return int(128 + signal.SIGTERM)
+    if ending.code is None or isinstance(ending.code, int):
+        code = ending.code or EXIT_DONE
+    else:
+        print(ending.code, file=sys.stderr)
+        code = 1
+    if code in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
+        _leave()
+    return code & 0xFF
+
+
+def _redirect(log: str) -> None:
+    if log:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(nothing, 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(nothing)
+        os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the fork server's TextIOWrapper
+
+
+def _keep_result(task: RankTask, result: Any) -> None:
+    if not isinstance(task.target, FunctionTarget):
+        return
+    try:
+        text = json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{task.target.name} returned a {type(result).__name__}, and results must be JSON: {error}. "
+            "Return numbers, strings, lists or dicts; write anything larger to a file."
+        ) from error
+    result_file(Path(os.environ["LOCKSTEP_RUN_DIRECTORY"]), task.rank).write_text(text)
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process as the interpreter does, but without the destructors that may abort it."""
+    _finish_program()
+    _flush()
+    os._exit(code)
+
+
+def _finish_program() -> None:
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are not daemons
+    atexit._run_exitfuncs()
+
+
+def _leave() -> None:
+    """Waits for the others if a script did not destroy its process group, then ends as the interpreter does."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        from lockstep.distributed.rendezvous import wait_for_all
+
+        with suppress(RuntimeError, ValueError):  # another rank failed: the supervisor reports it
+            wait_for_all(_LAST_BARRIER_SECONDS)
+    _finish_program()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # a closed pipe must not change the exit code
+            stream.flush()

@@ -1,0 +1,144 @@
+"""Restarts a run after a process was lost, as long as it makes progress.
+
+a rank killed by a signal, a lost fork server,       started again, from the run's newest checkpoint
+a killed loader worker, a lost connection or GPU
+any other exception, an exit code, a stall           not restarted: it would happen again
+a loss before the run passed the step of the last    not restarted: the restart gained nothing
+Ctrl-C, preemption                                   not restarted
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep.errors import EXIT_DONE
+from lockstep.launch.options import Devices, LaunchOptions, new_run_id
+from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome
+from lockstep.runtime.control import StopReason
+from lockstep.runtime.stop_signals import REASONS, SignalInbox
+from lockstep.text import plural
+
+_TRANSIENT = frozenset(
+    {
+        *("AcceleratorError", "DistBackendError", "DistNetworkError"),
+        *("OSError", "TimeoutError", "BrokenPipeError"),
+        *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
+    }
+)
+"""Exceptions of a device, a network or a disk, unless the message says that the program caused it:"""
+_CAUSED_BY_PROGRAM = ("device-side assert", "out of memory")
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """The outcome of the last start of a run."""
+
+    outcome: WorldOutcome
+    note: str = ""
+    """Why it was not restarted, if restarts were asked for."""
+    stop: StopReason = StopReason.NONE
+    """The reason of a signal that arrived between two starts."""
+
+
+def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: LaunchOptions) -> Recovered:
+    """Runs attempts until one ends without lost ranks, or another would not help.
+
+    Each restart prints two lines: what was lost, and what is started.
+
+    Args:
+        attempt: runs the world of these options to its end.
+        options: of the first attempt. All attempts have the same run id.
+    """
+    options = dataclasses.replace(options, run_id=options.run_id or new_run_id())
+    first, furthest = options, -2
+    with SignalInbox() as inbox:
+        while True:
+            outcome = attempt(options)
+            lost = outcome.lost
+            if lost is None or not options.restarts:
+                return Recovered(outcome)
+            if objection := _objection(lost, furthest, options):
+                return Recovered(outcome, note=objection)
+            if taken := inbox.take():
+                return Recovered(outcome, note="Not restarted: asked to stop.", stop=REASONS[taken[-1]])
+            furthest = lost.step
+            options = _next(options, first, lost)
+            print(f"{_summary(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True)
+
+
+def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | None:
+    """Returns the ranks that a run lost which nobody asked to stop; None where a restart would not help."""
+    cause = verdict.cause
+    if cause is None or verdict.left_early or not _is_transient(cause):
+        return None
+    lost = [
+        end.rank
+        for end in ends
+        if end.code != EXIT_DONE and not end.ended_by_us and (end is cause or not end.is_consequence)
+    ]
+    return LostRanks(ranks=tuple(sorted(lost)), step=furthest_step(ends))
+
+
+def furthest_step(ends: Sequence[RankEnd]) -> int:
+    """Returns the furthest step that any rank had begun; -1 if none had."""
+    return max((end.beat.step for end in ends if end.beat is not None), default=-1)
+
+
+def _is_transient(end: RankEnd) -> bool:
+    """True if a failure has a cause outside of the program, so that it may not happen again."""
+    record = end.record
+    if record is None:
+        return end.code < 0
+    if record.is_consequence:
+        return True
+    if record.on_purpose:
+        return record.kind == "RankError" and "was killed by SIG" in record.message
+    return record.kind in _TRANSIENT and not any(sign in record.message for sign in _CAUSED_BY_PROGRAM)
+
+
+def _objection(lost: LostRanks, furthest: int, options: LaunchOptions) -> str:
+    if lost.step <= furthest:
+        step = f" than step {furthest}" if furthest >= 0 else ""
+        return f"Not restarted: restart {options.restart} got no further{step}, so another would not either."
+    if options.restart >= options.restarts:
+        return f"Not restarted: all {options.restarts} restarts are used up."
+    return ""
+
+
+def _next(options: LaunchOptions, first: LaunchOptions, lost: LostRanks) -> LaunchOptions:
+    number = options.restart + 1
+    logs = f"{first.log_directory}/restart-{number}" if first.log_directory else ""
+    devices = options.devices
+    if options.restart_world == "remaining":
+        devices = _remaining_devices(options, lost.ranks)
+    return dataclasses.replace(options, restart=number, log_directory=logs, devices=devices)
+
+
+def _remaining_devices(options: LaunchOptions, lost: Sequence[int]) -> Devices:
+    """Returns the devices of the ranks that were not lost, as many as the target can run on; all if that is none."""
+    devices, each = options.devices, options.devices.per_rank
+    remaining = [rank for rank in range(devices.count) if rank not in lost]
+    while remaining and not options.fits(len(remaining)):
+        remaining.pop()
+    if not remaining:
+        return devices
+    names = tuple(name for rank in remaining for name in devices.names[rank * each : (rank + 1) * each])
+    return dataclasses.replace(devices, names=names)
+
+
+def _summary(lines: Sequence[str]) -> str:
+    """The first line of a report, and the log folder."""
+    logs = next((line for line in lines if line.startswith("Logs: ")), "")
+    first = lines[0].rstrip(":.") if lines else "A process was lost"
+    return f"{first}. {logs}".rstrip()
+
+
+def _announcement(options: LaunchOptions, first: LaunchOptions) -> str:
+    count = options.devices.count
+    ranks = plural(count, "rank")
+    who = f"the same {ranks}" if count == first.devices.count else f"{ranks} of {first.devices.count}"
+    verb = "resumes" if count == 1 else "resume"
+    return f"Restart {options.restart} of {options.restarts}: {who} {verb} from the last checkpoint."

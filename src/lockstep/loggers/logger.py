@@ -1,0 +1,122 @@
+"""The logger interface, several loggers as one, and the function that opens those that a run asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.core.world import World
+from lockstep.errors import ConfigError, nearest
+from lockstep.loggers.console import Console
+from lockstep.loggers.json_lines import JsonLines
+from lockstep.loggers.tensorboard import TensorBoard
+
+
+class Logger(Protocol):
+    """Receives the metrics of a run. ``step`` is the number of optimizer steps done so far, counted over epochs.
+
+    Values are plain floats: the caller of ``log`` decides how often one is copied from the device.
+    """
+
+    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+        """An epoch begins or goes on.
+
+        Args:
+            epoch: counted from 0.
+            epochs: of the whole run.
+            start: steps done before this epoch.
+            steps: steps of this epoch.
+        """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Metrics after ``step`` steps, such as ``loss``, ``accuracy``, ``samples_per_second``."""
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """The results of a finished epoch."""
+
+    def close(self) -> None:
+        """Ends the log; calling it twice is allowed."""
+
+
+_messages = logging.getLogger(__name__)
+
+
+class MultiLogger:
+    """Forwards all metrics to each of its loggers; without any it is the logger of every process but the main one.
+
+    A logger that raises is removed with a warning: a full disk or a closed terminal must not end a run.
+    """
+
+    def __init__(self, loggers: Iterable[Logger] = ()) -> None:
+        self._loggers = list(loggers)
+
+    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+        """Tells every logger that an epoch begins or goes on."""
+        self._each(lambda logger: logger.begin(epoch, epochs=epochs, start=start, steps=steps))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Forwards metrics to every logger."""
+        self._each(lambda logger: logger.log(step, values))
+
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+        """Forwards the results of an epoch to every logger."""
+        self._each(lambda logger: logger.epoch(epoch, step, values))
+
+    def close(self) -> None:
+        """Closes every logger that still works."""
+        self._each(lambda logger: logger.close())
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for logger in list(self._loggers):
+            try:
+                call(logger)
+            # Trackers raise whatever they like, and none of it is worth a run.
+            except Exception as error:
+                self._loggers.remove(logger)
+                with suppress(Exception):
+                    logger.close()
+                _messages.warning(
+                    "Logger %s failed and is disabled; training continues. (%s: %s)",
+                    type(logger).__name__,
+                    type(error).__name__,
+                    error,
+                )
+
+
+KNOWN = ("console", "jsonl", "tensorboard")
+
+
+def open_loggers(
+    world: World,
+    directory: Path | None,
+    names: Sequence[str] = ("console", "jsonl"),
+    *,
+    first_step: int = 0,
+    open_epoch: int | None = None,
+) -> Logger:
+    """The loggers of ``names`` as one, on the main process; one without loggers on every other.
+
+    Args:
+        world: who this process is.
+        directory: the run folder, for ``log.jsonl`` and ``tensorboard/``; None leaves those two out.
+        names: of ``console``, ``jsonl`` and ``tensorboard``.
+        first_step: steps done before this run goes on; 0 for a new one.
+        open_epoch: the epoch within which it goes on, if there is one.
+    """
+    for name in names:
+        if name not in KNOWN:
+            raise ConfigError(f"loggers: {name!r} is not known.{nearest(name, KNOWN)}")
+    if not world.is_main:
+        return MultiLogger()
+    loggers: list[Logger] = []
+    for name in dict.fromkeys(names):
+        if name == "console":
+            loggers.append(Console())
+        elif directory is not None and name == "jsonl":
+            loggers.append(JsonLines(directory / "log.jsonl", first_step=first_step, open_epoch=open_epoch))
+        elif directory is not None:
+            loggers.append(TensorBoard(directory / "tensorboard", first_step=first_step))
+    return MultiLogger(loggers)

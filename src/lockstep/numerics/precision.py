@@ -1,0 +1,79 @@
+"""Number formats of a run: which type the forward pass computes in, and how small gradients are kept from vanishing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from lockstep.config.strategy_options import PRECISIONS
+from lockstep.errors import ConfigError, nearest
+
+
+class Precision:
+    """One of ``fp32``, ``tf32`` (CUDA), ``bf16`` and ``fp16``; parameters and optimizer state stay in float32.
+
+    ``bf16`` and ``fp16`` run the forward pass under ``torch.autocast``; ``fp16`` also scales the loss
+    (Micikevicius et al. 2018), with torch's own GradScaler, on CPU and CUDA.
+    """
+
+    def __init__(self, name: str, device: torch.device, micro_batch_size: int = 1) -> None:
+        if name not in PRECISIONS:
+            raise ConfigError(f"precision {name!r} is not known.{nearest(name, PRECISIONS)}")
+        if name == "tf32" and device.type != "cuda":
+            raise ConfigError("precision 'tf32' exists on CUDA devices only; on a CPU use 'fp32' or 'bf16'.")
+        self.name = name
+        self._device = device
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.forward: Callable[[], AbstractContextManager[object]] = (
+            nullcontext if dtype is None else partial(torch.autocast, device.type, dtype=dtype)
+        )
+        """Gives the context of the forward pass and the loss."""
+        self.scaler: torch.amp.GradScaler | None = None
+        if name == "fp16":
+            # The backward pass starts from a sum of losses, not a mean: begin that much lower than torch's 2^16.
+            scale = 2.0 ** (16 - (micro_batch_size - 1).bit_length())
+            self.scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+            self.scaler.scale(torch.zeros((), device=device))  # torch makes the scale on first use
+
+    def prepare(self, model: nn.Module) -> None:
+        """Lets every layer of a model run in this number format.
+
+        oneDNN cannot train an LSTM in float16 on a CPU, nor in bfloat16 on one without AVX-512 ("could not create a
+        primitive descriptor"), so torch's own implementation computes it there.
+        """
+        if self._device.type != "cpu":
+            return
+        has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # torch asks it before it compiles for oneDNN
+        if self.name == "fp16" or (self.name == "bf16" and not has_bf16):
+            for module in model.modules():
+                if isinstance(module, nn.LSTM):
+                    _without_onednn(module)
+
+    def configure_backend(self) -> None:
+        """Makes CUDA arithmetic repeatable and sets whether it may use TF32. Does nothing on a CPU."""
+        if self._device.type != "cuda":
+            return
+        torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
+        torch.backends.cudnn.allow_tf32 = self.name == "tf32"
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+
+
+def _without_onednn(module: nn.Module) -> None:
+    """Switches oneDNN off while the module's forward runs."""
+    was_enabled: list[bool] = []
+
+    def enter(*_: object) -> None:
+        was_enabled.append(bool(torch.backends.mkldnn.enabled))
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # a property of the module
+
+    def leave(*_: object) -> None:
+        if was_enabled:
+            torch.backends.mkldnn.enabled = was_enabled.pop()  # type: ignore[assignment]  # a property of the module
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,300 @@
+"""Running statistics (BatchNorm's, and buffers the user declares) that do not depend on who ran which micro-batch.
+
+Every micro-batch of a step starts from the step's old values. The step's new values are the tree mean of what the
+micro-batches left behind; a module that no micro-batch used in training mode keeps its old ones, bit for bit. Integer
+counters advance once per step. All values lie in one flat tensor, so that saving and restoring them is one copy; where
+the layers lie on several devices there is one on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.core.plan import Share
+from lockstep.core.summation_tree import TreeStack
+from lockstep.errors import ConfigError
+
+_COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+"""Forward passes that advance ``num_batches_tracked`` whenever they change the statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class BufferLocation:
+    """A buffer, and the module's dictionary that holds it."""
+
+    name: str
+    buffer: Tensor
+    holder: dict[str, Tensor | None]
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class BufferGroup:
+    """Buffers that are used together, and what tells whether they were."""
+
+    locations: list[BufferLocation]
+    counter: BufferLocation | None = None
+    """A counter that advances exactly when they change; otherwise their values are compared."""
+
+    @property
+    def numel(self) -> int:
+        """Number of values in all of them."""
+        return sum(location.buffer.numel() for location in self.locations)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Returns whether a model computes statistics over the rows of a micro-batch, which needs at least two of them."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], list[BufferLocation]]:
+    """The groups of buffers that are averaged, and the integer counters.
+
+    Raises:
+        ConfigError: a pattern of ``declared`` matches nothing, or the types of the buffers differ.
+    """
+    groups: list[BufferGroup] = []
+    counters: list[BufferLocation] = []
+    buffers = {location.name: location for location in _buffers(model)}
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        keys = ("running_mean", "running_var", "num_batches_tracked")
+        mean, variance, counter = (buffers.get(path + key) for key in keys)
+        if isinstance(module, _NormBase) and mean is not None and variance is not None:
+            counters += [counter] if counter is not None else []
+            groups.append(
+                BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
+            )
+    found = names(groups, counters)
+    for pattern in declared:
+        matched = [name for name in buffers if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ConfigError(f"running_buffers: no buffer of the model matches {pattern!r}.")
+        groups += [BufferGroup([buffers[name]]) for name in matched if name not in found]
+        found.update(matched)
+    averaged = [location for group in groups for location in group.locations]
+    wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
+    for location in averaged:
+        if location.buffer.dtype != wide:
+            raise ConfigError(
+                f"The running buffer {location.name!r} is {location.buffer.dtype}, but running buffers must be all "
+                "float32 or all float64. Convert them to one type."
+            )
+    return groups, counters
+
+
+def names(groups: Sequence[BufferGroup], counters: Sequence[BufferLocation]) -> set[str]:
+    """The names of what ``find`` gave."""
+    return {location.name for group in groups for location in group.locations} | {
+        location.name for location in counters
+    }
+
+
+def _buffers(model: nn.Module) -> Iterator[BufferLocation]:
+    """Every buffer once, under its first name, as ``named_buffers`` has it."""
+    seen: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                yield BufferLocation(f"{prefix}.{key}" if prefix else key, buffer, module._buffers, key)
+
+
+class RunningBuffers:
+    """The buffers of a model that its forward pass changes.
+
+    Args:
+        model: the model, on its device; its running buffers become views of one flat tensor.
+        declared: name patterns of further floating-point buffers to average (``["ema.*"]``).
+        on: take only the buffers on this device; None for all.
+    """
+
+    def __init__(
+        self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
+    ) -> None:
+        self._model = model
+        groups, counters = find(model, declared)
+        self._known = names(groups, counters)
+        groups = [group for group in groups if on in (None, group.locations[0].buffer.device)]
+        counters = [location for location in counters if on in (None, location.buffer.device)]
+        averaged = [location for group in groups for location in group.locations]
+        self._locations = [*averaged, *counters]
+        dtype = averaged[0].buffer.dtype if averaged else torch.float32
+        self._flat = _flatten([location.buffer for location in averaged], dtype)
+        self._counts = _flatten([location.buffer for location in counters], torch.int64)
+        self._old, self._old_counts = self._flat.clone(), self._counts.clone()
+        compared = [group for group in groups if group.counter is None]
+        signal = {id(group): number for number, group in enumerate(compared, len(counters))}
+        signal |= {id(g): counters.index(g.counter) for g in groups if g.counter is not None}
+        sizes = torch.tensor([group.numel for group in groups], dtype=torch.int64)
+        of_group = torch.tensor([signal[id(group)] for group in groups], dtype=torch.int64)
+        self._signal_of = torch.repeat_interleave(of_group, sizes).to(self._flat.device)
+        ends = sizes.cumsum(0).tolist()
+        self._compared = [
+            slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None
+        ]
+        self._others: dict[str, str] | None = None
+        self._others_stay = False
+
+        self.numel: int = self._flat.numel()
+        """Number of values that are averaged."""
+        self.counters: int = self._counts.numel() + len(self._compared)
+        """Numbers that tell which buffers were used: the integer counters, and one for each other group."""
+        self.dtype = dtype
+        """Type of the values: float32, or float64 for a model of float64."""
+        self.device = self._flat.device
+
+    def new_rows(self, count: int) -> Tensor:
+        """Zeros for the values of ``count`` micro-batches, shape (count, numel)."""
+        return torch.zeros(count, self.numel, dtype=self.dtype, device=self.device)
+
+    def begin_step(self) -> None:
+        """Remembers the step's old values."""
+        if self._locations:
+            self._take_back(keep=True)
+            self._old.copy_(self._flat)
+            self._old_counts.copy_(self._counts)
+
+    def begin_micro_batch(self) -> None:
+        """Puts the old values back before a forward pass."""
+        if self._locations:
+            self._take_back(keep=False)
+            self._flat.copy_(self._old)
+            self._counts.copy_(self._old_counts)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Returns copies of a forward pass's values (numel,), and how often each group was used (counters,)."""
+        self._take_back(keep=True)
+        advanced = self._counts - self._old_counts
+        if self._compared:
+            changed = [(self._flat[part] != self._old[part]).any() for part in self._compared]
+            advanced = torch.cat([advanced, torch.stack(changed).to(advanced.dtype)])
+        return self._flat.clone(), advanced
+
+    def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
+        """Sets the new values.
+
+        Args:
+            total: tree sum over the micro-batches of what ``take`` gave, shape (numel,).
+            leaves: number of micro-batches in it.
+            advanced: sum over the micro-batches of how often each group was used, shape (counters,).
+        """
+        self._take_back(keep=False)
+        unused = (advanced == 0).index_select(0, self._signal_of)
+        torch.where(unused, self._old, total / leaves, out=self._flat)
+        self._counts.copy_(self._old_counts + (advanced[: self._counts.numel()] > 0))
+
+    def finish_step_from_rows(self, rows: Tensor, share: Share, leaves: int, advanced: Tensor) -> None:
+        """Sets the new values from those of all micro-batches, shape (ranks, longest share, numel)."""
+        held = (
+            (k, row) for rank in range(share.holders) for k, row in zip(share.of(leaves, rank), rows[rank])
+        )
+        stack = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
+        for k, row in sorted((pair for pair in held if pair[0] < leaves), key=lambda pair: pair[0]):
+            stack.push_leaf(k, row)
+        (total,) = stack.take().values()
+        self.finish_step(total, leaves, advanced)
+
+    def _take_back(self, *, keep: bool) -> None:
+        """Makes the model hold our views again where it was given other tensors, as ``self.mean = ...`` does."""
+        for location in self._locations:
+            found = location.holder[location.key]
+            if found is not location.buffer:
+                if keep and found is not None:
+                    with torch.no_grad():
+                        location.buffer.copy_(found)
+                location.holder[location.key] = location.buffer
+
+    @staticmethod
+    def names(model: nn.Module, declared: Sequence[str] = ()) -> set[str]:
+        """The names of a model's running buffers and their counters."""
+        return names(*find(model, declared))
+
+    def take_over(self, other: RunningBuffers) -> None:
+        """Sets the values to those of the same model's buffers elsewhere."""
+        if self._locations:
+            self._take_back(keep=False)
+            self._flat.copy_(other._flat)
+            self._counts.copy_(other._counts)
+
+    def remember_others(self) -> None:
+        """Notes the values of all buffers that are not averaged, until one step has left them as they were."""
+        if not self._others_stay:
+            self._others = self._digest_others()
+
+    def refuse_changed_others(self) -> None:
+        """Raises ``ConfigError`` naming a buffer that changed although nobody said how to combine it."""
+        if self._others is None:
+            return
+        before, self._others = self._others, None
+        changed = [name for name, digest in self._digest_others().items() if before.get(name) != digest]
+        if changed:
+            raise ConfigError(
+                f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
+                f"values from several micro-batches. Average it with running_buffers=[{changed[0]!r}], or change it "
+                "outside of the forward pass."
+            )
+        self._others_stay = True
+
+    def _digest_others(self) -> dict[str, str]:
+        return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})
+
+
+def _flatten(buffers: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Moves the buffers into one flat tensor, of which they become views, and returns it."""
+    if not buffers:
+        return torch.empty(0, dtype=dtype)
+    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    position = 0
+    for buffer in buffers:
+        buffer.data = flat[position : position + buffer.numel()].view(buffer.shape)
+        position += buffer.numel()
+    return flat
+
+
+class RunningBuffersOnDevices(RunningBuffers):
+    """The running buffers of a model whose layers already lie on several devices, seen as one."""
+
+    def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
+        names = RunningBuffers.names(model, declared)
+        devices = dict.fromkeys(b.device for name, b in model.named_buffers() if name in names)
+        self._parts = [RunningBuffers(model, declared, device) for device in devices or [None]]
+        self._sizes = [part.numel for part in self._parts]
+        self.numel, self.counters = sum(self._sizes), sum(part.counters for part in self._parts)
+        self.dtype, self.device = self._parts[0].dtype, self._parts[0].device
+
+    def begin_step(self) -> None:
+        """See ``RunningBuffers``."""
+        for part in self._parts:
+            part.begin_step()
+
+    def begin_micro_batch(self) -> None:
+        """See ``RunningBuffers``."""
+        for part in self._parts:
+            part.begin_micro_batch()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """See ``RunningBuffers``; the devices' values one after the other."""
+        taken = [part.take() for part in self._parts]
+        return tuple(torch.cat([each.to(self.device) for each in kind]) for kind in zip(*taken))  # type: ignore[return-value]  # two
+
+    def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
+        """See ``RunningBuffers``."""
+        counts = torch.split(advanced, [part.counters for part in self._parts])
+        for part, values, own in zip(self._parts, torch.split(total, self._sizes), counts):
+            part.finish_step(values.to(part.device), leaves, own.to(part.device))
+
+    def remember_others(self) -> None:
+        """See ``RunningBuffers``."""
+        self._parts[0].remember_others()
+
+    def refuse_changed_others(self) -> None:
+        """See ``RunningBuffers``."""
+        self._parts[0].refuse_changed_others()

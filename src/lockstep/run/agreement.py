@@ -1,0 +1,252 @@
+"""Checks that all ranks agree: on the settings and the model, the data set, the replicas, and the samples to skip.
+
+start of the run     agree                    settings, structure and values of the model; rank 0's values are taken
+start of an epoch    AgreedData.require       the data set, and the one that a checkpoint was reading
+every batch          SkippedSamples.counted   the samples of a ``SkipBroken`` set that could not be read
+now and then         require_equal_replicas   the bits of all parameters
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.core.fingerprint import Context, combine, differing, digest_tensors
+from lockstep.core.plan import SamplePlan
+from lockstep.data import SkipBroken
+from lockstep.data.batch import Batch
+from lockstep.data.naming import unwrap_subset
+from lockstep.distributed.collectives import broadcast_tensors, gather_json
+from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
+from lockstep.run.epoch_loop import Position, Read
+from lockstep.run.optimizer_step import hyperparameters
+from lockstep.run.parts import Parts
+from lockstep.text import numbered, shorten
+
+logger = logging.getLogger(__name__)
+_MOST_NAMES = 5
+
+
+def agree(
+    parts: Parts,
+    context: Context,
+    group_of_ranks: dist.ProcessGroup,
+    device: torch.device,
+    values_from_main: bool,
+) -> None:
+    """Compares settings, structure and values over the ranks, and gives all of them rank 0's values. Collective."""
+    settings = {**context.as_dict(), **hyperparameters(parts.optimizers)}
+    require_equal_settings(settings, group_of_ranks, device)
+    for module in (parts.model, *parts.modules):
+        require_equal_structure(module, group_of_ranks, device)
+        share_start(module, group_of_ranks, device, expected=values_from_main)
+
+
+def require_equal_settings(
+    settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
+    everyone = gather_json(dict(settings), group, device)
+    lines = []
+    for key in sorted({key for each in everyone for key in each}):
+        values = [each.get(key) for each in everyone]
+        if any(value != values[0] for value in values):
+            lines.append(f"  {key}: {_by_rank(values)}")
+    if lines:
+        raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
+
+
+def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ``ConfigError`` on every rank where the models differ in a name, shape or type. Collective."""
+    mine = {
+        name: f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' fixed'}"
+        for name, tensor in _named_tensors(model).items()
+    }
+    everyone = gather_json(mine, group, device)
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        shapes = [each.get(name, "absent") for each in everyone]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ConfigError(
+                f"The ranks hold different models. The first difference is {name!r}: {_by_rank(shapes)}. "
+                "Build the model alike on every rank."
+            )
+
+
+def share_start(
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, *, expected: bool = False
+) -> list[str]:
+    """Gives every rank the parameters and buffers of rank 0; returns the names of those that differed. Collective.
+
+    A difference is warned about unless it is ``expected``, as where rank 0 alone has read a file of weights.
+    """
+    tensors = _named_tensors(model)
+    mine = digest_tensors(tensors)
+    everyone = gather_json(mine, group, device)
+    different = sorted({name for each in everyone for name in differing(each, everyone[0])})
+    if different:
+        source = dist.get_process_group_ranks(group)[0]
+        with torch.no_grad():
+            for name in different:
+                at_device = tensors[name].detach().to(device)
+                broadcast_tensors([at_device], source, group)
+                tensors[name].copy_(at_device)
+        logger.log(
+            logging.DEBUG if expected else logging.WARNING,
+            "The ranks began with different values in %d of %d tensors (%s); all have rank 0's now.",
+            len(different),
+            len(tensors),
+            shorten(different, _MOST_NAMES),
+        )
+    return different
+
+
+def require_equal_replicas(
+    digests: Mapping[str, str], step: int, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises ``ReplicaError`` naming tensors and ranks where digests differ. Collective."""
+    totals = gather_json(combine(digests), group, device)
+    if all(total == totals[0] for total in totals):
+        return
+    everyone = gather_json(dict(digests), group, device)
+    found = {name for each in everyone for name in differing(each, everyone[0])}
+    names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
+    values = [each.get(names[0], "absent")[:8] for each in everyone]
+    raise ReplicaError(
+        f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
+        f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {_by_rank(values)}. Something changed it on some ranks "
+        "only: code under a rank condition, an update outside of optimizer.step(), or a fault of the memory."
+    )
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _by_rank(values: list[Any]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(str(value), []).append(rank)
+    return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
+
+
+class AgreedData:
+    """The data sets that all ranks have been asked about.
+
+    Args:
+        group: the ranks; None for a world of one.
+        device: where their exchange takes place.
+        position: notes the size of the data set, for checkpoints.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
+        self._group, self._device, self._position = group, device, position
+        self._agreed: set[SamplePlan] = set()
+        self._resumed_samples = 0
+
+    def resume(self) -> None:
+        """Says that the position comes from a checkpoint."""
+        self._resumed_samples = self._position.samples if self._position.done else 0
+
+    def require(self, plan: SamplePlan, photos: str = "") -> None:
+        """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
+
+        Args:
+            plan: of the set.
+            photos: what its photos are decoded to, as a hash; empty for other sets.
+        """
+        before, self._resumed_samples = self._resumed_samples, 0
+        if before not in (0, plan.samples):
+            raise CheckpointMismatch(
+                f"The checkpoint stands at step {self._position.done} of an epoch over {before} samples, and the data "
+                f"set has {plan.samples}. Resume with the data set that was trained on."
+            )
+        self._position.samples = plan.samples
+        if self._group is not None and plan not in self._agreed:
+            seen = {
+                "samples": plan.samples,
+                "shuffle": plan.shuffle,
+                "drop_last": plan.drop_last,
+                "pixels of photos": photos,
+            }
+            require_equal_settings(seen, self._group, self._device)
+            self._agreed.add(plan)
+
+
+@dataclass
+class SkippedSamples:
+    """Counts what the processes of a run skip.
+
+    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
+
+    Args:
+        group: the processes that go through the steps together; None for one alone.
+        device: where their exchange takes place.
+        seed: the run's seed.
+        says: whether this process logs.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    seed: int
+    says: bool
+
+    def counted(self, read: Read, dataset: Any) -> Read:
+        """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
+        inner, numbers = unwrap_subset(dataset)
+        if not isinstance(inner, SkipBroken):
+            return read
+        if numbers is not None:
+            raise ConfigError(
+                "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
+            )
+
+        def steps(epoch: int, first: int) -> Iterator[Batch]:
+            found: set[int] = set()
+            for batch in read(epoch, first):
+                new = set(_everyones(_skipped(batch, inner), self.group, self.device)) - found
+                if new:
+                    found |= new
+                    self._report(inner, new, found, epoch)
+                yield batch
+
+        return steps
+
+    def _report(self, dataset: SkipBroken, new: set[int], found: set[int], epoch: int) -> None:
+        named = {index: dataset.named(self.seed, epoch, index) for index in sorted(found)}
+        if len(found) > dataset.limit:
+            raise DataError(
+                f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most "
+                f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: "
+                f"{shorten(named.values(), 10)}. Repair or remove them."
+            )
+        for index in sorted(new) if self.says else ():
+            logger.warning(
+                "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
+                epoch,
+                named[index],
+                len(found),
+                dataset.limit,
+            )
+
+
+def _skipped(batch: Batch, dataset: SkipBroken) -> list[int]:
+    held = [part.indices for part in batch.micro_batches]
+    return [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
+
+
+def _everyones(mine: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
+    if group is None:
+        return mine
+    anyone = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    dist.all_reduce(anyone, op=dist.ReduceOp.MAX, group=group)
+    if not int(anyone):
+        return []
+    return [index for each in gather_json(mine, group, device) for index in each]

@@ -1,0 +1,180 @@
+"""Walks through epochs and steps, and knows at every moment where a run stands: the ``Position`` of a checkpoint.
+
+    epochs   |------------ 0 ------------|------------ 1 ------------|
+    steps    | 0 | 1 | 2 | 3 |  after    | 0 | 1 |
+                                                 ^ a checkpoint here holds (epoch 1, 2 steps done, inside)
+
+Leaving the steps early ends the epoch if the loop over ``epochs`` goes on; otherwise a run can resume there. The code
+after the last step of an epoch, such as an evaluation, can run again: ``go_back`` moves to the end of the steps, from
+where a resumed run repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.data.batch import Batch
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.runtime.events import NO_EVENTS, StepEvents
+
+Read = Callable[[int, int], Iterator[Batch]]
+"""The steps of an epoch from a position on."""
+
+
+@dataclass
+class Position:
+    """The place in the run. A checkpoint holds it whole; there is no other iterator state."""
+
+    epoch: int = 0
+    """The epoch that is trained, or will be next."""
+    done: int = 0
+    """Steps of that epoch that are done."""
+    step: int = 0
+    """Optimizer steps done since the run began."""
+    inside: bool = False
+    """True while the epoch's batches are read: the code after them has not run yet."""
+
+    samples: int = 0
+    """Size of the data set that the epoch reads; 0 before the first."""
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """Moves to a stored position; ``CheckpointError`` where it is none."""
+        here = self.as_dict()
+        sound = stored.keys() == here.keys() and all(
+            type(stored[name]) is type(own) and stored[name] >= 0 for name, own in here.items()
+        )
+        if not sound:
+            raise CheckpointError(
+                f"The checkpoint states no place in a run: {dict(stored)}. Use another one."
+            )
+        for name, value in stored.items():
+            setattr(self, name, value)
+
+    def as_dict(self) -> dict[str, int | bool]:
+        """The entries, ready for JSON."""
+        return asdict(self)
+
+
+class EpochLoop:
+    """The loops of a run. Nothing here is collective.
+
+    Args:
+        events: whose callbacks are told where steps begin and end.
+    """
+
+    def __init__(self, events: StepEvents = NO_EVENTS) -> None:
+        self.position, self._events = Position(), events
+        self._current: Batch | None = None
+        self._backward_passes = 0
+        self._walk = 0
+        self._in_epochs = self._left_early = False
+        self._last_epoch = self._finished_epoch = -1
+        self._back: Position | None = None
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the run stands up to ``count``."""
+        self._in_epochs, self._last_epoch = True, count - 1
+        try:
+            while self.position.epoch < count:
+                yield self.position.epoch
+                self.count_step()
+                self._next_epoch()
+                self._back = replace(self.position)
+        except GeneratorExit:
+            self.position.inside = self.position.inside or self._left_early
+            raise
+        finally:
+            self._in_epochs = False
+
+    def steps(self, read: Read, after: Callable[[], None]) -> Iterator[Batch]:
+        """The steps from where the run stands to the end of the epoch.
+
+        Args:
+            read: gives them.
+            after: called when a step is over.
+        """
+        position = self.position
+        self.count_step()
+        self._require_first_pass()
+        self._walk += 1
+        walk = self._walk
+        position.inside, self._left_early, self._back = True, False, None
+        try:
+            for batch in read(position.epoch, position.done):
+                self._require_newest(walk)
+                self._current, self._backward_passes = batch, 0
+                for call in self._events.step_begin:
+                    call(batch)
+                yield batch
+                self._require_newest(walk)
+                for call in self._events.step_end:
+                    call(batch)
+                self.count_step(even_if_unused=True)
+                after()
+        except GeneratorExit:
+            if walk == self._walk:
+                self._leave_early()
+            raise
+        self._back = replace(position, inside=True)
+        position.inside, self._finished_epoch = False, position.epoch
+        if not self._in_epochs:
+            self._next_epoch()
+
+    @property
+    def can_go_back(self) -> bool:
+        """True where a resumed run can repeat everything since the end of the steps, or of the epoch."""
+        return self._back is not None
+
+    def go_back(self) -> None:
+        """Moves there; the parameters must still be those of that moment."""
+        assert self._back is not None, "the run stands within the steps of an epoch"
+        vars(self.position).update(vars(self._back))
+
+    @property
+    def next_epoch(self) -> int | None:
+        """The epoch after this one, where it is known that it will come."""
+        following = self.position.epoch + 1
+        return following if self._in_epochs and following <= self._last_epoch else None
+
+    @property
+    def iteration_id(self) -> int:
+        """The number of backward passes over the current step that are done."""
+        return self._backward_passes
+
+    def end_backward(self) -> None:
+        """Says that a backward pass over the current step is done."""
+        self._backward_passes += 1
+
+    def count_step(self, *, even_if_unused: bool = False) -> None:
+        """Counts the current step as done, once; before its backward pass it is still to be done."""
+        if self._current is None or not (self._backward_passes or even_if_unused):
+            return
+        self.position.done = self._current.plan.position + 1
+        self.position.step += 1
+        self._current = None
+
+    def _next_epoch(self) -> None:
+        position = self.position
+        position.epoch, position.done, position.inside = position.epoch + 1, 0, False
+        self._left_early = False
+
+    def _leave_early(self) -> None:
+        self.count_step()
+        if self._in_epochs:
+            self.position.inside, self._left_early = False, True
+
+    def _require_first_pass(self) -> None:
+        if self._in_epochs and self._finished_epoch == self.position.epoch:
+            raise ConfigError(
+                f"run.batches was called again in epoch {self.position.epoch}, whose steps are all done. Call it once "
+                "per epoch; join several data sets with torch.utils.data.ConcatDataset."
+            )
+
+    def _require_newest(self, walk: int) -> None:
+        if walk != self._walk:
+            raise ConfigError(
+                "Two loops over run.batches run at once, as with zip(). Read one; let each sample of its data set hold "
+                "what both gave."
+            )

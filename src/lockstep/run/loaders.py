@@ -1,0 +1,176 @@
+"""Keeps one loader for each data set of a run, so that worker processes stay over the epochs."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.options import RunOptions
+from lockstep.core.plan import SamplePlan, Share
+from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
+from lockstep.data.read_trace import ReadTrace
+from lockstep.numerics.running_buffers import has_batch_norm
+from lockstep.strategies import Strategy
+
+logger = logging.getLogger(__name__)
+_MOST_SOURCES = 8
+_Key = tuple[Hashable, ...]
+"""The id of the data, and how and by whom it is to be read."""
+
+
+class LoaderCache:
+    """Makes loaders for the share of one process.
+
+    Args:
+        options: batch shape and seed.
+        strategy: which share.
+    """
+
+    def __init__(self, options: RunOptions, strategy: Strategy) -> None:
+        self._options, self._strategy = options, strategy
+        self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
+        self._plans: dict[_Key, SamplePlan] = {}
+        self._training: dict[_Key, StepLoader] = {}
+        self._evaluation: dict[_Key, EvaluationLoader] = {}
+        self._lately: set[_Key] = set()
+        self.clocks: list[ReadTrace] | None = None
+        """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
+
+    def source(self, data: Any) -> Source:
+        """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
+        if id(data) not in self._sources:
+            source, shape = adopt(data), self._options.shape
+            batch_note = check_batch_size(
+                source,
+                global_batch=shape.global_batch,
+                micro_batch_size=shape.micro_batch_size,
+                holders=self._strategy.share.holders,
+            )
+            for note in (*source.notes, batch_note):
+                if note and self._strategy.share.holder == 0:
+                    logger.warning("%s", note)
+            self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
+            self._forget_old()
+        self._sources.move_to_end(id(data))
+        return self._sources[id(data)][0]
+
+    def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
+        """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
+        source = self.source(data)
+        key = (id(data), len(source.dataset), shuffle, drop_last, smallest)
+        if key not in self._plans:
+            self._plans[key] = SamplePlan(
+                samples=len(source.dataset),
+                shape=self._options.shape,
+                seed=self._options.seed,
+                shuffle=shuffle if source.shuffle is None else source.shuffle,
+                drop_last=drop_last or bool(source.drop_last),
+                smallest_micro_batch=smallest,
+            )
+        return self._plans[key]
+
+    def training(
+        self, data: Any, shuffle: bool, drop_last: bool, workers: int | None, smallest: int
+    ) -> StepLoader:
+        """The loader of a training set for this process's micro-batches."""
+        key = (id(data), shuffle, drop_last, workers, self._strategy.share)
+        if key not in self._training:
+            plan = self.plan(data, shuffle, drop_last, smallest)
+            if plan.dropped_samples and not plan.drop_last and self._strategy.share.holder == 0:
+                logger.warning(
+                    "The last micro-batch of each epoch would hold %d sample, too few for BatchNorm: it is left out.",
+                    plan.dropped_samples,
+                )
+            source = self.source(data)
+            processes = workers if workers is not None else source.workers or 0
+            self._training[key] = StepLoader(
+                source.dataset,
+                plan,
+                share=self._strategy.share,
+                seed=self._options.seed,
+                workers=processes,
+                collate=source.collate,
+                prefetch=self._options.prefetch,
+                pin_memory=self._pins(source),
+                timeout=source.timeout or self._options.loader_timeout,
+                clock=self._clock("loader", processes),
+            )
+        return self._training[key]
+
+    def evaluation(self, data: Any, workers: int | None) -> EvaluationLoader:
+        """The loader of an evaluation set for this process's micro-batches."""
+        key = (id(data), workers, self._evaluation_share)
+        self._lately.add(key)
+        if key not in self._evaluation:
+            source = self.source(data)
+            processes = workers if workers is not None else source.workers or 0
+            self._evaluation[key] = EvaluationLoader(
+                source.dataset,
+                micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
+                share=self._evaluation_share,
+                seed=self._options.seed,
+                workers=processes,
+                collate=source.collate,
+                pin_memory=self._pins(source),
+                timeout=source.timeout or self._options.loader_timeout,
+                clock=self._clock("loader of evaluation", processes),
+            )
+        return self._evaluation[key]
+
+    def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
+        """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
+
+        That is what has been evaluated since the last call, and the next epoch. ``SkipBroken`` counts by epoch, so of
+        such a set none is read before its epoch has come.
+
+        Args:
+            loader: of the epoch that ends.
+            next_epoch: the epoch that follows; None where none may.
+        """
+        for key in self._lately:
+            if key in self._evaluation:
+                self._evaluation[key].begin()
+        self._lately.clear()
+        if next_epoch is not None and not loader.counts_skipped:
+            loader.begin(next_epoch)
+
+    def close(self) -> None:
+        """Ends all worker processes."""
+        for data in list(self._sources):
+            self._forget(data)
+
+    def _forget_old(self) -> None:
+        """Lets the least recently used data go: a loop may make a new DataLoader in every epoch."""
+        while len(self._sources) > _MOST_SOURCES:
+            self._forget(next(iter(self._sources)))
+
+    def _forget(self, data: int) -> None:
+        del self._sources[data]
+        for loaders in (self._training, self._evaluation):
+            for key in [key for key in loaders if key[0] == data]:
+                loaders.pop(key).close()
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
+
+    def _clock(self, name: str, workers: int) -> ReadTrace | None:
+        if self.clocks is None:
+            return None
+        self.clocks.append(ReadTrace(name, workers))
+        return self.clocks[-1]
+
+    @property
+    def _evaluation_share(self) -> Share:
+        return self._strategy.evaluation_share or self._strategy.share
+
+    def _pins(self, source: Source) -> bool:
+        on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
+        return on_gpu and source.pin_memory is not False
+
+
+def smallest_micro_batch(model: nn.Module) -> int:
+    """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
+    return 2 if has_batch_norm(model) else 1

@@ -1,0 +1,295 @@
+"""The step of an optimizer: refuses gradients that were not reduced, applies the loss scale, steps, updates the model.
+
+optimizer.step()      PreparedOptimizer.step -> GradientState.step -> the user's optimizer
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.strategies import IndependentStrategy, Strategy
+
+_SMALLEST_SCALE = 2.0**-24
+
+
+class GradientState:
+    """The gradients between a backward pass and the step that uses them, and the loss scaler's part of both.
+
+    torch's GradScaler does the scaling. It sees reduced gradients, which are equal on every rank, so every rank finds
+    the same overflow and skips the same step.
+
+    Args:
+        optimizers: the user's own; a step of one that does not go through ``step`` is refused.
+        strategy: knows who else holds a part of the gradients.
+        scaler: of the loss; None where the precision needs none.
+        frozen: parameters that required no gradient when the run was prepared, with their names.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler | None = None,
+        frozen: Sequence[tuple[str, Tensor]] = (),
+    ) -> None:
+        self._optimizers, self._strategy, self._scaler = list(optimizers), strategy, scaler
+        self._frozen = frozen
+        self._holding: set[int] = set()
+        self._reduced = self._stepping = self._scale_outdated = False
+        self.skipped = 0
+        """Steps that were skipped because a scaled gradient was not finite."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    def __bool__(self) -> bool:
+        """True while some optimizer holds gradients that it has not used."""
+        return any(has_gradients(o) for o in self._optimizers if id(o) in self._holding)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss; 1 without a scaler."""
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def begin_batch(self) -> None:
+        """Requires another backward pass before the next step."""
+        self._reduced = False
+
+    def begin_backward(self) -> None:
+        """Updates the scale before a backward pass.
+
+        Raises:
+            ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
+                which would not be summed over the ranks.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ConfigError(
+                    f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
+                    "parameter that will be trained requires a gradient, and freeze it afterwards."
+                )
+        if self._scaler is None:
+            return
+        if not self._optimizers:
+            raise ConfigError(
+                "precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer)."
+            )
+        if self:
+            raise ConfigError(
+                "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
+                "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add "
+                "losses, add them in one loss function; or use bf16 or fp32."
+            )
+        self.update_scale()
+
+    def end_backward(self) -> None:
+        """Takes reduced gradients, and divides them by the scale. Collective."""
+        if self._scaler is not None:
+            for optimizer in self._optimizers:
+                if has_gradients(optimizer):
+                    self._scaler.unscale_(optimizer)
+            if not self._strategy.replicated:
+                self._share_overflows(self._scaler)
+        self._reduced = True
+        self._holding |= {id(o) for o in self._optimizers if has_gradients(o)}
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Notes that the optimizer's gradients were thrown away."""
+        self._holding.discard(id(optimizer))
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Steps the optimizer, unless a scaled gradient was not finite. Collective.
+
+        Returns:
+            Whether it was stepped.
+
+        Raises:
+            ConfigError: its gradients were not reduced.
+        """
+        if not self._reduced and id(optimizer) not in self._holding:
+            raise ConfigError(
+                "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
+                "rank's own and were not summed over the ranks."
+            )
+        self._stepping, taken = True, True
+        try:
+            if self._scaler is None:
+                optimizer.step()
+            else:
+                taken = self._step_scaled(optimizer, self._scaler)
+            self._strategy.after_step()
+        finally:
+            self._stepping = False
+            self._holding.discard(id(optimizer))
+        return taken
+
+    def update_scale(self) -> None:
+        """Adapts the scale to what the last steps found; nothing where there were none."""
+        if self._scaler is None or not self._scale_outdated:
+            return
+        self._scale_outdated = False
+        self._scaler.update()
+        if self.scale < _SMALLEST_SCALE:
+            raise NonFiniteError(
+                f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or "
+                "infinite at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or "
+                "try precision bf16 or fp32."
+            )
+
+    def _step_scaled(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
+        taken: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        scaler.step(optimizer)
+        handle.remove()
+        self._scale_outdated = True
+        self.skipped += not taken
+        return bool(taken)
+
+    def _share_overflows(self, scaler: torch.amp.GradScaler) -> None:
+        """Makes ranks that hold parts of the gradients skip together.
+
+        torch keeps what it found for each optimizer and device in ``_per_optimizer_states``, and its own scaler for
+        sharded parameters reduces it there too; there is no public way.
+        """
+        device = self._strategy.device
+        flags = torch.zeros(len(self._optimizers), 2, device=device)
+        for row, optimizer in zip(flags, self._optimizers):
+            found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            if found:
+                row[0], row[1] = 1.0, torch.stack([each.to(device) for each in found]).max()
+        for (used, overflow), optimizer in zip(self._strategy.all_reduce_max(flags), self._optimizers):
+            if used:
+                state = scaler._per_optimizer_states[id(optimizer)]
+                state["stage"] = OptState.UNSCALED
+                state["found_inf_per_device"] = {device: overflow.reshape(1)}
+
+    def _refuse_direct_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._stepping:
+            raise ConfigError(
+                f"step() was called on the {type(optimizer).__name__} that was given to run.prepare. Step the one it "
+                "returned: model, optimizer = run.prepare(model, optimizer)."
+            )
+
+
+class PreparedOptimizer(Optimizer):
+    """Stands for the user's optimizer; groups, state and hyperparameters are the very same objects.
+
+    Args:
+        optimizer: the user's optimizer.
+        gradients: of the run.
+
+    Raises:
+        ConfigError: the optimizer cannot step from gradients alone.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: GradientState) -> None:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
+                "optimizer that steps from gradients, such as SGD or AdamW."
+            )
+        self.wrapped = optimizer
+        self._gradients = gradients
+        self.step_was_skipped = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
+        """The user's groups."""
+        return self.wrapped.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
+        """The user's state."""
+        return self.wrapped.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
+        """The user's defaults."""
+        return self.wrapped.defaults
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures run several forwards
+        """Takes one step from the reduced gradients. Every rank must call this."""
+        if closure is not None:
+            raise ConfigError(
+                "optimizer.step(closure) evaluates the loss several times per step, as LBFGS needs, and is not "
+                "supported. Call run.backward(batch, loss) and then optimizer.step()."
+            )
+        self.step_was_skipped = not self._gradients.step(self.wrapped)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        self.wrapped.zero_grad(set_to_none)
+        self._gradients.forget(self.wrapped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's optimizer's state."""
+        return self.wrapped.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives the user's optimizer its state."""
+        self.wrapped.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the user's optimizer."""
+        self.wrapped.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"Prepared{self.wrapped!r}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "wrapped":
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+
+def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
+    """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
+
+    Squares are summed in float64 over each row (index of dim 0), rows are folded in a tree, parameters in name order.
+    torch's ``clip_grad_norm_`` sums float32 in an order that depends on how a parameter is stored.
+
+    Returns:
+        The norm before, float64, 0-dim.
+    """
+    norm = strategy.squares().cumsum(0)[-1].sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    gradients: Iterable[Tensor | None] = (parameter.grad for parameter in strategy.trainable().values())
+    if isinstance(strategy, IndependentStrategy):
+        gradients = strategy.gradients()
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return norm
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """True where any parameter of the optimizer has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Every hyperparameter of every group of every optimizer as text, to compare over ranks."""
+    return {
+        f"{key} of optimizer {number}, group {position}": repr(
+            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        )
+        for number, optimizer in enumerate(optimizers)
+        for position, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def implementation(optimizer: Optimizer) -> str:
+    """The class and how it computes a step (for-loop, foreach, fused), which decides bits."""
+    group = optimizer.param_groups[0]
+    how = next((name for name in ("fused", "foreach") if group.get(name)), "default")
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {how}"

@@ -1,0 +1,184 @@
+"""Prepares a model for training: compiles it, gives it to its strategy, and points the optimizers at what it holds.
+
+Blocks are compiled one by one, so that the keyed randomness between them stays outside of compiled code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.checkpoint import model_state, parameter_names
+from lockstep.config.options import RunOptions
+from lockstep.core.fingerprint import Context, device_model
+from lockstep.errors import ConfigError
+from lockstep.numerics.precision import Precision
+from lockstep.numerics.randomness import KeyedRandomness, find_units
+from lockstep.run.loaders import smallest_micro_batch
+from lockstep.run.optimizer_step import implementation
+from lockstep.run.parts import Parts
+from lockstep.run.session import RunSession
+from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.strategies.sharding import require_elementwise
+
+
+def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Compiles each block in place and returns the units whose randomness is keyed: the blocks and the model.
+
+    A block is an outermost child of a Sequential, ModuleList or ModuleDict that has children itself. A model without
+    blocks is compiled whole. Inside a block randomness runs on as one stream.
+    """
+    units: dict[str, nn.Module] = {}
+    for name, module in find_units(model).items():
+        inside = any(name.startswith(f"{outer}.") for outer in units)
+        if name and not inside and not _is_container(module) and any(True for _ in module.children()):
+            units[name] = module
+    for block in units.values() or [model]:
+        block.forward = _Compiled(block.forward)
+    return {"": model, **units}
+
+
+class _Compiled:
+    """One graph per shape, always the same; torch's dynamic graphs depend on which shapes a rank has seen before.
+
+    For the same reason a shape beyond torch's limit is an error, where torch would go on without compiling it. A copy
+    of the module, as a replica of strategy dp is one, gets a compiled forward of its own.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._static = torch.compile(forward, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+                return self._static(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise ConfigError(
+                "compile=True keeps one compiled graph for each shape of input, and more came than torch keeps "
+                f"({torch._dynamo.config.recompile_limit}). Pad the samples to a few fixed lengths, or do not compile."
+            ) from error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
+        return _Compiled(copy.deepcopy(self._forward, memo))
+
+
+def _is_container(module: nn.Module) -> bool:
+    """True where the blocks are inside of this module rather than the module itself."""
+    return any(
+        isinstance(inner, nn.Sequential | nn.ModuleList | nn.ModuleDict) for inner in module.children()
+    ) or (isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict))
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model as its strategy trains it, and facts about the whole one from before."""
+
+    module: nn.Module
+    """The model that the user calls."""
+    randomness: KeyedRandomness
+    smallest_micro_batch: int
+    """The fewest rows that the model can be trained on at once."""
+    tensors: dict[str, Tensor]
+    """Shape and type of each whole parameter and buffer, as tensors without values."""
+    aliases: dict[str, str]
+    """Further names of tied tensors."""
+    members: list[list[list[str]]]
+    """Names of the whole model's parameters in each group of each optimizer."""
+
+
+def prepare_model(
+    parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision, device: torch.device
+) -> PreparedModel:
+    """Sets up the model and points the optimizers at what is held of it here. Collective.
+
+    Raises:
+        ConfigError: the strategy cannot train these parts, or not in the way that was asked for.
+    """
+    model = parts.model
+    _refuse_what_needs_whole_models(parts, strategy)
+    if strategy.elementwise_only:
+        for optimizer in parts.optimizers:
+            require_elementwise(optimizer, strategy.name)
+    if isinstance(strategy, IndependentStrategy):
+        strategy.check_optimizers(parts.optimizers)
+    if options.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
+    smallest = smallest_micro_batch(model)
+    whole, aliases = model_state(model)
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
+    names = parameter_names(model)
+    members = [
+        [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in parts.optimizers
+    ]
+    precision.prepare(model)
+    units = compile_blocks(model) if options.compile else None
+    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices)
+    trained = strategy.setup_model(model)
+    for module in parts.modules:
+        module.to(device)
+    for optimizer, own in zip(parts.optimizers, members):
+        _point(optimizer, own, strategy)
+    return PreparedModel(trained, randomness, smallest, tensors, aliases, members)
+
+
+def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:
+    """Gives each group of an optimizer what the strategy holds of its parameters."""
+    held = strategy.trainable()
+    for group, group_names in zip(optimizer.param_groups, members):
+        if (
+            all(held.get(name, p) is p for name, p in zip(group_names, group["params"]))
+            and strategy.replicated
+        ):
+            continue
+        for name, parameter in zip(group_names, group["params"]):
+            state = optimizer.state.pop(parameter, {})
+            if state and name in held:
+                optimizer.state[held[name]] = {
+                    key: _local_shard(name, value, held[name], parameter, strategy)
+                    for key, value in state.items()
+                }
+        group["params"] = [held[name] for name in group_names if name in held]
+
+
+def _local_shard(name: str, value: Any, held: Tensor, parameter: Tensor, strategy: Strategy) -> Any:
+    """This process's part of an optimizer's state from before ``prepare``; some optimizers begin with one."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.dim():
+        return value
+    part = strategy.local_shard(name, value)
+    return value if part is None else part.detach().to(held.device, copy=True).contiguous()
+
+
+def _refuse_what_needs_whole_models(parts: Parts, strategy: Strategy) -> None:
+    if parts.modules and not strategy.replicated:
+        raise ConfigError(
+            f"run.prepare was given a {type(parts.modules[0]).__name__} beside the model, such as a moving average of "
+            f"its weights, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or "
+            "leave it out."
+        )
+
+
+def describe(options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer]) -> Context:
+    """The fingerprint's context for a run."""
+    return Context(
+        global_batch=options.global_batch,
+        micro_batches=options.micro_batches,
+        seed=options.seed,
+        precision=options.precision,
+        reduce=options.reduce,
+        threads=session.threads,
+        device=device_model(session.device),
+        torch=torch.__version__,
+        compiled=options.compile,
+        channels_last=options.channels_last,
+        sync_batch_norm=options.sync_batch_norm,
+        deterministic=session.device.type == "cuda",
+        optimizers=tuple(implementation(each) for each in optimizers),
+    )

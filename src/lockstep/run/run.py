@@ -1,0 +1,449 @@
+"""The user's handle: seven calls around an ordinary training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.config.options import RunOptions
+from lockstep.config.strategy_options import devices_per_process
+from lockstep.core.fingerprint import combine, digest_tensor
+from lockstep.core.world import World
+from lockstep.data.batch import Batch
+from lockstep.data.images.decoding import decoded_as
+from lockstep.distributed.collectives import drop_process_groups
+from lockstep.errors import ConfigError
+from lockstep.numerics.precision import Precision
+from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.profile import timeline
+from lockstep.run import agreement, save
+from lockstep.run.agreement import AgreedData, SkippedSamples
+from lockstep.run.epoch_loop import EpochLoop, Position
+from lockstep.run.evaluation import Evaluation, EvaluationStop, EvaluationStopped, Metric
+from lockstep.run.loaders import LoaderCache, smallest_micro_batch
+from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
+from lockstep.run.parts import Parts
+from lockstep.run.prepare import describe, prepare_model
+from lockstep.run.save import Writer
+from lockstep.run.session import RunSession
+from lockstep.run.state import RunState
+from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, note
+from lockstep.runtime.control import Stopped
+from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
+from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
+
+_LOOK_EVERY = 16
+GradientPass = Callable[..., StepResult]
+"""Computes gradients as ``Strategy.backward`` does."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """All that exists of a run once ``prepare`` was called."""
+
+    parts: Parts
+    """The user's objects."""
+    state: RunState
+    """All that a checkpoint covers."""
+    compute: ForwardPass
+    randomness: KeyedRandomness
+    evaluation: Evaluation
+    gradients: GradientState
+    wrapped_optimizers: dict[int, PreparedOptimizer]
+    """The wrapper of each optimizer, by the id of the user's own, in their order."""
+
+
+class Run:
+    """One training run, seen from one process. Made by ``lockstep.init``; every rank must make the same calls.
+
+    Args:
+        options: recipe and manner of the run.
+        world: who this process is; read from the environment by default.
+    """
+
+    def __init__(self, options: RunOptions, world: World | None = None) -> None:
+        world = world or World.from_environment()
+        self.options = options = timeline.as_launched(options_of_new_run(options), world)
+        options = dataclasses.replace(options, timeout=world.patience(options.timeout))
+        devices = devices_per_process(options.mesh)
+        self._session = RunSession(world, options.threads, options.timeout, devices)
+        self.world, self.device, self._events = world, self._session.device, self._session.events
+        self._events.add_observers_of_new_runs()
+        if self._session.group is not None:
+            agreement.require_equal_settings(options.as_text(), self._session.group, self.device)
+        self._precision = Precision(options.precision, self.device, options.shape.micro_batch_size)
+        self._precision.configure_backend()
+        self.strategy: Strategy = open_strategy(options, self._session.group, self.device, self._events)
+        options.shape.check_holders(self.strategy.share.holders)
+        self._loop = EpochLoop(self._events)
+        self.extra: dict[str, Any] = {}
+        """Stored in checkpoints and given back on resume; must survive JSON."""
+        self._loaders = LoaderCache(options, self.strategy)
+        self._prepared: PreparedRun | None = None
+        look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
+        self._writer = Writer(options, world)
+        self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
+        self._agreed_data = AgreedData(self._session.group, self.device, self.position)
+        self._skipped = SkippedSamples(self._session.group, self.device, options.seed, self.is_main)
+        self._session.before_close = self._release
+        self._session.heartbeat.will_poll()
+
+    @property
+    def is_main(self) -> bool:
+        """True for the process that logs, prints and writes."""
+        return self.world.is_main
+
+    @property
+    def position(self) -> Position:
+        """The position of the run."""
+        return self._loop.position
+
+    def add_callback(self, callback: Callback) -> CallbackHandle:
+        """Calls the methods of ``callback`` from the next event on; ``remove()`` of what it returns ends that."""
+        return self._events.add(callback)
+
+    def prepare(self, model: nn.Module, *others: Any, values_from_main: bool = False) -> Any:
+        """Places the model and takes charge of optimizers and schedulers. Collective.
+
+        The ranks' settings and models are compared (``ConfigError`` names what differs), rank 0's values are given to
+        all, and with ``resume`` the checkpoint is loaded.
+
+        Args:
+            model: the model; on the CPU, or where it will be trained.
+            others: optimizers and learning-rate schedulers.
+            values_from_main: rank 0 alone has loaded weights; differences are expected and not reported.
+
+        Returns:
+            The model and the wrapped others, in the order of the arguments; the model alone if it was alone.
+        """
+        parts = Parts.of(model, others)
+        if self._prepared is not None:
+            raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
+        self._session.heartbeat.mark("prepare")
+        if self.is_main:
+            save.clean_up(self.options.directory)
+            timeline.make_file(self.options)
+        context, group = describe(self.options, self._session, parts.optimizers), self._session.group
+        if group is not None:
+            agreement.agree(parts, context, group, self.device, values_from_main)
+        placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
+        state = RunState(
+            parts, placed, self.strategy, group, self._precision, self.position, context, self.world.run_id
+        )
+        compute = ForwardPass(
+            placed.module, self._precision, self.device, self.options.channels_last, self._events
+        )
+        evaluation = Evaluation(compute, placed.randomness, self.strategy)
+        gradients = GradientState(parts.optimizers, self.strategy, self._precision.scaler, parts.frozen)
+        wrapped = {id(each): PreparedOptimizer(each, gradients) for each in parts.optimizers}
+        self._prepared = PreparedRun(parts, state, compute, placed.randomness, evaluation, gradients, wrapped)
+        self._writer.join(state)
+        if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
+            self.extra = state.extra
+            self._agreed_data.resume()
+        if isinstance(self.strategy, IndependentStrategy):
+            self._leave_process_group(self.strategy, state)
+        if self.options.profile:
+            profiled = timeline.open_timeline(self.options, self.world, self.device)
+            self._loaders.clocks = profiled.clocks
+            profiled.handle = self.add_callback(profiled)
+        for call in self._events.prepare_end:
+            call(self)
+        return (placed.module, *(wrapped.get(id(each), each) for each in others)) if others else placed.module
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
+        return self._loop.epochs(count)
+
+    def batches(
+        self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
+    ) -> Iterator[Batch]:
+        """The steps of one epoch, each the batch of one optimizer step. Collective.
+
+        Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
+
+        Args:
+            data: a map-style data set, or a DataLoader whose data set, collate function and workers are taken over.
+            shuffle: visit the samples in a keyed order.
+            drop_last: leave out the last, smaller batch.
+            workers: processes that read ahead; by default those of the DataLoader, or none.
+        """
+        prepared = self.require_prepared()
+        smallest, photos = (
+            prepared.state.model.smallest_micro_batch,
+            decoded_as(self._loaders.source(data).dataset),
+        )
+        self.synchronize()
+        self._agreed_data.require(self._loaders.plan(data, shuffle, drop_last, smallest), photos)
+        prepared.state.reads_photos(photos)
+        loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
+        prepared.compute.device_transform = self._loaders.source(data).device_transform
+        self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
+        batches = partial(
+            loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
+        )
+        read = self._skipped.counted(batches, self._loaders.source(data).dataset)
+        return self._loop.steps(read, self._between_steps)
+
+    def backward(
+        self, batch: Batch, loss: Callable[..., Any], *, forward: Callable[[Any], Any] | None = None
+    ) -> Tensor:
+        """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
+
+        Args:
+            batch: from ``batches``.
+            loss: function of (output, target). It returns the mean over the micro-batch (a 0-dim tensor), one value
+                per sample or token, or the pair (sum, weight).
+            forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
+                with (output, data).
+
+        Returns:
+            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device.
+
+        Raises:
+            NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
+        """
+        return self.backward_by(self.strategy.backward, batch, loss, forward)
+
+    def backward_by(
+        self,
+        compute_gradients: GradientPass,
+        batch: Batch,
+        loss: Callable[..., Any],
+        forward: Callable[[Any], Any] | None = None,
+    ) -> Tensor:
+        """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
+        prepared = self.require_prepared()
+        gradients, randomness = prepared.gradients, prepared.randomness
+        gradients.begin_backward()
+        plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
+        key = self._loop.iteration_id * self.options.micro_batches
+        own = len(batch.micro_batches)
+        heartbeat.begin_step(plan.epoch, plan.step, plan.packed, len(plan.indices[0]), own)
+        compute = StepCompute(
+            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key
+        )
+        stop, scale = int(heartbeat.stop_reason), gradients.scale
+        for begins in events.backward_begin:
+            begins(batch, scale)
+        result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        for ends in events.backward_end:
+            ends(batch, result)
+        randomness.end_step(plan.step)
+        self._results.add(result, plan)
+        gradients.end_backward()
+        self._loop.end_backward()
+        compute.end()
+        for are_ready in events.gradients_ready:
+            are_ready(batch, result.loss)
+        return result.loss
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
+
+        The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
+        """
+        return clip_gradients(self.strategy, max_norm)
+
+    def evaluate(
+        self,
+        data: Any,
+        metric: Metric | Mapping[str, Metric],
+        *,
+        model: nn.Module | None = None,
+        forward: Callable[[Any], Any] | None = None,
+        workers: int | None = None,
+        repeatable: bool = False,
+    ) -> Any:
+        """The mean of a metric over every sample, each counted once. Collective.
+
+        Args:
+            data: a map-style data set or a DataLoader.
+            metric: a function of (output, target), or several by name; see ``backward`` for what it may return.
+            model: another model than the trained one, such as a moving average of its weights.
+            forward: as in ``backward``.
+            workers: as in ``batches``.
+            repeatable: a request to stop ends the evaluation, and a resumed run does again all that came after the last
+                step of the epoch. For loops in which nothing since then changes what a checkpoint holds, such as a
+                schedule; otherwise the evaluation goes on to its end, and the run stops at the next step.
+
+        Returns:
+            A float, or floats by name.
+        """
+        with self.span("evaluate"):
+            results = self._evaluate(data, metric, model, forward, workers, repeatable)
+        for call in self._events.evaluation:
+            call(self.position.step, results)
+        return results
+
+    def _evaluate(
+        self,
+        data: Any,
+        metric: Metric | Mapping[str, Metric],
+        model: nn.Module | None,
+        forward: Callable[[Any], Any] | None,
+        workers: int | None,
+        repeatable: bool,
+    ) -> Any:
+        prepared = self.require_prepared()
+        self.synchronize()
+        heartbeat, position = self._session.heartbeat, self.position
+        noted = partial(note, heartbeat, "evaluate", position.epoch, position.step)
+        noted()
+        can_stop = self.options.directory is None or (self._loop.can_go_back and not prepared.gradients)
+        try:
+            return prepared.evaluation.run(
+                self._loaders.evaluation(data, workers),
+                metric,
+                step=position.step,
+                model=model,
+                forward=forward,
+                device_transform=self._loaders.source(data).device_transform,
+                note=noted,
+                stop=EvaluationStop(self.strategy, heartbeat) if repeatable and can_stop else None,
+            )
+        except EvaluationStopped as stopped:
+            if self.options.directory is not None:
+                self._loop.go_back()
+                self.save(wait=True)
+            raise Stopped(stopped.reason) from None
+
+    def save(self, *, wait: bool = False) -> Path | None:
+        """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
+
+        Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done. The state is
+        copied and training goes on while the copy is written. What goes wrong with that, such as a full disk, is raised
+        on the main process at the end of the next step, by the next save, or at the end of the program.
+
+        Args:
+            wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
+
+        Returns:
+            The folder that the checkpoint has, or will have, on the main process; None on the others.
+        """
+        with self.span("save"):
+            folder = self._save(wait)
+        for call in self._events.save:
+            call(self.position.step, folder)
+        return folder
+
+    def _save(self, wait: bool) -> Path | None:
+        prepared = self.require_prepared()
+        if self.options.directory is None:
+            raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
+        if prepared.gradients:
+            raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
+        prepared.parts.require_all_saved(prepared.wrapped_optimizers.values())
+        self._results.read()
+        self._loop.count_step()
+        prepared.gradients.update_scale()
+        self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+        fingerprint, prepared.state.extra = self.fingerprint(), self.extra
+        return self._writer.write(self.options.directory, prepared.state, fingerprint, wait=wait)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
+        parts = self.require_prepared().parts
+        with self.span("fingerprint"):
+            digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
+            if (group := self._session.group) is not None:
+                everything, step = {**digests, **parts.digests()}, self.position.step
+                agreement.require_equal_replicas(everything, step, group, self.device)
+            return combine(digests)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model's parameters and buffers by name, on the main process; empty on the others. Collective.
+
+        The tensors may be the model's own.
+        """
+        return self.require_prepared().state.model_state(keep=self.is_main)
+
+    def print(self, *values: object) -> None:
+        """Prints on the main process only."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Shows what is done inside as ``name`` in the timeline that ``profile`` asks for, and tells callbacks."""
+        return self._events.span(name)
+
+    def close(self) -> None:
+        """Ends loader workers and leaves the process group. Called by itself when the program ends. Collective."""
+        for call in self._events.close:
+            call(self)
+        self._loaders.close()
+        self._session.close()
+
+    def _release(self) -> None:
+        if self._writer.busy:
+            self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+        self._writer.finish()
+        self._writer.release()
+        self.strategy.release()
+        state = [self._prepared.state] if self._prepared is not None else []
+        drop_process_groups(self._agreed_data, self._skipped, *state)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a scaled gradient was not finite."""
+        return 0 if self._prepared is None else self._prepared.gradients.skipped
+
+    def steps_per_epoch(self, data: Any, *, drop_last: bool = False, model: nn.Module | None = None) -> int:
+        """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.
+
+        Args:
+            data: as for ``batches``.
+            drop_last: as for ``batches``.
+            model: the model, where it has not been prepared yet.
+        """
+        smallest = (
+            smallest_micro_batch(model)
+            if model is not None
+            else self.require_prepared().state.model.smallest_micro_batch
+        )
+        return self._loaders.plan(data, True, drop_last, smallest).steps_per_epoch
+
+    def _between_steps(self) -> None:
+        """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
+        gradients = self.require_prepared().gradients
+        gradients.begin_batch()
+        gradients.update_scale()
+        self._writer.check()
+        position, strategy, save_every = self.position, self.strategy, 0
+        compare_every = self.options.fingerprint_every
+        if isinstance(strategy, IndependentStrategy):
+            compare_every, save_every = 0, strategy.save_every
+        if compare_every and position.step % compare_every == 0:
+            self.fingerprint()
+        has_directory = self.options.directory is not None
+        if save_every and position.step % save_every == 0 and not gradients and has_directory:
+            self.save()
+        if self._results.stop and not gradients:
+            if has_directory:
+                self.save(wait=True)
+            raise Stopped(self._results.stop)
+        self._session.heartbeat.await_data(position.epoch, position.step)
+
+    def synchronize(self) -> None:
+        """Lets processes that train without a process group come to one state; nothing for all others. Collective."""
+        if isinstance(self.strategy, IndependentStrategy):
+            self.strategy.synchronize()
+
+    def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
+        """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
+        strategy.leave_process_group(self.position.step)
+        drop_process_groups(self._agreed_data, self._skipped, state)
+        self._session.leave_process_group(is_expendable=strategy.is_expendable)
+
+    def require_prepared(self) -> PreparedRun:
+        """All that ``prepare`` made; ``ConfigError`` before it was called."""
+        if self._prepared is None:
+            raise ConfigError("Call model, optimizer = run.prepare(model, optimizer) first.")
+        return self._prepared

@@ -1,0 +1,189 @@
+"""Writes the checkpoints of a run, and finds and loads the one that a run resumes from.
+
+The main process writes; where every process holds rows of the model, each writes its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lockstep import checkpoint
+from lockstep.checkpoint import CheckpointState
+from lockstep.checkpoint.sharded import prepare_sharded
+from lockstep.config.options import RunOptions
+from lockstep.core.world import World
+from lockstep.distributed.collectives import drop_process_groups, gather_json
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.run.state import RunState
+from lockstep.runtime.stop_signals import wait_for_critical_threads
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = timedelta(hours=2)
+"""The time that the quickest rank waits for the slowest disk, at most."""
+
+
+class Writer:
+    """Writes the checkpoints of one run, one at a time.
+
+    Args:
+        options: the folder, how many to keep, and whether training goes on meanwhile.
+        world: who this process is.
+    """
+
+    def __init__(self, options: RunOptions, world: World) -> None:
+        self._options, self._world = options, world
+        self._background = checkpoint.BackgroundWriter()
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, run: RunState) -> None:
+        """Opens a process group for what the writers tell each other, where every process writes. Collective."""
+        several = run.group is not None and self._options.directory is not None
+        if several and run.strategy.own_rows() is not None:
+            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+
+    @property
+    def busy(self) -> bool:
+        """True while a checkpoint is being written."""
+        return self._background.busy
+
+    def check(self) -> None:
+        """Raises what went wrong with the last checkpoint, once; never waits for one on its way."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint on its way, if there is one, and raises what went wrong with it, once."""
+        self._background.finish()
+
+    def release(self) -> None:
+        """Drops the process group."""
+        drop_process_groups(self)
+
+    def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:
+        """Writes the state as it stands. Collective.
+
+        Args:
+            directory: the run folder.
+            run: its state.
+            fingerprint: of the model as it stands.
+            wait: come back only when the checkpoint is on the disk.
+
+        Returns:
+            The checkpoint's folder, on the main process; None on the others.
+        """
+        is_main, wait = self._world.is_main, wait or not self._options.save_in_background
+        if not is_main and run.strategy.replicated:
+            return None
+        self.finish()
+        if self._group is not None and (path := self._write_rows(directory, run, fingerprint, wait)):
+            return path if is_main else None
+        state = run.capture(fingerprint, keep=is_main)
+        if not is_main:
+            return None
+        step, keep, owned = run.position.step, self._options.keep, not run.strategy.replicated
+        if wait:
+            return checkpoint.write(directory, state, step=step, keep=keep)
+        return self._background.write(directory, state, step=step, keep=keep, owned=owned)
+
+    def _write_rows(self, directory: Path | str, run: RunState, fingerprint: str, wait: bool) -> Path | None:
+        """As ``write``, by all ranks; None, from then on, where they do not see one folder."""
+        rows, rank = run.strategy.own_rows(), self._world.rank
+        assert rows is not None
+        order = prepare_sharded(
+            directory,
+            run.capture_rows(fingerprint, rows, first=rank == 0),
+            step=run.position.step,
+            rank=rank,
+            ranks=self._world.world_size,
+            exchange=self._exchange,
+            keep=self._options.keep,
+        )
+        if order is None:
+            self.release()
+            if rank == 0:
+                logger.warning(
+                    "The hosts do not share the folder %s, so checkpoints are gathered and written by rank 0. To write "
+                    "them by all ranks, and to resume on all hosts, give a folder that all see.",
+                    directory,
+                )
+            return None
+        return order.carry_out() if wait else self._background.carry_out(order)
+
+    def _exchange(self, value: object) -> list[object]:
+        assert self._group is not None
+        return gather_json(value, self._group, torch.device("cpu"))
+
+
+def clean_up(directory: Path | str | None) -> None:
+    """Waits for what this process still writes, and removes from the run folder what killed ones have left."""
+    wait_for_critical_threads()
+    if directory is not None:
+        checkpoint.clean(Path(directory))
+
+
+def resume(
+    state: RunState, options: RunOptions, fingerprint: Callable[[], str], *, restarted: bool = False
+) -> bool:
+    """Resumes as the options say; whether there was something to resume.
+
+    Args:
+        state: of the run.
+        options: what to resume, and under which conditions.
+        fingerprint: gives the run's.
+        restarted: the launcher has started the same run before, so its own newest checkpoint comes first.
+    """
+    found = _own_newest(options, state.run_id) if restarted and options.resume != "auto" else None
+    if found is None and options.resume:
+        found = find(options.resume, options.directory)
+    if found is None:
+        return False
+    path, stored = found
+    written, position = _restore(state, path, stored, options.force_context), state.position
+    if not position.inside and position.done:
+        position.epoch, position.done = position.epoch + 1, 0
+    if fingerprint() != written:
+        raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
+    logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
+    return True
+
+
+def _restore(state: RunState, path: Path, stored: CheckpointState, force_context: bool) -> str:
+    """As ``RunState.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
+    try:
+        return state.restore(stored, force_context)
+    except LockstepError:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
+        raise CheckpointError(
+            f"{path} holds no state of a run that could be taken up ({type(error).__name__}: {str(error)[:200]}). Use "
+            "another checkpoint."
+        ) from error
+
+
+def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:
+    """The checkpoint that ``resume`` names ("auto": the newest sound one of the run folder, if any)."""
+    if resume == "auto":
+        newest = checkpoint.read_newest(Path(directory)) if directory is not None else None
+        return (newest.path, newest.state) if newest is not None else None
+    return Path(resume), checkpoint.read(resume)
+
+
+def _own_newest(options: RunOptions, run_id: str) -> tuple[Path, CheckpointState] | None:
+    """The newest sound checkpoint that this very run has written; those of earlier runs in the folder do not count."""
+    if options.directory is None or not run_id:
+        return None
+    own = checkpoint.read_newest(Path(options.directory), written_by=run_id)
+    return (own.path, own.state) if own is not None else None

@@ -1,0 +1,374 @@
+"""The state of a run that a checkpoint covers: captured whole by name, and restored on any number of processes.
+
+``RunState`` captures and restores model, optimizers, schedulers and position. Where parameters are shared out over
+processes, ``SharedOptimizer`` gathers the optimizer's state for a checkpoint, and ``share_out`` takes this process's
+part of it on resume.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep import checkpoint
+from lockstep.checkpoint import CheckpointState, optimizer_state
+from lockstep.checkpoint.manifest import JSON
+from lockstep.core.fingerprint import Context
+from lockstep.data.images.decoding import jpeg_decoder
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.numerics.precision import Precision
+from lockstep.run.epoch_loop import Position
+from lockstep.run.parts import Parts
+from lockstep.run.prepare import PreparedModel
+from lockstep.strategies import Strategy, gather_records
+from lockstep.strategies.sharding import is_elementwise
+
+logger = logging.getLogger(__name__)
+Record = dict[str, JSON]
+_MOST_NUMBERS = 4096
+"""Of a state tensor that is not shaped like its parameter, such as a step counter."""
+
+
+@dataclass(frozen=True)
+class SharedOptimizer:
+    """The state of an optimizer whose parameters are shared out over processes."""
+
+    parts: dict[str, Tensor]
+    """This process's part of the state tensors that are shaped like their parameters, by key."""
+    dtypes: dict[str, str]
+    """Of all state tensors that are shaped like their parameters, in the order of their keys."""
+    others: dict[str, Tensor]
+    """All other tensors, such as step counters, on every process."""
+    record: Record
+    """As ``checkpoint.optimizer_state`` gives it of the whole."""
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        names: Mapping[Tensor, str],
+        members: Sequence[Sequence[str]],
+        strategy: Strategy,
+        group: dist.ProcessGroup | None,
+    ) -> SharedOptimizer:
+        """Learns of all state by name. Collective.
+
+        Args:
+            optimizer: this process's.
+            names: of what it holds.
+            members: names of the parameters of each of its groups in the whole model.
+            strategy: knows who holds what.
+            group: all ranks.
+        """
+        tensors, record = optimizer_state(optimizer, names)
+        shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
+        mine: dict[str, Any] = {"state": record["state"], "dtypes": {}, "values": {}}
+        for key, tensor in tensors.items():
+            name = key.partition("|")[0]
+            if name in shapes and tensor.shape == shapes[name]:
+                mine["dtypes"][key] = str(tensor.dtype)
+            elif name:
+                mine["values"][key] = _as_json(key, tensor)
+        everyone = gather_records(strategy, mine, group)
+        others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
+        others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
+        groups = record["groups"]
+        assert isinstance(groups, list)
+        whole_groups: list[JSON] = [
+            {**each, "parameters": list(own)} for each, own in zip(groups, members) if isinstance(each, dict)
+        ]
+        return cls(
+            {key: tensors[key] for key in mine["dtypes"]},
+            _union(everyone, "dtypes"),
+            others,
+            {**record, "groups": whole_groups, "state": _union(everyone, "state")},
+        )
+
+    def gathered(self, strategy: Strategy, *, keep: bool) -> dict[str, Tensor]:
+        """All tensors, whole, on the CPU, where this process keeps them. Collective."""
+        whole = dict(self.others)
+        for key, dtype in self.dtypes.items():
+            found = strategy.gather_full(key.partition("|")[0], self.parts.get(key), _dtype(dtype))
+            if keep:
+                whole[key] = found.detach().to("cpu", copy=True)
+        return whole
+
+    def own(self, names: Collection[str]) -> dict[str, Tensor]:
+        """This process's part of the state of the named parameters."""
+        return {key: part for key, part in self.parts.items() if key.partition("|")[0] in names}
+
+
+def share_out(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], strategy: Strategy
+) -> dict[str, Tensor]:
+    """This process's part of an optimizer's whole state tensors.
+
+    Args:
+        tensors: as ``"<parameter name>|<state key>"``.
+        shapes: of the whole model's parameters.
+        strategy: knows who holds what.
+    """
+    held: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.partition("|")[0]
+        part = strategy.local_shard(name, tensor) if shapes.get(name) == tensor.shape else tensor
+        if part is not None:
+            held[key] = part
+    return held
+
+
+def require_elements(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ``CheckpointError`` where state of an elementwise optimizer is neither a number nor as its parameter is.
+
+    Args:
+        tensors: as ``"<parameter name>|<state key>"``.
+        shapes: of the whole model's parameters.
+    """
+    for key, tensor in tensors.items():
+        wanted = shapes.get(key.partition("|")[0])
+        if wanted is not None and tensor.numel() != 1 and tensor.shape != wanted:
+            raise CheckpointError(
+                f"The checkpoint's optimizer state {key!r} has the shape {list(tensor.shape)} and its parameter "
+                f"{list(wanted)}. Use another checkpoint."
+            )
+
+
+def _union(everyone: list[Any], kind: str) -> dict[str, Any]:
+    return dict(sorted({key: value for each in everyone for key, value in each[kind].items()}.items()))
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def _as_json(key: str, tensor: Tensor) -> list[Any]:
+    if tensor.numel() > _MOST_NUMBERS:
+        raise ConfigError(
+            f"The optimizer's state {key!r} has the shape {tuple(tensor.shape)}, which is not its parameter's, so it "
+            "cannot be put together from parts. Use an elementwise optimizer such as SGD or AdamW, or strategy 'ddp'."
+        )
+    return [str(tensor.dtype), list(tensor.shape), tensor.detach().flatten().tolist()]
+
+
+def _from_json(value: list[Any]) -> Tensor:
+    dtype, shape, numbers = value
+    return torch.tensor(numbers, dtype=_dtype(dtype)).reshape(shape)
+
+
+@dataclass
+class RunState:
+    """All that a checkpoint of a run covers."""
+
+    parts: Parts
+    model: PreparedModel
+    strategy: Strategy
+    group: dist.ProcessGroup | None
+    precision: Precision
+    position: Position
+    context: Context
+    run_id: str = ""
+    """Of the run, over all its restarts."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
+    resumed_context: dict[str, Any] = field(default_factory=dict)
+    """The conditions of the bits where the checkpoint was written."""
+
+    def reads_photos(self, decoded: str) -> None:
+        """Adds to the context what photos are decoded to; empty: the data set decodes none.
+
+        Raises:
+            CheckpointMismatch: they were decoded to other pixels where the checkpoint was written.
+        """
+        if not decoded or decoded == self.context.photos:
+            return
+        if self.strategy.share.holder == 0:
+            logger.info("Photos are decoded by %s.", jpeg_decoder())
+        self.context = replace(self.context, photos=decoded)
+        before = self.resumed_context.get("photos") or decoded
+        if before != decoded:
+            raise CheckpointMismatch(
+                f"The checkpoint was trained on photos that were decoded to other pixels ({before} there, {decoded} "
+                "here), so Pillow has another JPEG library. Install the Pillow of that run, or go on at level B with "
+                "force_context=True (--force-context)."
+            )
+
+    def capture(self, fingerprint: str, *, keep: bool) -> CheckpointState:
+        """The whole state as it stands; shares memory with the run where the strategy has replicas. Collective.
+
+        Args:
+            fingerprint: of the model as it stands.
+            keep: whether this process needs it; without, it only helps others to gather theirs.
+        """
+        state = self._without_tensors(fingerprint)
+        state.model.update(self._without_aliases(self.model_state(keep=keep)))
+        for number, optimizer in enumerate(self.parts.optimizers):
+            if self.strategy.replicated:
+                tensors, record = checkpoint.optimizer_state(optimizer, self._names())
+            else:
+                shared = self._shared_state(number, optimizer)
+                tensors, record = shared.gathered(self.strategy, keep=keep), shared.record
+            _add_optimizer(state, number, tensors, record)
+        self._add_modules(state)
+        return state
+
+    def capture_rows(self, fingerprint: str, rows: Mapping[str, Tensor], *, first: bool) -> CheckpointState:
+        """This process's part of a checkpoint that all write; shares memory with the run. Collective.
+
+        Args:
+            fingerprint: of the model as it stands.
+            rows: from ``Strategy.own_rows``.
+            first: whether this process writes what no other holds a part of, such as step counters.
+        """
+        state = self._without_tensors(fingerprint)
+        state.model.update(self._without_aliases(rows))
+        for number, optimizer in enumerate(self.parts.optimizers):
+            shared = self._shared_state(number, optimizer)
+            tensors = shared.own(rows) | (shared.others if first else {})
+            _add_optimizer(state, number, tensors, shared.record)
+        if first:
+            self._add_modules(state)
+        return state
+
+    def model_state(self, *, keep: bool) -> dict[str, Tensor]:
+        """Whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
+        found = {}
+        for name, tensor in self.strategy.state():
+            if keep:
+                found[name] = tensor if self.strategy.replicated else tensor.detach().to("cpu", copy=True)
+        return found
+
+    def restore(self, state: CheckpointState, force_context: bool) -> str:
+        """Takes up a state; returns the fingerprint it was written with. Collective.
+
+        Raises:
+            CheckpointMismatch: it is of another model, recipe or software.
+        """
+        written = state.progress
+        differences = self.context.differences(written["context"])
+        if differences and not force_context:
+            raise CheckpointMismatch(
+                "The checkpoint was written under other conditions, so the bits would not continue:\n  "
+                + "\n  ".join(differences)
+                + "\nRestore these, or go on at level B with force_context=True (--force-context)."
+            )
+        self.resumed_context = {} if force_context else written["context"]
+        self._require_equal_counts(state)
+        checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
+        self.strategy.load_state(
+            {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
+        )
+        for number, optimizer in enumerate(self.parts.optimizers):
+            self._load_optimizer(number, optimizer, state)
+        for number, module in enumerate(self.parts.modules):
+            own = _under(f"module{number}|", state.optimizer)
+            checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
+        if self.precision.scaler is not None and written["scaler"]:
+            self.precision.scaler.load_state_dict(written["scaler"])
+        for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
+            scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
+        self.position.load_state_dict(written["position"])
+        self.extra = dict(written["extra"])
+        return str(written["fingerprint"])
+
+    def _without_tensors(self, fingerprint: str) -> CheckpointState:
+        scaler = self.precision.scaler
+        progress = {
+            "position": self.position.as_dict(),
+            "fingerprint": fingerprint,
+            "context": self.context.as_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
+            "modules": len(self.parts.modules),
+            "extra": self.extra,
+            "run": self.run_id,
+        }
+        return CheckpointState({}, {}, progress, self.model.aliases)
+
+    def _without_aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if name not in self.model.aliases}
+
+    def _shared_state(self, number: int, optimizer: Optimizer) -> SharedOptimizer:
+        members = self.model.members[number]
+        return SharedOptimizer.of(optimizer, self._names(), members, self.strategy, self.group)
+
+    def _add_modules(self, state: CheckpointState) -> None:
+        for number, module in enumerate(self.parts.modules):
+            tensors, _ = checkpoint.model_state(module)
+            if not self.strategy.replicated:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
+
+    def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
+        tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
+        if not isinstance(record, dict):
+            raise CheckpointError("The checkpoint's optimizer record is not one. Use another checkpoint.")
+        members = None
+        shapes = {name: tensor.shape for name, tensor in state.model.items()}
+        if is_elementwise(optimizer):
+            require_elements(tensors, shapes)
+        if not self.strategy.replicated:
+            members = self.model.members[number]
+            tensors = share_out(tensors, shapes, self.strategy)
+        checkpoint.load_optimizer_state(optimizer, self._names(), tensors, record, members)
+
+    def _names(self) -> dict[Tensor, str]:
+        if self.strategy.replicated:
+            return checkpoint.parameter_names(self.parts.model)
+        return {parameter: name for name, parameter in self.strategy.trainable().items()}
+
+    def _require_equal_counts(self, state: CheckpointState) -> None:
+        written = state.progress
+        for kind, stored, here in (
+            ("optimizers", len(state.optimizer_records), len(self.parts.optimizers)),
+            ("schedulers", len(written["schedulers"]), len(self.parts.schedulers)),
+            ("further modules", written["modules"], len(self.parts.modules)),
+        ):
+            if stored != here:
+                raise CheckpointMismatch(
+                    f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
+                )
+
+
+def _add_optimizer(
+    state: CheckpointState, number: int, tensors: Mapping[str, Tensor], record: Record
+) -> None:
+    state.optimizer_records[str(number)] = record
+    state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with ``prefix``, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _plain(state: Any) -> Any:
+    """A scheduler's state, and those inside of it, without functions, which the user's code makes again."""
+    if isinstance(state, Counter):
+        return {str(name): count for name, count in state.items()}
+    if isinstance(state, list):
+        return [_plain(each) for each in state]
+    if not isinstance(state, dict):
+        return state
+    kept = {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+    return {key: _plain(value) for key, value in kept.items()}
+
+
+def _like(own: Any, stored: Any) -> Any:
+    """The stored state in the types of the scheduler's own."""
+    if isinstance(own, Counter):
+        return Counter({int(name): count for name, count in stored.items()})
+    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
+        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
+    if isinstance(own, dict) and isinstance(stored, dict):
+        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
+    return stored

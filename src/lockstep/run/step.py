@@ -1,0 +1,361 @@
+"""Computes one step: micro-batches go to the device, through the model and the loss, and results are read back later.
+
+    host            | give k0 | give k1 | give k2 | ...          kernels are queued, not waited for
+    compute stream  | forward, backward of k0 | of k1            waits for a copy just before what needs it
+    copy stream     | k0 || k1 |                                 out of page-locked memory, while k0 is computed
+
+``DeviceTransfer`` copies, ``ForwardPass`` runs the model in training and evaluation, ``StepCompute`` adds the keys of
+random numbers and the loss, and ``DeferredResults`` keeps the losses until reading them costs little. The first copy of
+a step runs while the device still computes the step before it, unless the loop reads a loss in between.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.core.plan import StepPlan
+from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.numerics.precision import Precision
+from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.runtime.control import StopReason
+from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
+from lockstep.strategies import StepResult
+from lockstep.text import shorten
+
+
+class DeviceTransfer:
+    """Copies to one device; on CUDA over a stream of its own, so that no copy waits for kernels queued before it.
+
+    Args:
+        device: where data is wanted.
+        events: whose callbacks are told of copies.
+    """
+
+    def __init__(self, device: torch.device, events: StepEvents = NO_EVENTS) -> None:
+        self._device, self._events = device, events
+        self._stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
+        )
+
+    def __call__(self, data: Any) -> Any:
+        """The same data with its tensors on the device, and whatever else has a method ``to``.
+
+        On CUDA the current stream waits for the copies; the process does not, if they come from page-locked memory.
+        """
+        if self._device.type == "cpu":
+            return data
+        for call in self._events.copy_begin:
+            call()
+        delivered = map_leaves(data, self._moved if self._stream is None else self._copied)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for call in self._events.copy_end:
+            call()
+        return delivered
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(self._device, non_blocking=True)
+        return value.to(self._device) if hasattr(value, "to") else value
+
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return self._moved(value)  # over the current stream: nothing can record an object's tensors
+        with torch.cuda.stream(self._stream):
+            copied = value.to(self._device, non_blocking=True)
+        copied.record_stream(torch.cuda.current_stream(self._device))
+        return copied
+
+
+def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Splits a micro-batch into the model's arguments (positional, by keyword) and the loss's target.
+
+    A pair is ``(input, target)``; a longer tuple has several inputs; a dict goes to the model by keyword and to the
+    loss whole.
+    """
+    if isinstance(data, dict):
+        return (), data, data
+    if isinstance(data, tuple | list) and len(data) >= 2:
+        return tuple(data[:-1]), {}, data[-1]
+    raise ConfigError(
+        f"A batch should be a pair (input, target), a longer tuple, or a dict; it is a {type(data).__name__}. "
+        "Let the data set's samples be pairs, or pass forward= and take it apart there."
+    )
+
+
+def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that gives sum and weight where the mean of ``function`` is not one over the samples.
+
+    torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
+    equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
+    function is returned as it is; a torch loss that sums is refused (``ConfigError``).
+    """
+    if isinstance(function, nn.Module) and getattr(function, "reduction", "") == "sum":
+        raise ConfigError(
+            f"{type(function).__name__}(reduction='sum') returns one number, which would be taken for the mean over a "
+            "micro-batch. Use reduction='mean', or a function that returns the pair (sum, count)."
+        )
+    if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
+        return function
+    summing = copy.copy(function)
+    summing.reduction = "sum"
+
+    def sum_and_weight_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return summing(output, target), _weight(function, target, output.shape[0])
+
+    return sum_and_weight_of
+
+
+def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
+    if target.is_floating_point():  # class probabilities: torch divides by the number of samples
+        return torch.tensor(float(samples), device=target.device)
+    counted = target != function.ignore_index
+    if function.weight is None:
+        return counted.sum()
+    return function.weight[target.where(counted, 0)].mul(counted).sum()
+
+
+def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
+    """The sum and the weight that a returned value stands for, both 0-dim.
+
+    Args:
+        value: a 0-dim tensor, taken as the mean over the samples; a tensor of one entry per sample or token; or the
+            pair ``(sum, weight)``.
+        samples: rows of the micro-batch.
+    """
+    if isinstance(value, tuple) and len(value) == 2:
+        total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]))
+        weight = (
+            value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
+        )
+        return total.sum(), weight.detach().sum()
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"A loss or metric function should return a tensor or the pair (sum, weight), not {type(value).__name__}."
+        )
+    if value.dim() == 0:
+        return value * samples, torch.tensor(float(samples), device=value.device)
+    numbers = value if value.is_floating_point() else value.to(torch.float64)
+    return numbers.sum(), torch.tensor(float(value.numel()), device=value.device)
+
+
+Prepare = Callable[[Tensor], Tensor]
+
+
+class ForwardPass:
+    """The forward pass of a prepared model, the same in training and evaluation.
+
+    Args:
+        model: what is called.
+        precision: the number format.
+        device: where inputs go.
+        channels_last: put image batches into channels-last order.
+        events: whose callbacks are told of copies to the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        channels_last: bool,
+        events: StepEvents = NO_EVENTS,
+    ) -> None:
+        self.model = model
+        self._precision, self._transfer = precision, DeviceTransfer(device, events)
+        self._layout = torch.channels_last if channels_last else torch.preserve_format
+        self.device_transform: Prepare | None = None
+        """Applied to the input on the device, such as a normalisation of uint8 images."""
+
+    def output_and_target(
+        self,
+        data: Any,
+        forward: Callable[..., Any] | None,
+        model: nn.Module,
+        device_transform: Prepare | None,
+    ) -> tuple[Any, Any]:
+        """The output of ``model`` on a micro-batch's data, and its target.
+
+        Args:
+            data: of one micro-batch.
+            forward: gives the output, if ``model(input)`` does not.
+            model: what is called.
+            device_transform: applied to the input on the device.
+        """
+        with self.autocast():
+            if forward is not None:
+                data = self._transfer(data)
+                return forward(data), data
+            inputs, named, target = self.inputs(data, device_transform)
+            return model(*inputs, **named), target
+
+    def inputs(
+        self, data: Any, device_transform: Prepare | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Positional and named arguments of the model and the target, on the device, from a micro-batch's data."""
+        inputs, named, target = split_batch(self._transfer(data))
+        if device_transform is not None and inputs:
+            inputs = (device_transform(inputs[0]), *inputs[1:])
+        return tuple(self._laid_out(value) for value in inputs), named, target
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        return self._precision.forward()
+
+    def _laid_out(self, value: Any) -> Any:
+        if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
+            return value.to(memory_format=torch.channels_last)
+        return value
+
+
+@dataclass(frozen=True)
+class StepCompute:
+    """The forward pass and the loss of one step's micro-batches; see ``lockstep.strategies.Compute``."""
+
+    compute: ForwardPass
+    randomness: KeyedRandomness
+    heartbeat: Heartbeat
+    events: StepEvents
+    plan: StepPlan
+    function: Callable[..., Any]
+    """The loss, of (output, target)."""
+    forward: Callable[..., Any] | None
+    """The user's own way from a micro-batch's data to the output."""
+    first_key: int
+    """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
+
+    def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Forward pass and loss of a whole model."""
+        self.begin(micro_batch)
+        output, target = self.compute.output_and_target(
+            micro_batch.data, self.forward, model or self.compute.model, self.compute.device_transform
+        )
+        result = self.loss(output, target, micro_batch)
+        self.heartbeat.enter(BACKWARD, micro_batch.k)
+        return result
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Keys what is drawn, and notes where this rank is."""
+        for call in self.events.micro_batch_begin:
+            call(micro_batch)
+        self.heartbeat.enter(FORWARD, micro_batch.k, micro_batch.indices)
+        self.randomness.begin_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        """Keys what is drawn in a micro-batch that goes on, and notes where this rank is."""
+        for call in self.events.micro_batch_resume:
+            call(micro_batch, phase)
+        self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
+        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+
+    def exchange(self) -> None:
+        """Notes that this rank waits for the others."""
+        self.heartbeat.enter(REDUCE)
+
+    def end(self) -> None:
+        """Notes that the gradient is there."""
+        self.heartbeat.enter(UPDATE)
+
+    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The model's arguments and the target."""
+        if self.forward is not None:
+            raise ConfigError(
+                "run.backward was given a forward of your own, which calls the whole model for one micro-batch; here "
+                "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
+                "use strategy 'ddp' without sync_batch_norm."
+            )
+        return self.compute.inputs(micro_batch.data, self.compute.device_transform)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        return self.compute.autocast()
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Sum and weight of the user's loss; of padding, a sum that depends on the output."""
+        with self.autocast():
+            if micro_batch.k >= self.plan.leaves:
+                values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+                total = torch.stack([value.double().sum() for value in values]).sum()
+                return total, torch.zeros_like(total)
+            self.randomness.begin_loss()
+            return sum_and_weight(self.function(output, target), len(micro_batch))
+
+
+def note(
+    heartbeat: Heartbeat, phase: str, epoch: int, step: int, micro_batch: MicroBatch | None = None
+) -> None:
+    """Writes down what this rank is about to do."""
+    if micro_batch is None:
+        heartbeat.mark(phase, epoch=epoch, step=step)
+    else:
+        heartbeat.mark(phase, epoch=epoch, step=step, micro_batch=micro_batch.k)
+        heartbeat.samples(micro_batch.indices)
+
+
+class DeferredResults:
+    """Keeps the results of steps for a while: reading a value makes the host wait for a GPU.
+
+    Args:
+        every: read after every so many steps; 1 where reading costs nothing.
+        overflow_expected: whether a loss scaler deals with what is not finite.
+    """
+
+    def __init__(self, every: int, overflow_expected: bool) -> None:
+        self._every, self._overflow_expected = every, overflow_expected
+        self._results: list[tuple[StepResult, StepPlan]] = []
+        self.stop = StopReason.NONE
+        """Why all ranks agreed to stop, as far as has been read."""
+
+    def add(self, result: StepResult, plan: StepPlan) -> None:
+        """Takes the result of a step, and reads if it is time. Raises as ``read`` does."""
+        self._results.append((result, plan))
+        if len(self._results) >= self._every:
+            self.read()
+
+    def read(self) -> None:
+        """Reads all; ``NonFiniteError`` names the first step that was not finite."""
+        results, self._results = self._results, []
+        for number, (result, plan) in enumerate(results):
+            if not self._overflow_expected and not bool(result.finite):
+                raise_non_finite(result.losses, plan, later_updates=len(results) - 1 - number)
+        if results:
+            self.stop = StopReason(int(results[-1][0].stop)) or self.stop
+
+
+def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> NoReturn:
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
+
+    Args:
+        losses: loss sum of each micro-batch, shape (leaves,).
+        plan: the step.
+        later_updates: steps that were taken before anybody looked; on a GPU results are read back now and then only.
+    """
+    update = (
+        "No update was made with it."
+        if later_updates == 0
+        else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
+    )
+    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        k = bad[0]
+        raise NonFiniteError(
+            f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
+            f"{shorten(plan.indices[k].tolist())}). {update} Look at these samples, lower the learning rate, or "
+            "clip gradients."
+        )
+    samples = [index for part in plan.indices for index in part.tolist()]
+    raise NonFiniteError(
+        f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
+        f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "
+        "gradients."
+    )

@@ -1,0 +1,370 @@
+"""The heartbeat of a rank: what it is doing right now, in a memory-mapped file that takes under a microsecond to write.
+
+The run directory has one file for each rank. The rank writes, the supervisor reads; no thread, socket or lock is
+involved, so a blocked rank blocks nobody and its last heartbeat remains:
+
+heartbeat-003:  pid, phase, micro-batch, time, epoch, step, work, waited, packed phase, membership, warm | samples
+
+In a loop of small operations little of this code stays in the processor's caches, so it has to be short. In most of
+the short steps ``enter`` therefore stores one number, the packed phase:
+
+    step          64 marked | 65 | 66 | ...     | 80 | 81 marked | 82 | ...
+    written       all       | samples, packed phases | all       | samples, packed phases
+
+``StepTimer`` adds up how long a rank works on its steps, and how long it waits for other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from lockstep.core.world import World
+from lockstep.runtime.control import Control, StopReason, map_file
+from lockstep.runtime.events import NO_EVENTS, StepEvents
+
+if TYPE_CHECKING:
+    from lockstep.core.plan import Indices
+
+PHASES = (
+    *("start", "prepare", "data", "forward", "backward", "reduce", "update"),
+    *("evaluate", "save", "load", "wait", "end"),
+)
+"""The phases of a rank, as shown in reports."""
+
+_BEAT = struct.Struct("=iiqdqqddq")
+"""Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, packed phase."""
+write_beat = _BEAT.pack_into
+PACKED_PHASE = 7
+"""Index of the packed phase, of 64 bits. It is 0, or the current position in a short step: the sum of
+``step * STEP``, ``(k + 1) * MICRO_BATCH`` and the number of the phase plus 1; ``k`` is -1 for no micro-batch."""
+MICRO_BATCH, STEP = 1 << 4, 1 << 24
+SAMPLES_OF = struct.Struct("=ii")
+"""Number of samples, and of those in a micro-batch; 0: all of them."""
+MEMBERSHIP = 64
+WARM = 65
+SAMPLES, INDICES = 72, 80
+SIZE = 32768
+MOST_SAMPLES = (SIZE - INDICES) // 8
+
+
+DATA, FORWARD, BACKWARD, REDUCE, UPDATE = (
+    PHASES.index(phase) for phase in ("data", "forward", "backward", "reduce", "update")
+)
+"""Numbers of the phases of a step."""
+
+
+class Membership(IntEnum):
+    """The relation of a rank to the process group."""
+
+    OUTSIDE = 0
+    JOINED = 1
+    LEAVING = 2
+    FINISHED = 3
+    INDEPENDENT = 4
+    """It has left together with the others and runs by itself: if it is killed, the others continue without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The last heartbeat of one rank; -1 stands for "not in an epoch, step or micro-batch"."""
+
+    phase: str
+    epoch: int
+    step: int
+    micro_batch: int
+    time: float
+    """``time.monotonic()`` of the write; in short steps that of an earlier write."""
+    pid: int
+    membership: Membership
+    samples: tuple[int, ...]
+    warm: bool = True
+    """True if the process has completed a step, so that nothing is compiled or allocated for the first time."""
+    work: float = 0.0
+    """See ``StepTimer.seconds``."""
+    waited: float = 0.0
+    """See ``StepTimer.waited``."""
+
+    @property
+    def position(self) -> str:
+        """The position of the rank, as in ``step 812, forward``."""
+        return f"step {self.step}, {self.phase}" if self.step >= 0 else self.phase
+
+
+def heartbeat_file(directory: Path, rank: int) -> Path:
+    """Returns the heartbeat file of a rank."""
+    return directory / f"heartbeat-{rank:03}"
+
+
+def read_beat(directory: Path, rank: int) -> Beat | None:
+    """Reads the last heartbeat of a rank; None before its first."""
+    try:
+        content = heartbeat_file(directory, rank).read_bytes()
+    except OSError:
+        return None
+    if len(content) < SIZE:  # being made
+        return None
+    pid, phase, micro_batch, moment, epoch, step, work, waited, packed_phase = _BEAT.unpack_from(content)
+    if packed_phase:
+        phase, micro_batch, step = (
+            packed_phase % MICRO_BATCH - 1,
+            packed_phase % STEP // MICRO_BATCH - 1,
+            packed_phase // STEP,
+        )
+    if pid == 0 or not 0 <= phase < len(PHASES):
+        return None
+    name = PHASES[phase]
+    return Beat(
+        phase=name,
+        epoch=epoch,
+        step=step,
+        micro_batch=micro_batch,
+        time=moment,
+        pid=pid,
+        membership=Membership(content[MEMBERSHIP]),
+        warm=bool(content[WARM]),
+        work=work,
+        waited=waited,
+        samples=_samples(content, micro_batch) if name != "data" else (),  # those are of the step before
+    )
+
+
+def _samples(content: bytes, micro_batch: int) -> tuple[int, ...]:
+    """Returns the samples of a micro-batch if it is known, else all; none if they did not fit."""
+    count, size = SAMPLES_OF.unpack_from(content, SAMPLES)
+    samples = struct.unpack_from(f"={min(max(0, count), MOST_SAMPLES)}q", content, INDICES)
+    if size <= 0 or micro_batch < 0:
+        return samples
+    first = micro_batch * size
+    return samples[first if first < count else 0 :][:size]  # padding has the samples of micro-batch 0
+
+
+_WORK = frozenset({"data", "forward", "backward", "update"})
+_WAIT = frozenset({"reduce", "wait"})
+
+
+class StepTimer:
+    """Measures the seconds of work of a rank on one micro-batch, added up over all steps so far.
+
+    Work is divided by the number of micro-batches, which may differ by one among ranks that are equally fast. A step
+    that is not timed counts as much as the timed step before or after it, whichever took less, so a pause in a timed
+    step counts once.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.waited = 0.0
+        """Seconds of exchange that do not overlap with work, over all steps so far."""
+        self.latest = math.inf
+        """Duration of the last timed step in seconds."""
+        self.micro_batches = 0
+        """Of the step so far; added by the caller that begins them."""
+        self.is_timed = False
+        """True if all phases of the step so far were entered; cleared by a caller that leaves some out."""
+        self._step, self._counted, self._began = -1, -1, 0.0
+        self._timed = math.inf, math.inf
+        self._phase, self._since = "", 0.0
+        self._worked = self._idle = 0.0
+
+    def has_counted(self, step: int) -> bool:
+        """Returns whether this is the last timed step."""
+        return self._counted == step
+
+    def enter(self, phase: str, step: int, now: float) -> float:
+        """Enters a phase of a step; returns ``seconds``.
+
+        Args:
+            phase: that begins now.
+            step: of the phase; -1 outside of any.
+            now: the time.
+        """
+        if self._phase in _WORK:
+            self._worked += now - self._since
+        elif self._phase in _WAIT:
+            self._idle += now - self._since
+        if step > self._step:
+            self._begin(phase, step, now)
+        self._phase, self._since = phase, now
+        return self.seconds
+
+    def _begin(self, phase: str, step: int, now: float) -> None:
+        if self.is_timed:
+            untimed = self._step - self._counted - 1
+            work, idle = self._worked / max(1, self.micro_batches), self._idle
+            self.seconds += work + untimed * min(work, self._timed[0])
+            self.waited += idle + untimed * min(idle, self._timed[1])
+            self._timed, self.latest, self._counted = (work, idle), now - self._began, self._step
+        elif self._step < 0:
+            self._counted = step - 1
+        self.is_timed = phase in _WORK
+        self._step, self._began, self._worked, self._idle, self.micro_batches = step, now, 0.0, 0.0, 0
+
+
+_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
+_MOST_BYTES = 8 * MOST_SAMPLES
+_SHORT = 0.05
+"""A step that takes fewer seconds is short."""
+_UNTIMED, _MOST_UNTIMED = 0.1, 31
+"""Maximum seconds and number of short steps before the next one that is marked."""
+
+
+class Heartbeat:
+    """Writes this rank's state and reads the stop flag.
+
+    If another launcher started the process, nothing is written and the stop flag is the process's own.
+
+    Args:
+        beat: the file of this rank, mapped.
+        control: the flags that all ranks share.
+        events: whose callbacks receive every phase and its samples; while there are any, no step is short.
+    """
+
+    def __init__(
+        self,
+        beat: mmap.mmap | None = None,
+        control: Control | None = None,
+        events: StepEvents = NO_EVENTS,
+    ) -> None:
+        self._beat, self._events = beat, events
+        self.control = Control() if control is None else control
+        self._pid = os.getpid()
+        self._step = -1
+        self._length = self._size = -1
+        self._meter = StepTimer()
+        self._packed = memoryview(bytearray(SIZE) if beat is None else beat).cast("q")[
+            PACKED_PHASE : PACKED_PHASE + 1
+        ]
+        self._base = 0
+        self._epoch = self._entered = -1
+        self.marked_from = 0
+        """The next step whose phases are all marked; those before it are short."""
+
+    @classmethod
+    def open(cls, world: World, events: StepEvents = NO_EVENTS) -> Heartbeat:
+        """Opens the files of this rank in the run directory, if there is one."""
+        if not world.run_directory:
+            return cls(events=events)
+        directory = Path(world.run_directory)
+        return cls(map_file(heartbeat_file(directory, world.rank), SIZE), Control(directory), events)
+
+    def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
+        """Writes what the rank is about to do; ``phase`` is one of ``PHASES``."""
+        if self._beat is not None:
+            self._write_phase(self._beat, phase, epoch, step, micro_batch)
+        for call in self._events.phase:
+            call(phase, epoch, step, micro_batch)
+
+    def _write_phase(self, beat: mmap.mmap, phase: str, epoch: int, step: int, micro_batch: int) -> None:
+        number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
+        work = meter.enter(phase, step, now)
+        write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
+        if step > self._step:
+            beat[WARM] = self._step >= 0
+            self._step = step
+            if 0 < meter.latest < _SHORT and meter.has_counted(step - 1):
+                self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
+
+    def samples(self, indices: Indices) -> None:
+        """Writes the sample indices of the current micro-batch, for error reports; the first 4,086 are kept."""
+        if self._beat is not None:
+            self._write_samples(indices.tobytes(), 0)
+        for call in self._events.samples:
+            call(indices)
+
+    def begin_step(self, epoch: int, step: int, samples: bytes, size: int, micro_batches: int) -> None:
+        """Sets the step of the next calls of ``enter``, and writes its samples if it is short.
+
+        Args:
+            epoch: of the step.
+            step: its number.
+            samples: of all its micro-batches, 64 bits each.
+            size: of a micro-batch in samples; the last may have fewer.
+            micro_batches: number of this rank's.
+        """
+        if not self._is_short(step):
+            self._epoch, self._entered, self._base = epoch, step, 0
+            self._meter.micro_batches += micro_batches
+            return
+        self._base = step * STEP + MICRO_BATCH + 1
+        self._meter.is_timed = False
+        if self._beat is not None:
+            self._write_samples(samples, size)
+
+    def enter(self, phase: int, k: int = -1, indices: Indices | None = None) -> None:
+        """Writes what the rank is about to do within the current step.
+
+        Args:
+            phase: ``beat.FORWARD`` or another number of a phase.
+            k: number of the micro-batch, if there is one.
+            indices: of the micro-batch's samples, if they are to be written.
+        """
+        if self._base:
+            self._packed[0] = self._base + k * MICRO_BATCH + phase
+            return
+        self.mark(PHASES[phase], epoch=self._epoch, step=self._entered, micro_batch=k)
+        if indices is not None:
+            self.samples(indices)
+
+    def await_data(self, epoch: int, step: int) -> None:
+        """Writes that the rank waits for the data of a step, which has not begun."""
+        if self._is_short(step):
+            self._packed[0] = step * STEP + DATA + 1
+        else:
+            self.mark("data", epoch=epoch, step=step)
+
+    def _is_short(self, step: int) -> bool:
+        return step < self.marked_from and not self._events.phase
+
+    def _write_samples(self, samples: bytes, size: int) -> None:
+        assert self._beat is not None
+        length = len(samples)
+        if length != self._length or size != self._size:
+            SAMPLES_OF.pack_into(self._beat, SAMPLES, length // 8, size)
+            self._length, self._size = length, size
+        if length > _MOST_BYTES:
+            samples, length = samples[:_MOST_BYTES], _MOST_BYTES
+        self._beat[INDICES : INDICES + length] = samples
+
+    def will_poll(self) -> None:
+        """Tells the supervisor that this rank polls ``stop_requested``, so that it waits for the rank to stop."""
+        self.control.polled = True
+
+    @property
+    def stop_requested(self) -> bool:
+        """True if the ranks should save and stop at the next step boundary.
+
+        Ranks see it at different times: agree on it before acting.
+        """
+        return self.control.reason is not StopReason.NONE
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """The reason why the ranks should stop, if they should."""
+        return self.control.reason
+
+    def mark_joined(self) -> None:
+        """Marks the rank as a member of the process group."""
+        self._set_membership(Membership.JOINED)
+
+    def mark_leaving(self) -> None:
+        """Marks the rank as waiting for the others to leave the process group."""
+        self._set_membership(Membership.LEAVING)
+
+    def mark_finished(self) -> None:
+        """Marks the rank as having left the process group together with the others."""
+        self._set_membership(Membership.FINISHED)
+
+    def mark_independent(self) -> None:
+        """Marks the rank as one without which the others continue if it is killed."""
+        self._set_membership(Membership.INDEPENDENT)
+
+    def _set_membership(self, membership: Membership) -> None:
+        if self._beat is not None:
+            self._beat[MEMBERSHIP] = int(membership)

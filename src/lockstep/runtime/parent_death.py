@@ -1,0 +1,78 @@
+"""Ties a process to its parent: when the parent ends for any reason, the kernel kills the child.
+
+Linux sends the signal when the *thread* that created the child ends, so a child must be created by a thread
+that outlives it; Lockstep forks from main threads only. Other systems have no such signal: there ``arm`` only checks
+that the parent is still the expected one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import psutil
+
+from lockstep.core.world import World
+
+_PR_SET_PDEATHSIG = 1
+_MPI_FORKS_IN_THREADS = 32
+"""With so many ranks on a host Open MPI forks them in threads (``odls_base_cutoff``), which end before the ranks."""
+
+
+def arm(expected_parent: int) -> None:
+    """Asks the kernel to send SIGKILL to this process when ``expected_parent`` ends.
+
+    If the parent has ended before this call, the process ends at once, because the signal would never come.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != expected_parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tie_to_launcher(world: World) -> None:
+    """Ties a rank to the torchrun or mpirun that started it; other launchers kill their ranks themselves."""
+    if world.launcher == "torchrun" or (
+        world.launcher == "mpi" and world.local_world_size < _MPI_FORKS_IN_THREADS
+    ):
+        arm(os.getppid())
+
+
+def die_with_parent(worker: int = 0) -> None:
+    """Ties a ``multiprocessing`` child to the process that asked for it; fits as ``worker_init_fn``.
+
+    Args:
+        worker: the worker's number, which torch passes; ignored.
+    """
+    parent = os.getppid()
+    arm(parent)
+    asked_by = multiprocessing.parent_process()
+    if asked_by is not None and asked_by.pid is not None and not psutil.pid_exists(asked_by.pid):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm_future_children() -> None:
+    """Ties every child that this process forks from its main thread from now on to this process.
+
+    Covers loader workers that a user's script starts, also one that hangs in ``__getitem__``. Children of other
+    threads are not tied (they would end with their thread), nor are grandchildren.
+    """
+    owner = os.getpid()
+    from_main_thread = False
+
+    def note_thread() -> None:
+        nonlocal from_main_thread
+        from_main_thread = threading.current_thread() is threading.main_thread()
+
+    def arm_child() -> None:
+        if from_main_thread and os.getppid() == owner:
+            arm(owner)
+
+    os.register_at_fork(before=note_thread, after_in_child=arm_child)

@@ -1,0 +1,170 @@
+"""Stop signals, and the threads that a process waits for before it ends.
+
+In a rank, ``install`` turns signals into the stop flag that every rank of the run sees; the supervisor collects those
+that it receives in a ``SignalInbox``:
+
+SIGINT                                 stop at the step boundary, as Ctrl-C does
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP      preemption: save, stop, exit 75
+SIGTERM while the supervisor ends      exit now
+a second one, without a supervisor     exit now
+
+A rank waits for its ``CriticalThread`` objects, such as checkpoint writers, even if it ends with an error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+from lockstep.runtime.control import Control, StopReason
+
+REASONS = {
+    signal.SIGINT: StopReason.INTERRUPTED,
+    signal.SIGTERM: StopReason.PREEMPTED,
+    signal.SIGUSR1: StopReason.PREEMPTED,
+    signal.SIGUSR2: StopReason.PREEMPTED,
+    signal.SIGHUP: StopReason.PREEMPTED,
+}
+"""The stop reason of each signal."""
+
+
+class Ended(SystemExit):
+    """Raised in a rank that the supervisor ends; ``finally`` blocks have three seconds to run."""
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+def install(control: Control, *, alone: bool = False) -> None:
+    """Installs the signal handlers, from the main thread; an ignored signal stays ignored.
+
+    Args:
+        control: receives the stop reason.
+        alone: no supervisor of ours ends the process, so the second signal does.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        again = alone and control.reason is not StopReason.NONE
+        if again and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if again or control.ending:
+            raise Ended
+        control.request_stop(REASONS[signal.Signals(number)])
+
+    former = {number: signal.getsignal(number) for number in REASONS}
+    handled = {number: old for number, old in former.items() if old is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, handle)
+    _keep_from_children(handled)
+
+
+def _keep_from_children(former: Mapping[signal.Signals, Any]) -> None:
+    """Restores the former handlers in forked children, so that a signal to a loader worker stops no rank.
+
+    Signals are blocked during the fork: one that reaches the child before it has restored its handlers would count as
+    one to the rank.
+    """
+    mask = threading.local()
+
+    def hold() -> None:
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, former)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def restore() -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
+
+
+class SignalInbox:
+    """Collects the stop signals while open, and restores the former handlers when closed.
+
+    A signal that was ignored before (as by ``nohup``) stays ignored. Outside of the main thread, where Python
+    allows no handlers, signals keep their effect.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[signal.Signals] = []
+        self._former: dict[signal.Signals, Any] = {}
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._former_wakeup = -1
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            self._former_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            for number in REASONS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        if self._former:
+            signal.set_wakeup_fd(self._former_wakeup)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when a signal has arrived."""
+        return self._reader
+
+    def take(self) -> list[signal.Signals]:
+        """Returns the signals since the last call."""
+        drain(self._reader)
+        taken, self._taken = self._taken, []
+        return taken
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._taken.append(signal.Signals(number))
+
+
+def drain(descriptor: int) -> bytes:
+    """Reads all available bytes from a non-blocking descriptor."""
+    content = b""
+    try:
+        while part := os.read(descriptor, 4096):
+            content += part
+    except BlockingIOError:
+        pass
+    return content
+
+
+class CriticalThread(threading.Thread):
+    """A thread whose work must be completed, such as writing a checkpoint.
+
+    The interpreter waits for it at the end of a program; a rank that ends with an error or is ended calls
+    ``wait_for_critical_threads``.
+    """
+
+
+def wait_for_critical_threads(seconds: float | None = None) -> None:
+    """Waits for every ``CriticalThread`` of this process but the calling one.
+
+    Args:
+        seconds: for all of them together; None: without limit. SIGTERM from the supervisor does not shorten a
+            limited wait.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if not isinstance(thread, CriticalThread) or thread is threading.current_thread():
+            continue
+        while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
+            if deadline is None:
+                thread.join()
+            else:
+                with suppress(Ended):
+                    thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,264 @@
+r"""Data parallel in one process: a replica and a thread per device (torch's ``DataParallel``, with the tree's order).
+
+    thread 0, device 0:  k0 k1 k2 k3 =\
+                                       add in the tree's order on device 0 -> update replica 0 -> copy to the others
+    thread 1, device 1:  k4 k5 k6 k7 =/
+
+Replica 0 is the user's model. On CPUs the other replicas share its parameters' memory and have their own gradients and
+running buffers; on GPUs each has a copy, updated before every step.
+
+Only one replica runs at a time where threads would disturb each other: where the model may draw random numbers, since
+torch has one generator to key; under autocast, since any thread that leaves it empties torch's one cache of cast
+weights, and a weight that is then cast twice gets other bits; and where the model is compiled, since the compiler has
+one set of settings for all threads.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.core.plan import share
+from lockstep.core.summation_tree import TreeStack, nodes_within
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.numerics.randomness import draws_in_forward
+from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.gradients import GradientTree
+from lockstep.strategies.strategy import Compute, StepResult
+from lockstep.text import shorten
+
+
+class Replica:
+    """The model on one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        declared: Sequence[str],
+        buffers: RunningBuffers | None = None,
+        tree: GradientTree | None = None,
+    ) -> None:
+        self.model, self.device = model, device
+        self.buffers = buffers if buffers is not None else RunningBuffers(model, declared)
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.tree = tree or GradientTree(trainable, None)
+        running = RunningBuffers.names(model, declared)
+        self._others = {name: b for name, b in model.named_buffers() if name not in running}
+        self._own = tree is not None
+
+    def follow(self, first: Replica) -> None:
+        """Takes over what may have changed in replica 0: values, modes, numbers set by hand, what is frozen."""
+        self.buffers.take_over(first.buffers)
+        for own, theirs in zip(self.model.modules(), first.model.modules()):
+            plain = (bool, int, float, str, type(None))
+            vars(own).update({key: value for key, value in vars(theirs).items() if type(value) in plain})
+        with torch.no_grad():
+            for mine, other in zip(self.model.parameters(), first.model.parameters()):
+                mine.requires_grad_(other.requires_grad)
+                if mine.data_ptr() != other.data_ptr():
+                    mine.copy_(other, non_blocking=True)
+            for name, buffer in first.model.named_buffers():
+                if name in self._others and self._others[name].data_ptr() != buffer.data_ptr():
+                    self._others[name].copy_(buffer, non_blocking=True)
+
+    def require_own(self, loss: Tensor, first: nn.Module) -> None:
+        """Looks, once, at what a loss was computed from.
+
+        Raises:
+            ConfigError: the loss reached for parameters of the user's model beside the output of this replica.
+        """
+        if self._own:
+            return
+        self._own = True
+        names = {parameter: name for name, parameter in first.named_parameters()}
+        seen: set[Any] = set()
+        waiting: list[Any] = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [each for each, _ in node.next_functions]
+            variable = getattr(node, "variable", None)
+            if variable is not None and variable in names:
+                raise ConfigError(
+                    f"The loss uses the parameter {names[variable]!r} of the model itself, but strategy 'dp' computes "
+                    "each micro-batch on a replica. Return what the loss needs from the model's forward, or use "
+                    "strategy 'ddp'."
+                )
+
+
+def copy_model(model: nn.Module, device: torch.device, declared: Sequence[str]) -> nn.Module:
+    """Another replica: on a CPU its parameters, and buffers that do not run, are the memory of the model's own.
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
+    running = RunningBuffers.names(model, declared)
+    shared: dict[int, object] = {}
+    if device.type == "cpu":
+        for parameter in model.parameters():
+            shared[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+        shared |= {id(buffer): buffer for name, buffer in model.named_buffers() if name not in running}
+    try:
+        replica = copy.deepcopy(model, shared)
+    except Exception as error:
+        raise ConfigError(
+            f"Strategy 'dp' copies the model for each device, but copy.deepcopy of {type(model).__name__} failed: "
+            f"{error}. Make the model copyable, or use strategy 'ddp'."
+        ) from error
+    return replica.to(device)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The results of one micro-batch beside its gradients."""
+
+    k: int
+    loss: Tensor
+    weight: Tensor
+    running: Tensor | None
+    advanced: Tensor
+
+
+class DataParallel(Replicated):
+    """Shares the micro-batches of a step over replicas, one on each device of this process.
+
+    Args:
+        devices: of the replicas; the first is the user's model's. One device may occur several times.
+        micro_batches: K of the recipe.
+        threads: intra-op threads of each replica.
+        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
+    """
+
+    name = "dp"
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        micro_batches: int,
+        threads: int,
+        running_buffers: Sequence[str] = (),
+    ) -> None:
+        if len(devices) > micro_batches:
+            raise ConfigError(
+                f"{len(devices)} replicas cannot share micro_batches={micro_batches}: each needs at least one. Use at "
+                f"most {micro_batches} devices, or a recipe with more micro-batches."
+            )
+        super().__init__(devices[0], micro_batches, running_buffers=running_buffers)
+        self.devices = tuple(devices)
+        self._turn = threading.RLock()
+        self._pool = ThreadPoolExecutor(
+            len(devices), "lockstep-replica", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """Makes the replicas; the user's model is the first."""
+        self._alone = draws_in_forward(model) or any("forward" in vars(module) for module in model.modules())
+        model = model.to(self.device)
+        copies = [copy_model(model, device, self._declared) for device in self.devices[1:]]
+        placed = super().setup_model(model)
+        self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._tree)]
+        self._replicas += [
+            Replica(model, device, self._declared) for model, device in zip(copies, self.devices[1:])
+        ]
+        return placed
+
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Runs the micro-batches on the replicas and adds their gradients. See ``Strategy.backward``."""
+        leaves, count = batch.plan.leaves, len(self._replicas)
+        shares = [share(leaves, count, number) for number in range(count)]
+        self._begin(shares[0], leaves)
+        with compute.autocast():
+            self._takes_turns = self._alone or torch.is_autocast_enabled(self.device.type)
+        for replica, part in zip(self._replicas[1:], shares[1:]):
+            replica.follow(self._replicas[0])
+            replica.tree.begin(part.start, part.stop, leaves)
+            replica.buffers.begin_step()
+        futures = [
+            self._pool.submit(self._run, replica, [batch.micro_batches[k] for k in part], compute, scale)
+            for replica, part in zip(self._replicas, shares)
+        ]
+        wait(futures)  # no thread may still be at work when the first error is raised
+        computed = [each for future in futures for each in future.result()]
+        self._collect(shares, leaves)
+        running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
+        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self.device)
+        for each in computed:
+            if each.running is not None:
+                running.push_leaf(each.k, each.running.to(self.device))
+                advanced += each.advanced.to(self.device)
+        losses = [each.loss.to(self.device) for each in computed]
+        weights = [each.weight.to(self.device) for each in computed]
+        header = self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
+        return self._finish(self._reduce(header, running.take()), leaves, nodes=leaves)
+
+    def release(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False)
+
+    def _run(
+        self, replica: Replica, micro_batches: Sequence[MicroBatch], compute: Compute, scale: float
+    ) -> list[Computed]:
+        """One replica's part of a step, in its thread."""
+        if replica.device.type == "cuda":
+            torch.cuda.set_device(replica.device)
+        return [self._run_one(replica, each, compute, scale) for each in micro_batches]
+
+    def _run_one(self, replica: Replica, micro_batch: MicroBatch, compute: Compute, scale: float) -> Computed:
+        replica.buffers.begin_micro_batch()
+        try:
+            with self._turn if self._takes_turns else nullcontext():
+                loss, weight = self._forward(replica, micro_batch, compute)
+                replica.require_own(loss, self._model)
+                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+        except Exception as error:
+            number = self._replicas.index(replica)
+            samples = shorten(micro_batch.indices.tolist(), 8)
+            error.add_note(f"raised on replica {number}, in micro-batch {micro_batch.k} (samples {samples})")
+            raise
+        running, advanced = replica.buffers.take() if replica.buffers.numel else (None, torch.zeros(0))
+        replica.tree.end_micro_batch()
+        for call in self.events.micro_batch_end:
+            call(micro_batch)
+        return Computed(micro_batch.k, loss.detach(), weight, running, advanced)
+
+    def _forward(self, replica: Replica, micro_batch: MicroBatch, compute: Compute) -> tuple[Tensor, Tensor]:
+        """Forward pass and loss. Without turns only what is keyed, inputs and loss, is one replica's at a time."""
+        if len(self._replicas) == 1:
+            return compute(micro_batch, replica.model)
+        with self._turn:
+            compute.begin(micro_batch)
+            given = tree_map_only(Tensor, lambda t: t.to(replica.device), compute.inputs(micro_batch))
+        arguments, named, target = given
+        with compute.autocast():
+            output = replica.model(*arguments, **named)
+        with self._turn:
+            compute.resume(micro_batch, "forward")
+            return compute.loss(output, target, micro_batch)
+
+    def _collect(self, shares: Sequence[range], leaves: int) -> None:
+        """Adds all replicas' tree nodes of each parameter on device 0, for ``_finish``."""
+        nodes = [nodes_within(part.start, part.stop, leaves) for part in shares]
+        for slots in zip(*(replica.tree.slots for replica in self._replicas)):
+            stack = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
+            for slot, own in zip(slots, nodes):
+                for node, value in zip(own, slot.stack):
+                    stack.push(node, value.to(self.device))
+            slots[0].used = sum(slot.used for slot in slots)
+            (total,) = stack.take().values()  # the replicas' shares tile the step
+            slots[0].stack = [total]
+            for slot in slots[1:]:
+                slot.stack = []

@@ -1,0 +1,293 @@
+"""Pipeline stages whose parameters are sharded by rows: gathered for a step, reduced to rows, and saved.
+
+``StageRows`` holds this rank's rows between steps and gathers whole parameters while the stage computes:
+
+    between steps      the modules have this rank's rows, the very parameters that the optimizer holds
+    gather             memory for whole parameters -> rows of all ranks, a few MB at a time -> into the modules
+    free               the rows go back into the modules, the memory of the whole parameters is freed
+
+The whole parameters stay the same objects, so hooks on them last.
+
+``OrderedRowReducer`` sums gradients in the tree's order and leaves each rank its rows of every sum:
+
+    [1] all_to_all: every rank sends, of each of its nodes, rows to the rank that holds them
+    [2] each rank folds the nodes of its rows along the tree
+
+[1] of a bucket is issued as soon as the bucket is complete, while backward still runs. The memory of the nodes is freed
+after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.core.summation_tree import fold
+from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
+from lockstep.reduce import BucketShape, NodeLayout
+from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
+from lockstep.strategies.pipeline.stage import PipelineChannels
+from lockstep.strategies.pipeline.totals import StageState
+from lockstep.strategies.sharding import gather_rows, rows_of, squares_of_rows
+
+_BUCKET_BYTES = 8 << 20
+"""About so much is gathered at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Parameter:
+    """A parameter of a stage, and the modules' dictionaries that hold it."""
+
+    whole: nn.Parameter
+    held: nn.Parameter
+    most: int
+    """The most rows of any rank."""
+    users: list[tuple[nn.Module, str]]
+
+    @property
+    def padded(self) -> int:
+        """Numbers that each rank gives to the others: as many as the one with the most rows."""
+        return self.most * prod(self.whole.shape[1:])
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Makes the modules use ``whole`` or ``held``."""
+        for module, key in self.users:
+            setattr(module, key, parameter)
+
+
+class StageRows:
+    """Shares the parameters of a stage out over the ranks of a group; they are whole after this, until ``free``."""
+
+    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, dist.get_world_size(group)
+        names = {parameter: name for name, parameter in stage.named_parameters()}
+        users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in stage.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    users.setdefault(parameter, []).append((module, key))
+        self._parameters = {names[p]: self._share_out(p, places) for p, places in users.items()}
+        self._buckets = _buckets(self._parameters.values())
+        for each in self._parameters.values():
+            each.put(each.whole)
+
+    @property
+    def held(self) -> Mapping[str, nn.Parameter]:
+        """This rank's rows of every parameter by its first name, as ordinary parameters."""
+        return {name: each.held for name, each in self._parameters.items()}
+
+    def gather(self) -> None:
+        """Makes the parameters whole. Collective: every rank of the group must call this."""
+        for bucket in self._buckets:
+            self._gather(bucket)
+        for each in self._parameters.values():
+            each.put(each.whole)
+
+    def free(self) -> None:
+        """Puts this rank's rows in place of the whole parameters and gives their memory back."""
+        for each in self._parameters.values():
+            each.put(each.held)
+            each.whole.grad = None
+            each.whole.untyped_storage().resize_(0)
+
+    def _share_out(self, parameter: nn.Parameter, users: list[tuple[nn.Module, str]]) -> _Parameter:
+        rows = rows_of(parameter.shape[0], self._ranks, dist.get_rank(self._group))
+        trained = parameter.requires_grad
+        values = parameter.detach()
+        # Copies: the user may still look at the parameter that the model had.
+        return _Parameter(
+            nn.Parameter(values.clone(), requires_grad=trained),
+            nn.Parameter(values[rows].clone(), requires_grad=trained),
+            -(-parameter.shape[0] // self._ranks),
+            users,
+        )
+
+    def _gather(self, bucket: list[_Parameter]) -> None:
+        sizes = [each.padded for each in bucket]
+        mine = bucket[0].held.new_zeros(sum(sizes), requires_grad=False)
+        for each, part in zip(bucket, torch.split(mine, sizes)):
+            part[: each.held.numel()] = each.held.detach().view(-1)
+        everyone = all_gather_rows(mine, self._group)
+        for each, parts in zip(bucket, torch.split(everyone, sizes, dim=1)):
+            storage, shape = each.whole.untyped_storage(), each.whole.shape
+            storage.resize_(each.whole.numel() * each.whole.element_size())
+            rows = parts.reshape(-1, *shape[1:])[: shape[0]]
+            each.whole.detach().copy_(rows)
+
+
+def _buckets(parameters: Iterable[_Parameter]) -> list[list[_Parameter]]:
+    """The parameters in groups that are gathered at once: of one type, and up to a few MB."""
+    found: list[list[_Parameter]] = []
+    size = 0
+    for each in parameters:
+        size += each.whole.nbytes
+        if not found or size > _BUCKET_BYTES or found[-1][0].whole.dtype != each.whole.dtype:
+            found.append([])
+            size = each.whole.nbytes
+        found[-1].append(each)
+    return found
+
+
+class OrderedRowReducer(OrderedReducer):
+    """Gives each rank its rows of the sums; buckets that hold no gradients are summed for all."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, group, device)
+
+    def begin(self, leaves: int) -> None:
+        """See ``Reducer.begin``."""
+        super().begin(leaves)
+        for bucket in self._buckets:
+            if isinstance(bucket, _RowBucket):
+                bucket.take_memory()
+
+    def start(self, bucket: int) -> None:
+        """See ``Reducer.start``; nothing is folded before ``finish``."""
+        self._send(bucket)
+
+    def finish(self, header: Tensor) -> Tensor:
+        """See ``Reducer.finish``."""
+        for bucket in self._buckets[: self._started]:
+            bucket.fold_and_gather(self._layout, self._group)
+        all_gather_flat(self._headers.view(-1), header, self._group)
+        for bucket in self._buckets[: self._started]:
+            bucket.finish()
+        return self._headers
+
+    def free_staging(self) -> None:
+        """Frees the memory of nodes, after all views of ``staging`` have been made and until the next step."""
+        for bucket in self._buckets:
+            if isinstance(bucket, _RowBucket):
+                bucket.free_memory()
+
+    def _make_bucket(self, shape: BucketShape, slots: int) -> OrderedBucket:
+        if shape.members:
+            return _RowBucket(shape, self._ranks, self._rank, slots, self._device)
+        return super()._make_bucket(shape, slots)
+
+
+class _RowBucket(OrderedBucket):
+    """The gradients of some parameters: takes whole nodes of this rank's micro-batches, gives its rows of the sums."""
+
+    def __init__(self, shape: BucketShape, ranks: int, rank: int, slots: int, device: torch.device) -> None:
+        self._pieces = [list(_pieces(shape.members, ranks, each)) for each in range(ranks)]
+        self._sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in self._pieces]
+        self._nodes = torch.zeros(slots, shape.numel, dtype=shape.dtype, device=device)
+        self._bytes = self._nodes.untyped_storage().nbytes()
+        self._own = self._sizes[rank]
+        self._total = torch.zeros(self._own, dtype=shape.dtype, device=device)
+        self._sent = self._received = self._total
+        self._work: dist.Work | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """This rank's rows of the members' sums, one after the other."""
+        return self._total
+
+    def take_memory(self) -> None:
+        """Makes room for a step's nodes, which views of ``staging`` then see."""
+        self._nodes.untyped_storage().resize_(self._bytes)
+
+    def staging(self, slot: int) -> Tensor:
+        """The memory into which this rank writes its node number ``slot``."""
+        return self._nodes[slot]
+
+    def bytes_sent(self, nodes: int) -> int:
+        """Bytes that a rank with so many nodes gives to others."""
+        others: int = sum(self._sizes) - self._own
+        return nodes * others * self.total.element_size()
+
+    def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
+        """Begins [1] for the nodes of this rank; does not wait."""
+        counts = [len(nodes) for nodes in layout.ranks]
+        parts = [
+            node[piece] for pieces in self._pieces for node in self._nodes[: counts[rank]] for piece in pieces
+        ]
+        self._sent = torch.cat(parts) if parts else self.total.new_empty(0)
+        self._received = self.total.new_empty(sum(counts) * self._own)
+        self._work = dist.all_to_all_single(
+            self._received,
+            self._sent,
+            output_split_sizes=[count * self._own for count in counts],
+            input_split_sizes=[counts[rank] * size for size in self._sizes],
+            group=group,
+            async_op=True,
+        )
+
+    def fold_and_gather(self, layout: NodeLayout, group: dist.ProcessGroup) -> None:
+        """Waits for [1] and does [2]; there is nothing to gather."""
+        assert self._work is not None
+        self._work.wait()
+        nodes = list(chain.from_iterable(layout.ranks))
+        parts = self._received.view(len(nodes), self._own)
+        self.total.copy_(fold(zip(nodes, parts), layout.leaves, lambda left, right: left.add_(right)))
+
+    def finish(self) -> None:
+        """Frees the memory of nodes and messages."""
+        self._sent = self._received = self.total
+        self._work = None
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Frees the memory behind the views of ``staging``, until ``take_memory``."""
+        self._nodes.untyped_storage().resize_(0)
+
+
+def _pieces(members: tuple[tuple[int, ...], ...], ranks: int, rank: int) -> Iterator[slice]:
+    """The slices of a rank's rows in the flat members, one after the other."""
+    offset = 0
+    for shape in members:
+        rows, width = rows_of(shape[0], ranks, rank), prod(shape[1:])
+        yield slice(offset + rows.start * width, offset + rows.stop * width)
+        offset += prod(shape)
+
+
+class ShardedStageState(StageState):
+    """The tensors of a whole model: buffers as in a pipeline, of each parameter this rank's rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[Sequence[nn.Module]],
+        mine: range,
+        channels: PipelineChannels,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(model, parts, mine, channels)
+        self._group = group
+        self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def give(self, name: str, part: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See ``StageState.give``; the rows of a stage's ranks are put together first. Collective over all ranks."""
+        if self.is_mine(name) and name in self._shared and part is not None:
+            part = gather_rows(part.detach().to(device), self._specs[name].shape, self._group)
+        return super().give(name, part, dtype, device)
+
+    def own_rows(self, holder: int) -> dict[str, Tensor]:
+        """See ``StageState.own_rows``; each of the ranks writes its rows of parameters."""
+        return {n: t for n, t in self._held.items() if holder == 0 or (n in self._shared and t.numel())}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copies what is held here from whole tensors."""
+        super().load({name: self.local_shard(name, state[name]) for name in self._held})
+
+    def local_shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's rows of a tensor that belongs to a parameter; a buffer as it is."""
+        if name not in self._shared:
+            return whole
+        return whole[rows_of(whole.shape[0], dist.get_world_size(self._group), dist.get_rank(self._group))]
+
+    def squares(self, trainable: Mapping[str, nn.Parameter], device: torch.device) -> Tensor:
+        """See ``StageState.squares``. Collective over the ranks of a stage."""
+        mine = [name for name in self._trained if name in trainable]
+        gradients = [trainable[name].grad for name in mine]
+        rows = [self._specs[name].shape[0] for name in mine]
+        sums = dict(zip(mine, squares_of_rows(gradients, rows, device, self._group)))
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([sums.get(name, zero) for name in self._trained] or [zero])

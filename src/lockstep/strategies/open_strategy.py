@@ -1,0 +1,192 @@
+"""Opens the strategy that options name, for the ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from lockstep.config.options import RunOptions
+from lockstep.config.rules import AvailableDevices, require_rules
+from lockstep.config.strategy_options import ONE_PROCESS, devices_per_process, mesh_of
+from lockstep.distributed.process_group import Groups
+from lockstep.errors import ConfigError
+from lockstep.numerics.sync_batch_norm import RankRows
+from lockstep.reduce import Reducer, open_reducer
+from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.ddp import DistributedDataParallel, Single
+from lockstep.strategies.dp import DataParallel
+from lockstep.strategies.fused_forward import SyncedDistributedDataParallel, SyncedSingle
+from lockstep.strategies.hybrid import ShardedPipeline
+from lockstep.strategies.hybrid.sharded_stages import OrderedRowReducer
+from lockstep.strategies.layers import ModelParallel
+from lockstep.strategies.parameter_server import ParameterServer
+from lockstep.strategies.pipeline import Pipeline, open_pipeline
+from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.tensor import TensorParallel
+
+
+def open_strategy(
+    options: RunOptions,
+    group: torch.distributed.ProcessGroup | None,
+    device: torch.device,
+    events: StepEvents = NO_EVENTS,
+) -> Strategy:
+    """The strategy that the options name, for the ranks of ``group``. Collective.
+
+    In a world of one, a strategy that lays out ranks is ``single``.
+
+    Args:
+        options: the strategy's name, mesh and settings.
+        group: all ranks; None for a world of one.
+        device: of this process.
+        events: whose callbacks the strategy tells what it does.
+
+    Raises:
+        ConfigError: the strategy is not known, or it does not fit the world.
+    """
+    world_size = 1 if group is None else group.size()
+    count = None if options.strategy in ONE_PROCESS else world_size * devices_per_process(options.mesh)
+    require_rules(options, AvailableDevices(world_size, count, device.type))
+    mesh = mesh_of(options.strategy, options.mesh, world_size)
+    strategy = _OPEN[options.strategy](options, Groups.open(mesh, group), device)
+    strategy.events = events
+    return strategy
+
+
+def _open_single(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    kind = SyncedSingle if options.sync_batch_norm else Single
+    return kind(device, options.micro_batches, running_buffers=options.running_buffers)
+
+
+def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("data")
+    if group is None:
+        return _open_single(options, groups, device)
+    reducer = _open_reducer(options, group, device)
+    if options.sync_batch_norm:
+        rows = RankRows.open(group, device, options.timeout, options.shared_memory)
+        return SyncedDistributedDataParallel(
+            device, options.micro_batches, reducer, group, rows, options.running_buffers
+        )
+    return DistributedDataParallel(device, options.micro_batches, reducer, group, options.running_buffers)
+
+
+def _open_dp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    _require_one_process("dp", "strategy 'ddp'", groups)
+    devices = _devices_of_process(device, options.dp.replicas)
+    return DataParallel(devices, options.micro_batches, torch.get_num_threads(), options.running_buffers)
+
+
+def _open_layers(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    group, count = groups.along("data"), groups.mesh.size("layers")
+    if options.strategy == "layers":
+        _require_one_process("layers", "strategy 'hybrid' with a mesh such as data=2,layers=2", groups)
+        count = options.layers.devices
+    devices = _devices_of_process(device, count)
+    reducer = _open_reducer(options, group, device) if group is not None else None
+    k, buffers = options.micro_batches, options.running_buffers
+    return ModelParallel(devices, k, options.layers, reducer, group, buffers)
+
+
+def _require_one_process(strategy: str, other: str, groups: Groups) -> None:
+    if groups.world is not None:
+        raise ConfigError(
+            f"Strategy {strategy!r} uses all its devices from one process, but {groups.world.size()} processes were "
+            f"started. Start one, or use {other}."
+        )
+
+
+def _devices_of_process(first: torch.device, count: int) -> list[torch.device]:
+    """The devices of one process: ``count`` from its first; 0 for all GPUs, or two on CPUs, which are all the same."""
+    if first.type == "cpu":
+        return [first] * (count or 2)
+    start, found = first.index or 0, torch.cuda.device_count()
+    if start + count > found:
+        raise ConfigError(
+            f"{count} devices starting at cuda:{start} were requested, but this process sees {found} GPUs. Use fewer."
+        )
+    return [torch.device("cuda", number) for number in range(start, start + count if count else found)]
+
+
+def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("fsdp")
+    if group is None:
+        return _open_single(options, groups, device)
+    from lockstep.strategies.fsdp import FullyShardedDataParallel  # FSDP2 takes half a second to import
+
+    k, buffers = options.micro_batches, options.running_buffers
+    return FullyShardedDataParallel(device, k, group, options.fsdp, buffers)
+
+
+def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    group = groups.along("data")
+    if group is None:
+        return _open_single(options, groups, device)
+    table, buffers = options.parameter_server, options.running_buffers
+    if table.mode == "asynchronous":
+        from lockstep.strategies.parameter_server.asynchronous import AsynchronousParameterServer
+
+        return AsynchronousParameterServer(device, group, table, buffers, options.timeout)
+    return ParameterServer(device, options.micro_batches, group, table.servers, buffers)
+
+
+def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("pipeline") is None:
+        return _open_ddp(options, groups, device)
+    k, buffers = options.micro_batches, options.running_buffers
+    make_reducer = partial(_open_reducer, options, device=device)
+    return open_pipeline(Pipeline, options.pipeline, groups, device, k, buffers, make_reducer)
+
+
+def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("tensor") is None:
+        return _open_ddp(options, groups, device)
+    data = groups.along("data")
+    reducer = _open_reducer(options, data, device) if data is not None else None
+    k, buffers = options.micro_batches, options.running_buffers
+    return TensorParallel(device, k, groups, options.tensor, reducer, buffers)
+
+
+def _open_sharded_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    if groups.along("fsdp") is None:
+        return _open_pipeline(options, groups, device)
+    if groups.along("pipeline") is None:
+        return _open_fsdp(options, groups, device)
+    k, buffers = options.micro_batches, options.running_buffers
+    make_reducer = partial(OrderedRowReducer, device=device)
+    return open_pipeline(ShardedPipeline, options.pipeline, groups, device, k, buffers, make_reducer)
+
+
+def _open_hybrid(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    return _HYBRIDS[frozenset(name for name, _ in groups.mesh.axes)](options, groups, device)
+
+
+def _open_reducer(
+    options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device
+) -> Reducer:
+    rank = options.powersgd_rank
+    return open_reducer(
+        options.reduce, group, device, options.timeout, options.shared_memory, powersgd_rank=rank
+    )
+
+
+_HYBRIDS: dict[frozenset[str], Callable[[RunOptions, Groups, torch.device], Strategy]] = {
+    frozenset({"data", "layers"}): _open_layers,
+    frozenset({"data", "pipeline"}): _open_pipeline,
+    frozenset({"data", "tensor"}): _open_tensor,
+    frozenset({"fsdp", "pipeline"}): _open_sharded_pipeline,
+}
+
+_OPEN: dict[str, Callable[[RunOptions, Groups, torch.device], Strategy]] = {
+    "single": _open_single,
+    "dp": _open_dp,
+    "ddp": _open_ddp,
+    "layers": _open_layers,
+    "fsdp": _open_fsdp,
+    "parameter_server": _open_parameter_server,
+    "pipeline": _open_pipeline,
+    "tensor": _open_tensor,
+    "hybrid": _open_hybrid,
+}

@@ -1,0 +1,222 @@
+"""An asynchronous worker: computes its micro-batches of a step, pushes their gradient, and pulls the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.summation_tree import sum_of_squares
+from lockstep.data.batch import Batch
+from lockstep.distributed.authentication import Refused
+from lockstep.errors import ConfigError
+from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.gradients import GradientTree
+from lockstep.strategies.parameter_server.asynchronous_participant import Barrier, Participant, Stop
+from lockstep.strategies.parameter_server.asynchronous_transport import (
+    ModelBuffers,
+    ServerMessage,
+    as_bytes,
+    connect,
+    from_bytes,
+    receive,
+    send,
+    server_ended,
+)
+from lockstep.strategies.parameter_server.shards import ParameterShards
+from lockstep.strategies.strategy import Compute, StepResult
+
+
+def set_values(shards: ParameterShards, buffers: ModelBuffers, server: int, body: Any) -> None:
+    """Sets the model to a server's answer to a pull."""
+    size = shards.numel(server) * shards.dtype.itemsize
+    view = memoryview(body)
+    shards.set_values(server, from_bytes(view[:size], shards.dtype, shards.device))
+    if server == 0:
+        buffers.set(view[size:])
+
+
+def get_values(shards: ParameterShards, buffers: ModelBuffers) -> bytes:
+    """The body of a server's answer to a pull: its values, on the first server the running buffers too."""
+    body = bytes(as_bytes(shards.flat(shards.server, shards.parameters)))
+    return body + buffers.as_bytes() if shards.server == 0 else body
+
+
+class Worker(Participant):
+    """Computes gradients on the values it pulled last, connected with all servers; asks and waits, without threads.
+
+    Args:
+        rank: this worker's.
+        ports: of the servers, by their ranks; the first server keeps the clock and the running buffers.
+        token: the run's secret.
+        timeout: seconds that a message may take once it has begun.
+        shards: which server holds what.
+        buffers: the model's running buffers.
+        sent: the same buffers as they are sent.
+        step: steps that the run has done.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ports: Mapping[int, int],
+        token: bytes,
+        timeout: float,
+        shards: ParameterShards,
+        buffers: RunningBuffers,
+        sent: ModelBuffers,
+        step: int,
+    ) -> None:
+        self._shards, self._parameters, self._buffers, self._sent = shards, shards.parameters, buffers, sent
+        self._servers = list(ports)
+        self._connections = [connect(port, token, rank, timeout) for port in ports.values()]
+        self._tree = GradientTree(self._parameters, None)
+        self._step, self._version, self._barriers = step, 0, 0
+        self._stop = Stop()
+        self._report: dict[str, Any] | None = None
+        self._statistics = torch.empty(0)
+        self._loss = 0.0
+        buffers.begin_step()
+
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Sets the mean gradient of this worker's part on the parameters; ``after_step`` pushes it."""
+        if self._report is not None:
+            raise require_one_backward()
+        losses = torch.zeros(batch.plan.leaves, dtype=torch.float64, device=self._shards.device)
+        weights, statistics = torch.zeros_like(losses), self._buffers.new_rows(1)[0]
+        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self._buffers.device)
+        self._buffers.begin_step()
+        self._buffers.remember_others()
+        self._tree.begin(0, len(batch.micro_batches), len(batch.micro_batches))
+        for micro_batch in batch.micro_batches:
+            self._buffers.begin_micro_batch()
+            loss, weight = compute(micro_batch)
+            if self._buffers.numel:
+                values, used = self._buffers.take()
+                statistics, advanced = statistics.add_(values), advanced.add_(used)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            self._tree.end_micro_batch()
+            losses[micro_batch.k], weights[micro_batch.k] = loss.detach(), weight
+            for call in self.events.micro_batch_end:
+                call(micro_batch)
+        finite = self._finish(batch, losses, weights.sum(), advanced)
+        self._statistics = statistics
+        self._buffers.refuse_changed_others()
+        mean = torch.tensor(self._loss, dtype=torch.float64, device=losses.device)
+        return StepResult(
+            mean,
+            losses,
+            torch.tensor(self._stop.reason_after(self._step + 1)),
+            losses.sum().isfinite() & finite,
+        )
+
+    def after_step(self) -> None:
+        """Pushes and pulls; waits if it is too far ahead."""
+        if self._report is None:
+            return
+        self._push(self._report)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._report, self._step = None, self._step + 1
+        self.fetch()
+
+    def barrier(self, label: str, value: Any, body: bytes | memoryview = b"") -> Barrier:
+        """See ``Participant.barrier``."""
+        if self._report is not None:
+            raise ConfigError(
+                "A rank of an asynchronous parameter server reached a barrier, for example to evaluate or to save, "
+                "between run.backward and optimizer.step(). Call optimizer.step() first."
+            )
+        self._barriers += 1
+        for server in range(1, len(self._servers)):
+            self._send(server, ServerMessage("at_barrier", {"number": self._barriers}))
+        sent = {"label": label, "number": self._barriers, "value": value}
+        released = self._ask(0, ServerMessage("barrier", sent, body))
+        return Barrier(released.content["values"], released.content["living"])
+
+    def fetch(self) -> None:
+        """Pulls the servers' values into the model; waits while this worker is too far ahead."""
+        for server in range(len(self._servers)):
+            values = self._ask(server, ServerMessage("pull"))
+            if server == 0:
+                self._version = int(values.content["version"])
+            set_values(self._shards, self._sent, server, values.body)
+
+    def sum_counts(self, row: Tensor) -> Tensor:
+        """Sends the row; the first server adds them up."""
+        self._send(0, ServerMessage("sum_counts", {"row": row.tolist()}))
+        return row
+
+    def shutdown(self) -> None:
+        """Disconnects from all servers."""
+        for connection in self._connections:
+            with suppress(OSError):  # the server may have ended
+                send(connection, ServerMessage("bye"))
+            connection.close()
+
+    def gradients(self) -> Iterable[Tensor]:
+        """The mean gradient of this worker's part."""
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
+    def squares(self) -> Tensor:
+        """Of the mean gradient of this worker's part."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._shards.device)
+        gradients = [parameter.grad for _, parameter in sorted(self._parameters.items())]
+        return torch.stack([zero if g is None else sum_of_squares(g).to(zero.device) for g in gradients])
+
+    def _push(self, report: Mapping[str, Any]) -> None:
+        """Sends each server its part of the gradients, and the first one the statistics of running buffers."""
+        named = self._parameters.items()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+        content = {**report, "version": self._version, **self._stop.as_content()}
+        for server in range(len(self._servers)):
+            body = b""
+            if report["leaves"]:
+                body = bytes(as_bytes(self._shards.flat(server, gradients)))
+                body += bytes(as_bytes(self._statistics)) if server == 0 else b""
+            self._send(server, ServerMessage("push", content, body))
+            self.bytes_sent += len(body)
+
+    def _ask(self, server: int, message: ServerMessage) -> ServerMessage:
+        self._send(server, message)
+        largest = self._shards.numel(server) * self._shards.dtype.itemsize + self._sent.nbytes
+        try:
+            answer = receive(self._connections[server], largest)
+        except (OSError, Refused) as error:
+            raise server_ended(self._servers[server]) from error
+        self._stop.adopt(answer.content)
+        return answer
+
+    def _send(self, server: int, message: ServerMessage) -> None:
+        try:
+            send(self._connections[server], message)
+        except OSError as error:
+            raise server_ended(self._servers[server]) from error
+
+    def _finish(self, batch: Batch, losses: Tensor, weight: Tensor, advanced: Tensor) -> Tensor:
+        """Divides the sums and makes the report for the servers; returns whether all gradients are finite."""
+        used, count = self._tree.used(), len(batch.micro_batches)
+        total = float(weight)
+        if count and total:
+            self._loss = float(losses.sum()) / total
+        sums = self._tree.finish(used, weight.clamp(min=1e-30).float()) if count else []
+        self._report = {
+            "leaves": count,
+            "weight": total,
+            "loss": float(losses.sum()),
+            "unused": [name for name, times in zip(self._parameters, used) if not times],
+            "counters": advanced.tolist(),
+        }
+        return torch.stack([*sums, torch.zeros((), device=weight.device)]).sum().isfinite()
+
+
+def require_one_backward() -> ConfigError:
+    """The refusal of a second backward pass before the step."""
+    return ConfigError(
+        "run.backward was called twice before optimizer.step(), and an asynchronous parameter server pushes one "
+        "gradient for each step. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to "
+        "add losses, add them in one loss function; or use parameter_server.mode='synchronous'."
+    )

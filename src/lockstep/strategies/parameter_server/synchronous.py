@@ -1,0 +1,256 @@
+"""Parameter server, synchronous: workers push gradients, servers update, workers pull.
+
+    worker 0   k0 k1 k2 k3 --push-->  server 0: keys a, c   sum -> clip -> update  --pull-->  worker 0
+    worker 1   k4 k5 k6 k7 --push-->  server 1: key b       sum -> clip -> update  --pull-->  worker 1
+
+The last ranks of the world are the servers. Workers push the tree nodes that they could finish alone, one flat tensor
+per node and server; a server finishes the tree of its keys, so the sum has the same bits as on one device. A pull sends
+the values of each server's keys to all ranks. Every rank runs the same loop; a server has no micro-batches, and a
+worker's optimizer has no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.strategy_options import Level
+from lockstep.core.plan import Share
+from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
+from lockstep.data.batch import Batch
+from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
+from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.parameter_server.shards import ParameterShards
+from lockstep.strategies.sharding import load_model_state
+from lockstep.strategies.strategy import Compute, StepResult, Strategy
+
+
+class Store:
+    """One rank's end of the store."""
+
+    def __init__(self, group: dist.ProcessGroup, shards: ParameterShards) -> None:
+        self._group, self._shards = group, shards
+        self._ranks = dist.get_process_group_ranks(group)
+        self._workers = len(self._ranks) - len(shards.keys)
+        self.bytes_sent = 0
+
+    def push(self, stacks: Mapping[str, Sequence[Tensor]], nodes: int) -> None:
+        """Sends this worker's tree nodes to the servers. The servers call ``receive``."""
+        pending: list[tuple[dist.Work | None, Tensor]] = []
+        for server, keys in enumerate(self._shards.keys):
+            for number in range(nodes if keys else 0):
+                flat = self._shards.flat(server, {key.name: stacks[key.name][number] for key in keys})
+                pending.append((dist.isend(flat, self.rank_of(server), self._group), flat))
+                self.bytes_sent += flat.nbytes
+        for work, _ in pending:
+            if work is not None:
+                work.wait()
+
+    def receive(self, nodes: Sequence[Sequence[Node]]) -> list[tuple[Node, Tensor]]:
+        """The nodes of all workers for this server's keys, flat."""
+        shards, found = self._shards, []
+        for worker, own in enumerate(nodes):
+            for node in own if shards.own else ():
+                flat = torch.empty(shards.numel(shards.server), dtype=shards.dtype, device=shards.device)
+                dist.recv(flat, self._ranks[worker], self._group)
+                found.append((node, flat))
+        return found
+
+    def pull(self) -> None:
+        """Gives every rank the values that the servers hold. Collective."""
+        shards = self._shards
+        for server, keys in enumerate(shards.keys):
+            if not keys:
+                continue
+            flat = shards.flat(server, shards.parameters)
+            dist.broadcast(flat, self.rank_of(server), self._group)
+            if server == shards.server:
+                self.bytes_sent += flat.nbytes * (len(self._ranks) - 1)
+            else:
+                shards.set_values(server, flat)
+
+    def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """A tensor that is held as a parameter is, on every rank. Collective; see ``Strategy.gather_full``."""
+        shards = self._shards
+        found = torch.empty(shards.parameters[name].shape, dtype=dtype, device=shards.device)
+        for server, key in shards.holders(name):
+            rows = torch.empty(key.of(found).shape, dtype=dtype, device=shards.device)
+            if server == shards.server and part is not None:
+                rows.copy_(part)
+            dist.broadcast(rows, self.rank_of(server), self._group)
+            key.of(found).copy_(rows)
+        return found
+
+    def rank_of(self, server: int) -> int:
+        """The global rank of a server."""
+        return self._ranks[self._workers + server]
+
+
+class ParameterServer(Strategy):
+    """Shares micro-batches out over workers, and parameters over servers.
+
+    Args:
+        device: this rank's device.
+        micro_batches: K of the recipe.
+        group: all ranks; the last ``servers`` of them are servers.
+        servers: how many.
+        running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
+    """
+
+    name = "parameter_server"
+    level = Level.BITWISE
+    replicated = False
+    elementwise_only = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        micro_batches: int,
+        group: dist.ProcessGroup,
+        servers: int,
+        running_buffers: Sequence[str] = (),
+    ) -> None:
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self.device, self._group, self._servers = device, group, servers
+        workers = ranks - servers
+        self.share = Share(holders=workers, holder=rank if rank < workers else None)
+        self._micro_batches = micro_batches
+        self._declared = running_buffers
+
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """Spreads the parameters over the servers; every rank keeps the model, the servers their keys. Collective."""
+        self._model = model.to(self.device)
+        self._buffers = RunningBuffers(self._model, self._declared)
+        server = dist.get_rank(self._group) - self.share.holders
+        self._shards = ParameterShards(self._model, self._servers, server)
+        self._names, self._own = list(self._shards.parameters), self._shards.own
+        self._store = Store(self._group, self._shards)
+        self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
+        self._header = StepHeader(
+            self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
+        )
+        return self._model
+
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Workers compute and push; servers add. See ``Strategy.backward``."""
+        leaves = batch.plan.leaves
+        prior = [(p, p.grad) for p in self._own.values() if p.grad is not None]
+        values = self._buffers.new_rows(self.share.longest(self._micro_batches))
+        self._buffers.begin_step()
+        self._buffers.remember_others()
+        everyone = self._gather_all(self._compute(batch, compute, scale, stop, values))
+        headers = everyone[: self.share.holders]
+        losses = self._header.losses(headers, leaves)
+        weight = fold_rows(self._header.weights(headers, leaves))
+        used, advanced = self._header.counts(headers)
+        finite = self._set_gradients(leaves, used.tolist(), weight.float(), prior)
+        if self._buffers.numel:
+            rows = self._gather_all(values.view(-1)).view(-1, *values.shape)
+            self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+        self._buffers.refuse_changed_others()
+        return StepResult(
+            fold_rows(losses) / weight, losses, self._header.flag(everyone), losses.sum().isfinite() & finite
+        )
+
+    def gather(self, row: Tensor) -> Tensor:
+        """Rows of all workers, shape (workers, n), on every rank. Collective."""
+        return self._gather_all(row)[: self.share.holders]
+
+    def after_step(self) -> None:
+        """Gives the servers' new values to all. Collective."""
+        self._store.pull()
+
+    def release(self) -> None:
+        """See ``Strategy.release``."""
+        drop_process_groups(self, self._store)
+
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """A server's keys; none on a worker."""
+        return self._own
+
+    def squares(self) -> Tensor:
+        """See ``Strategy.squares``: each server squares its keys."""
+        everyone = self._gather_all(self._shards.squares())
+        return self._shards.folded(everyone.sum(0))  # of each entry, all but one are zero
+
+    def all_reduce_max(self, flags: Tensor) -> Tensor:
+        """The largest of each entry over the ranks. Collective."""
+        return all_reduce_max(flags, self._group)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's state, which every rank has after a pull."""
+        yield from self._model.state_dict().items()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copies the values into the model's own tensors, on every rank."""
+        load_model_state(self._model, state)
+
+    def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """See ``Strategy.gather_full``: the servers that hold a parameter give their rows to all."""
+        return self._store.gather_full(name, part, dtype)
+
+    def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
+        """The part that this server holds: all of it, or the rows of a large one."""
+        return self._shards.local_shard(name, whole)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of gradients that a worker has pushed, or of parameters that a server has given."""
+        return self._store.bytes_sent
+
+    def _compute(self, batch: Batch, compute: Compute, scale: float, stop: int, values: Tensor) -> Tensor:
+        """A worker's micro-batches; gives its header, and a server's, which has none."""
+        losses, weights = [], []
+        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self.device)
+        if self.share.holder is None:
+            return self._header.pack([], [], [0] * len(self._names), advanced, [stop])
+        leaves = batch.plan.leaves
+        mine = self.share.of(leaves)
+        self._tree.begin(mine.start, mine.stop, leaves)
+        for place, micro_batch in enumerate(batch.micro_batches):
+            self._buffers.begin_micro_batch()
+            loss, weight = compute(micro_batch)
+            if self._buffers.numel:
+                values[place], counts = self._buffers.take()
+                advanced += counts
+            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            self._tree.end_micro_batch()
+            losses.append(loss.detach())
+            weights.append(weight)
+            for call in self.events.micro_batch_end:
+                call(micro_batch)
+        return self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
+
+    def _push(self, leaves: int) -> None:
+        """Sends this worker's tree nodes to the servers, who wait for them now."""
+        mine = self.share.of(leaves)
+        stacks = {slot.name: slot.stack for slot in self._tree.slots}
+        self._store.push(stacks, len(nodes_within(mine.start, mine.stop, leaves)))
+        for slot in self._tree.slots:
+            slot.stack = []
+
+    def _set_gradients(
+        self, leaves: int, uses: list[float], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
+    ) -> Tensor:
+        """Adds what the workers push for each server's keys; whether all gradients of all servers are finite."""
+        flag = torch.zeros(1, dtype=torch.float64, device=self.device)
+        if self.share.holder is not None:
+            self._push(leaves)
+        if self._own:
+            shares = (self.share.of(leaves, worker) for worker in range(self.share.holders))
+            nodes = [nodes_within(part.start, part.stop, leaves) for part in shares]
+            received = self._store.receive(nodes)
+            total = fold(received, leaves, lambda left, right: left.add_(right)).div_(weight)
+            flag[0] = float(not bool(total.sum().isfinite()))
+            used = dict(zip(self._names, uses))
+            for name, gradient in self._shards.views(total).items():
+                self._own[name].grad = gradient if used[name] else None
+            add_prior(prior)
+        return self.all_reduce_max(flag)[0] == 0
+
+    def _gather_all(self, row: Tensor) -> Tensor:
+        return all_gather_rows(row, self._group)

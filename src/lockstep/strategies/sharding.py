@@ -1,0 +1,119 @@
+"""Helpers for parameters that ranks hold in parts: rows, elementwise optimizers, loading, and errors.
+
+Tensors are sharded by rows (dim 0), as in FSDP2: ceil(rows / ranks) consecutive rows each, fewer on the last ranks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+from lockstep.config.strategy_options import ELEMENTWISE
+from lockstep.core.summation_tree import fold_rows, row_squares
+from lockstep.distributed.collectives import all_gather_rows
+from lockstep.errors import ConfigError
+from lockstep.runtime.torch_internals import NO_VALUES_HERE
+
+
+def rows_of(rows: int, ranks: int, rank: int) -> slice:
+    """The rows of a rank."""
+    size = -(-rows // ranks)
+    return slice(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+def gather_rows(part: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+    """The whole tensor from every rank's rows. Collective."""
+    ranks = dist.get_world_size(group)
+    most = -(-shape[0] // ranks)
+    padded = part.new_zeros(most, *shape[1:])
+    padded[: part.shape[0]] = part
+    return all_gather_rows(padded.view(-1), group).view(ranks * most, *shape[1:])[: shape[0]]
+
+
+def squares_of_rows(
+    gradients: Sequence[Tensor | None], rows: Sequence[int], device: torch.device, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """The sum of squares of each whole gradient, float64, 0-dim: as ``sums.sum_of_squares`` gives it. Collective.
+
+    Args:
+        gradients: this rank's rows of each; None counts as zeros.
+        rows: of each whole gradient.
+        device: where the sums are.
+        group: the ranks that hold rows.
+    """
+    ranks = dist.get_world_size(group)
+    sizes = [-(-count // ranks) for count in rows]
+    mine = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    for gradient, part in zip(gradients, torch.split(mine, sizes)):
+        if gradient is not None and gradient.numel():
+            part[: gradient.shape[0]] = row_squares(gradient)
+    parts = torch.split(all_gather_rows(mine, group), sizes, dim=1)
+    return [fold_rows(part.reshape(-1)[:count]) for part, count in zip(parts, rows)]
+
+
+def require_rows(model: nn.Module, strategy: str) -> None:
+    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"Strategy {strategy!r} shards parameters by rows, and {name!r} is a scalar. Give it the shape (1,), "
+                "or use strategy 'ddp'."
+            )
+        if not parameter.is_contiguous():
+            raise ConfigError(
+                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} is stored in channels-last "
+                "order. Use channels_last=False, or strategy 'ddp'."
+            )
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Returns whether an optimizer's state is a number, or one for each element, as far as is known."""
+    known = [getattr(optim, name) for name in ELEMENTWISE]
+    return type(optimizer) in known or bool(getattr(optimizer, "elementwise", False))
+
+
+def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
+    """Raises ``ConfigError`` for an optimizer that is not known to be elementwise.
+
+    A class of one's own that is says so with an attribute ``elementwise = True``.
+    """
+    if is_elementwise(optimizer):
+        return
+    known = ", ".join(sorted(ELEMENTWISE))
+    raise ConfigError(
+        f"Strategy {strategy!r} steps the optimizer on parts of parameters, and {type(optimizer).__name__} is not "
+        f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
+        "class if it does, or use strategy 'ddp'."
+    )
+
+
+@contextmanager
+def explain_missing_parameters(strategy: str) -> Iterator[None]:
+    """Runs the user's forward or loss; says what is wrong where it uses parameters that this process does not hold.
+
+    Raises:
+        ConfigError: instead of torch's error about tensors without values, or in parts.
+    """
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if not NO_VALUES_HERE.is_in(str(error)):
+            raise
+        raise ConfigError(
+            "The loss, or a module's forward, uses a parameter of another module, and under strategy "
+            f"{strategy!r} this process does not hold it whole. Return what is needed from the forward of the module "
+            f"that the parameter belongs to, or use strategy 'ddp'. Error from torch: {error}"
+        ) from error
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copies the values into the model's own tensors."""
+    given = OrderedDict(state)
+    # Without the version metadata, torch would take every module's state for one of its oldest format.
+    given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
+    model.load_state_dict(given)

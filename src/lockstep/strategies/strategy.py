@@ -1,0 +1,273 @@
+"""The interface of a way of training, which answers five questions.
+
+1. How is the model placed?                                    ``setup_model``, ``share``
+2. How do local micro-batches become reduced gradients?        ``backward``
+3. How is the optimizer stepped?                               ``trainable``, ``squares``, ``all_reduce_max``,
+                                                               ``after_step``
+4. How is the full state taken and given?                      ``state``, ``load_state``, ``gather_full``,
+                                                               ``local_shard``, ``own_rows``
+5. Which level does it promise?                                ``level``
+
+``IndependentStrategy`` adds what processes need that go on without a process group. The training loop never asks for a
+strategy by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.config.strategy_options import Level
+from lockstep.core.plan import Share
+from lockstep.core.summation_tree import sum_of_squares
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.distributed.collectives import gather_json
+from lockstep.runtime.events import NO_EVENTS, StepEvents
+
+
+class Compute(Protocol):
+    """The forward pass and the loss of micro-batches, whole or in parts."""
+
+    def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Forward pass and loss; gives (sum of losses, weight), both 0-dim.
+
+        Args:
+            micro_batch: one of this process's, or padding, whose result depends on the model's output and
+                counts for nothing.
+            model: a replica to be called instead of the prepared model.
+        """
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """Keys what is drawn from here on by the micro-batch, and notes that this rank is at it."""
+
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        """Goes on with a micro-batch that was begun, after others: recomputed units find their keys again.
+
+        Args:
+            micro_batch: begun in this step.
+            phase: what this rank is at: ``forward`` of further units, or ``backward``.
+        """
+
+    def exchange(self) -> None:
+        """Notes that this rank has computed its part of the step, and from here on waits for the others."""
+
+    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Positional and named arguments of the model, and the target, on the device.
+
+        Raises:
+            ConfigError: the user gave a ``forward`` of their own, which only whole models can be called by.
+        """
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """(sum of losses, weight) of an output of the whole model, both 0-dim."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of the backward pass over one global batch; equal on every rank."""
+
+    loss: Tensor
+    """Mean loss over the global batch, float64, 0-dim."""
+    losses: Tensor
+    """Loss sum of each micro-batch, float64, shape (leaves,)."""
+    stop: Tensor
+    """The largest stop code that any process was given, 0-dim; 0 if none was."""
+    finite: Tensor
+    """True if no loss and no gradient is NaN or infinite, 0-dim bool."""
+
+
+class Strategy(ABC):
+    """One way to train."""
+
+    name: str
+    level: Level
+    device: torch.device
+    """The device of the model's inputs."""
+    share: Share
+    """The micro-batches that this process computes."""
+    devices: tuple[torch.device, ...] = ()
+    """All devices of this process that compute; empty for ``device`` alone."""
+    replicated: bool = True
+    """True if every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
+    of the user's own need."""
+    elementwise_only: bool = False
+    """True if optimizers step on parts of parameters, and so must update each element from that element alone."""
+    evaluation_share: Share | None = None
+    """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
+    events: StepEvents = NO_EVENTS
+    """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
+
+    @abstractmethod
+    def setup_model(self, model: nn.Module) -> nn.Module:
+        """Puts the model where it is trained and returns what the user calls. Collective.
+
+        Parameters may be replaced, or be kept in part: see ``trainable``.
+        """
+
+    @abstractmethod
+    def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
+        """Sets the gradient of the mean loss over the global batch on ``trainable``. Collective.
+
+        Args:
+            batch: this process's micro-batches of the step, maybe none.
+            compute: forward pass and loss of one micro-batch.
+            scale: factor on every gradient, which the loss scaler takes out later; 1 for none.
+            stop: why this process was asked to stop, as a code; 0 if it was not.
+        """
+
+    @abstractmethod
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all holders, shape (holders, n), from one float64 row of shape (n,). Collective.
+
+        Where several ranks make up one holder, the row of the one that computes losses counts.
+        """
+
+    def release(self) -> None:  # noqa: B027  # most strategies hold nothing
+        """Drops process groups, at the end of the run."""
+
+    @abstractmethod
+    def trainable(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
+
+    def after_step(self) -> None:  # noqa: B027  # most strategies update where they compute
+        """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
+
+    def squares(self) -> Tensor:
+        """The sum of squares of each trained parameter's whole gradient; zero where there is none. Collective.
+
+        Returns:
+            float64, shape (parameters of the whole model that are trained,), in name order, equal on every rank.
+        """
+        gradients = [parameter.grad for _, parameter in sorted(self.trainable().items())]
+        sums = torch.zeros(max(1, len(gradients)), dtype=torch.float64, device=self.device)
+        for place, gradient in zip(sums, gradients):
+            if gradient is not None:
+                place.copy_(sum_of_squares(gradient))
+        return sums
+
+    def all_reduce_max(self, flags: Tensor) -> Tensor:
+        """The largest of each entry over the ranks that share one model. Collective."""
+        return flags
+
+    @abstractmethod
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters and buffers by name, in the order of the model's ``state_dict``, tied ones under each name.
+
+        One at a time: a tensor holds until the next is asked for. Collective: every rank must go through all of them.
+        """
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Sets all parameters and buffers that are held here from whole ones. Collective."""
+
+    def own_rows(self) -> Mapping[str, Tensor] | None:
+        """This process's part of a checkpoint that all processes write: tensors of the whole model by name.
+
+        The rows (dim 0) of all ranks that give a tensor make it up, in the order of the ranks; what one alone gives is
+        whole. None: a checkpoint is gathered by ``state`` and ``gather_full``, and written by the main process.
+        """
+        return None
+
+    def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Gathers a tensor that is held as the parameter ``name`` is, such as its momentum. Collective.
+
+        Args:
+            name: of a parameter of the whole model.
+            part: what is held here; None for nothing.
+            dtype: of the tensor.
+
+        Returns:
+            The whole tensor, of the parameter's shape in the whole model, on every rank.
+        """
+        assert part is not None, f"nobody holds {name!r}"
+        return part
+
+    def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
+        """The local part of a whole tensor that belongs to the parameter ``name``; None if there is none."""
+        return whole
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
+        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count.
+        """
+        return 0
+
+
+class IndependentStrategy(Strategy):
+    """A way to train in which processes go on without a process group after ``prepare``, so that one may end alone."""
+
+    replicated = False
+    is_expendable: bool
+    """True if the others go on if this process is killed."""
+    save_every: int
+    """Steps between checkpoints that the strategy itself asks for; 0: none."""
+
+    @abstractmethod
+    def leave_process_group(self, step: int) -> None:
+        """Connects the processes in another way, and drops the process group. Collective; ends ``prepare``.
+
+        Args:
+            step: steps that the run has done.
+        """
+
+    @abstractmethod
+    def check_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raises ``ConfigError`` where optimizers cannot be stepped together."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Brings all processes to the same values, and shares samples out over those that are left. Collective."""
+
+    @abstractmethod
+    def gradients(self) -> Iterable[Tensor]:
+        """The gradients that this process clips; ``squares`` are of these."""
+
+    @abstractmethod
+    def sum_counts(self, row: Tensor) -> Tensor:
+        """The sum of counts for the log so far, a float64 row of shape (n,), on the main process; waits for nobody."""
+
+    @abstractmethod
+    def gather_records(self, value: Any) -> list[Any]:
+        """The values, which must survive JSON, of all processes that are left. Collective."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Measurements since the last call by name, for the log of the main process."""
+
+    @abstractmethod
+    def summary(self) -> dict[str, str]:
+        """Facts about the whole run by name, on the main process, for its end."""
+
+
+def gather_records(strategy: Strategy, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values, which must survive JSON, of all processes. Collective.
+
+    Args:
+        strategy: whose processes.
+        value: this process's.
+        group: all ranks; None for a world of one.
+    """
+    if isinstance(strategy, IndependentStrategy):
+        return strategy.gather_records(value)
+    return [value] if group is None else gather_json(value, group, strategy.device)
+
+
+def sum_counts(strategy: Strategy, row: Tensor) -> Tensor:
+    """The sum over the holders of counts for the log, a float64 row of shape (n,), on the main process. Collective.
+
+    Where processes are independent it waits for nobody, and counts may come later.
+    """
+    if isinstance(strategy, IndependentStrategy):
+        return strategy.sum_counts(row)
+    return strategy.gather(row).sum(0)

@@ -1,0 +1,61 @@
+"""Words and numbers for messages: plurals, shortened lists, bytes and durations with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import groupby
+
+
+def plural(count: int, name: str) -> str:
+    """A number and its noun: ``1 node``, ``3 nodes``, ``3 micro-batches``."""
+    return f"{count:,} {_noun(count, name)}"
+
+
+def numbered(name: str, numbers: Collection[int], limit: int = 16) -> str:
+    """A noun and its numbers, with runs of them as a range: ``rank 3``, ``ranks 0-3, 5``."""
+    return f"{_noun(len(numbers), name)} {ranges(numbers, limit)}"
+
+
+def ranges(numbers: Iterable[int], limit: int = 16) -> str:
+    """Numbers in ascending order, three or more in a row as a range: ``0-3, 5``; at most ``limit`` parts."""
+    parts: list[str] = []
+    for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts += [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
+    return shorten(parts, limit)
+
+
+def shorten(items: Iterable[object], limit: int = 16) -> str:
+    """Joins items with commas and counts those beyond ``limit``: ``a, b and 3 more``."""
+    listed = [str(item) for item in items]
+    rest = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def format_bytes(count: float, *, binary: bool = False) -> str:
+    """Bytes with a unit and three digits: ``87.2 MB``, or ``83.2 MiB`` where ``binary``."""
+    if count < 999.5:
+        return f"{count:.0f} B"
+    units = ("KiB", "MiB", "GiB", "TiB") if binary else ("kB", "MB", "GB", "TB")
+    step = 1024 if binary else 1000
+    count /= step
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count /= step
+        power += 1
+    return f"{count:.3g} {units[power]}" if count < 999.5 else f"{count:,.0f} {units[power]}"
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds for people: ``45 s``, ``3 min 20 s``, ``1 h 05 min``."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{whole} s"
+
+
+def _noun(count: int, name: str) -> str:
+    if count == 1:
+        return name
+    return f"{name}es" if name.endswith("ch") else f"{name}s"

@@ -1,0 +1,347 @@
+"""The checks of a recorded run against its reference, each of which returns a diagnosis or None.
+
+Pair             the two runs, and how far numbers may differ by rounding alone
+before a step    initial values and seeds, frozen parameters, order of layers, precision, optimizers
+settings         hyperparameters, and values that change between two steps
+after a step     skipped updates, replicas, buffers, the update itself, the reported loss
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.text import numbered
+from lockstep.verify.diagnosis import Cause, Diagnosis
+from lockstep.verify.plain.record import Measure, RankRecord, Recording, StepRecord
+
+Vector = NDArray[np.float64]
+
+_TOLERANCES = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
+_LAST_BITS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run and its reference."""
+
+    reference: Recording
+    other: Recording
+    given: float | None = None
+    """Relative difference that rounding may explain; None to derive it from the precision."""
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference that rounding may explain in a short run."""
+        return _TOLERANCES.get(self.first.context["precision"], 1e-3) if self.given is None else self.given
+
+    @property
+    def noise(self) -> float:
+        """Norm of a gradient, relative to that of all, below which it may be rounding alone."""
+        return 4 * _LAST_BITS.get(self.first.context["precision"], 2.0**-23)
+
+    @property
+    def fit(self) -> float:
+        """The relative part of a gradient that a weighted sum may leave unexplained."""
+        return min(10 * self.tolerance, 0.2)
+
+    def mine(self, step: int) -> StepRecord:
+        """The step of the reference, which is one process."""
+        return self.reference.ranks[0].steps[step]
+
+    @property
+    def first(self) -> RankRecord:
+        """The reference's only rank."""
+        return self.reference.ranks[0]
+
+    def is_close(self, a: float, b: float, scale: float = 0.0, tolerance: float | None = None) -> bool:
+        """True if two numbers differ by rounding only, relative to themselves or a larger ``scale``.
+
+        Two numbers that are not finite count as equal.
+        """
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return math.isfinite(a) == math.isfinite(b)
+        return abs(a - b) <= (tolerance or self.tolerance) * max(abs(a), abs(b), scale)
+
+    def is_same(self, a: Measure, b: Measure, scale: float = 0.0, tolerance: float | None = None) -> bool:
+        """True if two tensors differ by rounding only, in norm and direction; see ``is_close``."""
+        if a.digest and a.digest == b.digest:
+            return True
+        if not self.is_close(a.norm, b.norm, scale, tolerance):
+            return False
+        first, second = vector(a), vector(b)
+        if not (np.isfinite(first).all() and np.isfinite(second).all()):
+            return bool(np.isfinite(first).all() == np.isfinite(second).all())
+        bound = (tolerance or self.tolerance) * max(a.norm, b.norm, scale)
+        return float(np.linalg.norm(first - second)) <= bound
+
+
+def vector(measure: Measure) -> Vector:
+    """The sketch of a tensor."""
+    return np.array(measure.sketch, dtype=np.float64)
+
+
+def frozen(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a parameter that only some of its ranks train."""
+    records = pair.other.at(step)
+    for name in dict.fromkeys(name for record in records for name in record.begin):
+        holders = [rank for rank, record in enumerate(records) if name in record.begin]
+        without = [rank for rank in holders if name not in records[rank].trained]
+        if without and len(without) < len(holders):
+            return Diagnosis(Cause.FROZEN, step, repr(name), f"not on {numbered('rank', without)}")
+    return None
+
+
+def values(pair: Pair) -> Diagnosis | None:
+    """Finds a parameter whose initial value differs from the reference or between ranks."""
+    ranks = pair.other.ranks
+    for name in dict.fromkeys(name for rank in ranks for name in rank.start):
+        held = {rank.rank: rank.start[name].digest for rank in ranks if name in rank.start}
+        known = pair.first.start.get(name)
+        odd = [rank for rank, digest in held.items() if known is None or digest != known.digest]
+        if not odd:
+            continue
+        if len(set(held.values())) == 1:
+            detail = "equal on all ranks, and not the reference's" if known else ""
+            return Diagnosis(Cause.START, -1, repr(name), detail)
+        seeds = {rank: ranks[rank].seed for rank in held}
+        detail = f"{numbered('rank', odd)} began with other values than the reference"
+        if len(set(seeds.values())) == len(set(held.values())) == len(held):
+            listed = ", ".join(str(seed) for seed in seeds.values())
+            return Diagnosis(Cause.SEEDS, -1, repr(name), f"{detail}; the seeds are {listed}")
+        return Diagnosis(Cause.START, -1, repr(name), detail)
+    return None
+
+
+def stages(pair: Pair) -> Diagnosis | None:
+    """Finds a module that takes its input from another module than in the reference."""
+    mine, theirs = _sources(pair.reference), _sources(pair.other)
+    for name, before in mine.items():
+        found = theirs.get(name, set())
+        if before and found and not before & found:
+            detail = f"its input comes from {_names(found)}, and from {_names(before)} in the reference"
+            return Diagnosis(Cause.STAGES, 0, repr(name), detail)
+    return None
+
+
+def _sources(run: Recording) -> dict[str, set[str]]:
+    """For each module, the modules whose output was the input of some call of it, bit for bit."""
+    calls = [call for record in run.at(0) for call in record.calls]
+    givers: dict[str, set[str]] = {}
+    for name, _, output in calls:
+        givers.setdefault(output, set()).add(name)
+    found: dict[str, set[str]] = {}
+    for name, given, _ in calls:
+        found.setdefault(name, set()).update(givers.get(given, set()) - {name} if given else set())
+    return found
+
+
+def _names(modules: set[str]) -> str:
+    return " or ".join(repr(name) for name in sorted(modules))
+
+
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Settings that choose how a step is computed and can only move the last bits."""
+
+
+def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a hyperparameter that differs from the reference or between ranks."""
+    records, mine = pair.other.at(step), pair.mine(step).settings
+    for name in mine:
+        found = [record.settings.get(name, "") for record in records]
+        if name.split()[0] in _IMPLEMENTATION or all(value == mine[name] for value in found):
+            continue
+        if len(set(found)) > 1:
+            each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
+            return Diagnosis(Cause.OPTIMIZER, step, name, each)
+        detail = f"{found[0]}, and {mine[name]} in the reference"
+        at = _step_with(pair, name, found[0])
+        if at is not None and at != step:
+            detail = f"{found[0]}, as in step {at} of the reference, which has {mine[name]}"
+            return Diagnosis(Cause.SCHEDULE, step, name, detail)
+        return Diagnosis(Cause.OPTIMIZER, step, name, detail)
+    return None
+
+
+def precision(pair: Pair) -> Diagnosis | None:
+    """Finds a forward pass in another precision."""
+    mine = pair.first.context["precision"]
+    for rank in pair.other.ranks:
+        if rank.context["precision"] != mine:
+            detail = f"{rank.context['precision']} on rank {rank.rank}, {mine} in the reference"
+            return Diagnosis(Cause.PRECISION, -1, "precision", detail)
+    return None
+
+
+def optimizers(pair: Pair) -> Diagnosis | None:
+    """Finds an optimizer of another class."""
+
+    def classes(listed: str) -> list[str]:
+        return [each.split()[0] for each in listed.split(", ")]
+
+    mine = pair.first.context["optimizers"]
+    for rank in pair.other.ranks:
+        theirs = rank.context["optimizers"]
+        if classes(theirs) != classes(mine):
+            detail = f"{theirs} on rank {rank.rank}, {mine} in the reference"
+            return Diagnosis(Cause.OPTIMIZER, -1, "optimizers", detail)
+    return None
+
+
+def implementation(pair: Pair) -> tuple[str, str] | None:
+    """The first setting of the optimizers' implementation that differs, and how."""
+    mine = pair.mine(0).settings
+    for name in mine:
+        for rank, record in enumerate(pair.other.at(0)):
+            if record.settings.get(name, "") != mine[name]:
+                return name, f"{record.settings.get(name, '')} on rank {rank}, {mine[name]} in the reference"
+    return None
+
+
+def stale(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a parameter that changed since the step before.
+
+    Where it does in the reference too, only those that returned to an earlier step count: a loop may set its values.
+    """
+    if not step:
+        return None
+    last, now = pair.mine(step - 1), pair.mine(step)
+    for rank, record in enumerate(pair.other.at(step)):
+        before = pair.other.ranks[rank].steps[step - 1].values
+        changed = [n for n, digest in record.begin.items() if n in before and before[n].digest != digest]
+        for name in changed:
+            usual = name in now.begin and now.begin[name] == last.values[name].digest
+            older = _step_after_which(pair, rank, name, record.begin[name])
+            if usual or (older is not None and len(changed) < len(record.begin)):
+                detail = (
+                    f"on rank {rank} it is as after step {older}" if older is not None else f"rank {rank}"
+                )
+                return Diagnosis(Cause.STALE, step, repr(name), detail)
+    return None
+
+
+def _step_after_which(pair: Pair, rank: int, name: str, digest: str) -> int | None:
+    steps = pair.other.ranks[rank].steps
+    return next(
+        (each.step for each in steps if name in each.values and each.values[name].digest == digest), None
+    )
+
+
+def _step_with(pair: Pair, name: str, value: str) -> int | None:
+    """The first step of the reference that has a number in a setting, to nine digits."""
+    number = _number(value)
+    if number is None:
+        return None
+    for record in pair.first.steps:
+        found = _number(record.settings.get(name, ""))
+        if found is not None and abs(found - number) <= 1e-9 * abs(number):
+            return record.step
+    return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None
+    return float(value) if isinstance(value, int | float) else None
+
+
+_OF_UPDATE = 10
+"""Tolerances that an update may be off: optimizers that divide by gradients enlarge their rounding."""
+
+
+def skipped(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds an update that some ranks, or one of the runs, did not make."""
+    mine, theirs = pair.mine(step).updates, [record.updates for record in pair.other.at(step)]
+    if len(set(theirs)) > 1:
+        without = [rank for rank, count in enumerate(theirs) if count < max(theirs)]
+        return Diagnosis(Cause.SKIPPED, step, "optimizer", f"not taken on {numbered('rank', without)}")
+    if theirs[0] != mine:
+        detail = f"{theirs[0]} updates, and {mine} in the reference"
+        return Diagnosis(Cause.UPDATE, step, "optimizer", detail)
+    return None
+
+
+def replicas(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a parameter whose bits differ between ranks."""
+    records = pair.other.at(step)
+    for name in dict.fromkeys(name for record in records for name in record.values):
+        held = [record.values[name].digest for record in records if name in record.values]
+        if len(set(held)) > 1:
+            return Diagnosis(Cause.REPLICAS, step, repr(name))
+    return None
+
+
+def buffers(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a buffer that begins a step with a value that differs between ranks or from the reference."""
+    records, mine = pair.other.at(step), pair.mine(step).buffers
+    for name in dict.fromkeys(name for record in records for name in record.buffers):
+        held = {rank: record.buffers[name] for rank, record in enumerate(records) if name in record.buffers}
+        if len({each.digest for each in held.values()}) > 1:
+            return Diagnosis(Cause.BUFFERS, step - 1, repr(name), "ranks hold different values")
+        if (
+            name in mine
+            and not pair.is_same(mine[name], next(iter(held.values())))
+            and not _drifts(pair, step)
+        ):
+            detail = "equal on all ranks, and not the reference's"
+            return Diagnosis(Cause.BUFFERS, step - 1, repr(name), detail)
+    return None
+
+
+def _drifts(pair: Pair, step: int) -> bool:
+    """True if parameters have drifted by rounding alone.
+
+    The gradient of a bias before a BatchNorm is rounding alone, and Adam turns it into full steps. They move the
+    running mean and no output.
+    """
+    if not step:
+        return False
+    mine, held = pair.mine(step - 1).values, [record.values for record in pair.other.at(step - 1)]
+    return any(
+        name in mine and not pair.is_same(mine[name], now) for each in held for name, now in each.items()
+    )
+
+
+def update(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a change of a parameter that differs from the reference although its gradient does not."""
+    used = pair.mine(step).used
+    total = math.hypot(*(each.norm for each in used.values()))
+    for record, rank in zip(pair.other.at(step), pair.other.ranks):
+        before = rank.steps[step - 1].values if step else rank.start
+        known = pair.first.steps[step - 1].values if step else pair.first.start
+        for name, now in record.values.items():
+            mine = pair.mine(step).values.get(name)
+            if mine is None or name not in used or used[name].norm <= pair.noise * total:
+                continue
+            change, wanted = vector(now) - vector(before[name]), vector(mine) - vector(known[name])
+            bound = _OF_UPDATE * pair.tolerance * math.hypot(*wanted) + 1e-6 * mine.norm
+            gap = math.hypot(*(change - wanted))
+            if gap > bound:
+                ratio = f"{gap / max(math.hypot(*wanted), 1e-300):.3g} of the reference's change"
+                return Diagnosis(Cause.UPDATE, step, repr(name), f"off by {ratio}")
+    return None
+
+
+def reported(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a reported loss that differs from the reference although the losses of all samples do not."""
+    mine = [batch.loss for batch in pair.mine(step).batches if batch.loss is not None]
+    if not mine:
+        return None
+    wanted = sum(mine) / len(mine)
+    for rank, record in enumerate(pair.other.at(step)):
+        found = [batch for batch in record.batches if batch.loss is not None]
+        if not found:
+            continue
+        value = sum(batch.loss or 0.0 for batch in found) / len(found)
+        if not pair.is_close(value, wanted):
+            own = [loss for batch in found for loss in batch.losses]
+            is_own = bool(own) and pair.is_close(value, sum(own) / len(own))
+            detail = f"{value:.4g} on rank {rank}{', the mean of its own samples' if is_own else ''}"
+            return Diagnosis(Cause.REPORTED, step, "loss", f"{detail}; {wanted:.4g} in the reference")
+    return None

@@ -1,0 +1,215 @@
+"""Job files: found, read, overridden and checked, with every mistake named where it stands."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.components import Component
+from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
+from lockstep.errors import ConfigError
+
+
+def message(call, *arguments, **options):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+def test_a_plain_job_is_loaded_and_takes_the_name_of_its_file(load):
+    config = load()
+    assert config.job == "work"
+    assert config.model == Component(target="torch.nn:Linear", args={"in_features": 4, "out_features": 2})
+    assert config.optimizer.args == {"lr": 0.1}
+    assert config.loss.target == "torch.nn:CrossEntropyLoss"
+    assert config.training.epochs == 3
+    assert config.training.global_batch == 128
+
+
+@pytest.mark.fault("S6", "S7")
+def test_every_mistake_is_reported_with_its_file_and_line(job_file):
+    path = job_file(
+        """\
+[model]
+target = "resnet34"
+[data]
+train = { target = "a:b", transform = [{ target = "c:d" }, { target = "c.d" }] }
+worker = 3
+[training]
+epochs = "ten"
+devices = 2
+precision = "fp61"
+[optimizer]
+lr = 0.1
+[modle]
+"""
+    )
+    lines = message(load_job, str(path)).splitlines()
+    assert lines[0] == "The job has 8 mistakes."
+    assert {line.strip() for line in lines[1:]} == {
+        f"{path}:2: model.target should be an import path like 'package.module:name' and is 'resnet34'.",
+        f"{path}:4: data.train.transform.1.target should be an import path like 'package.module:name' and"
+        " is 'c.d'. Did you mean 'c:d'?",
+        f"{path}:5: data.worker is not a known setting. Did you mean 'workers'?",
+        f"{path}:7: training.epochs should be a whole number and is 'ten'.",
+        f"{path}:8: training.devices is not a known setting. Did you mean 'run.devices'?",
+        f"{path}:9: training.precision 'fp61' is not known. Did you mean 'fp16'?"
+        " Known: bf16, fp16, fp32, tf32.",
+        f"{path}:10: optimizer.target is missing: give an import path 'package.module:name'.",
+        f"{path}:12: modle is not a known setting. Did you mean 'model'?",
+    }
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("training.epochs=1.5", "training.epochs should be a whole number and is 1.5."),
+        ("training.epochs=true", "training.epochs should be a whole number and is true."),
+        ("training.drop_last=1", "training.drop_last should be true or false and is 1."),
+        ("training.clip_norm=nan", "training.clip_norm should be more than 0 and is nan."),
+        ("data.timeout=inf", "data.timeout should be more than 0 and is inf."),
+        ("weights.freeze=fc", "weights.freeze should be a list of texts and is 'fc'."),
+        ("weights.freeze=[1]", "weights.freeze should be a list of texts and is a list."),
+        ("run.devices=1.5", "run.devices should be a whole number or a text and is 1.5."),
+        ("training=3", "training should be a table and is 3."),
+        ("model=3", "model should be a table with a target and is 3."),
+        (
+            "optimizer.since=1979-05-27",
+            "optimizer.since should be a text, number, truth value, list or table and is 1979-05-27 (date).",
+        ),
+        ("optimizer.lr=nan", "optimizer.lr should be a text, number, truth value, list or table and is nan."),
+        (
+            "training.epochs.first=1",
+            "training.epochs.first cannot be set: training.epochs is a single value.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_was_found(load, option, expected):
+    assert message(load, option) == f"--set {option}: {expected}"
+
+
+def test_a_job_without_a_model_is_told_what_is_missing(load):
+    text = "[data.train]\ntarget = 'a:b'\n"
+    assert "model is missing: a job needs a table [model]" in message(load, text=text)
+
+
+def test_syntax_errors_name_the_line(job_file):
+    path = job_file("[model]\ntarget = \n")
+    assert message(load_job, str(path)).startswith(f"{path}:2: Invalid value.")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"a = [" + b"[" * 50_000, b"a = " + b"9" * 5_000, b"a = 1\0", b"a = 1\na = 2"]
+)
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path, content):
+    path = tmp_path / "job.toml"
+    path.write_bytes(content)
+    assert str(path) in message(load_job, str(path))
+
+
+def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
+    assert "Is a directory" in message(load_job, str(tmp_path))
+    assert "Did you mean 'digits'?" in message(load_job, "digist")
+    assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
+
+
+def test_a_file_name_that_is_no_plain_name_becomes_one(job_file):
+    assert load_job(str(job_file(name="my first job!.toml")), imports=False).job == "my-first-job"
+
+
+def test_what_no_job_can_be_is_refused_unread(tmp_path):
+    large, pipe = tmp_path / "large.toml", tmp_path / "pipe.toml"
+    with large.open("wb") as file:
+        file.truncate(50 << 30)
+    os.mkfifo(pipe)
+    assert "it has 53,687,091,200 bytes, and no job is larger than 1,048,576" in message(load_job, str(large))
+    for endless in (pipe, "/dev/zero"):
+        assert "it is no ordinary file" in message(load_job, str(endless))
+
+
+def test_a_file_in_the_current_folder_does_not_hide_a_built_in_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("digits").write_text("nonsense")
+    assert find_job("digits").built_in
+    assert not find_job("./digits").built_in
+
+
+def test_set_reads_toml_values_and_bare_texts():
+    assert toml_value("0.1") == 0.1
+    assert toml_value("[1, 2]") == [1, 2]
+    assert toml_value('{ a = "b" }') == {"a": "b"}
+    assert toml_value("bf16") == "bf16"
+    assert toml_value("1\nother = 2") == "1\nother = 2"
+    assert parse_set("optimizer.lr = 3").path == ("optimizer", "lr")
+
+
+@pytest.mark.parametrize("text", ["", "a", "=3", "a..b=3", ".=1"])
+def test_set_without_a_key_and_a_value_is_refused(text):
+    assert "--set optimizer.lr=0.1" in message(parse_set, text)
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(load):
+    config = load("optimizer.lr=0.5", "optimizer.lr=0.25", "run.devices=2", "schedule.kind=cosine")
+    assert config.optimizer.args["lr"] == 0.25
+    assert config.run.devices == 2
+    assert config.schedule.kind == "cosine"
+
+
+def test_an_item_of_a_list_can_be_set_by_its_number(load):
+    config = load("data.train.sizes=[1, 2]", "data.train.sizes.1=5")
+    assert config.data.train.args["sizes"] == [1, 5]
+    assert "sizes is a list of 2" in message(load, "data.train.sizes=[1, 2]", "data.train.sizes.7=5")
+
+
+def test_the_data_folder_is_filled_in_and_the_seed_given_once(load, tmp_path):
+    config = load(
+        f"data.root={tmp_path}", "data.train.root={data}/train", "data.train.seed={seed}", "training.seed=7"
+    )
+    assert config.data.train.args == {"root": f"{tmp_path}/train", "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["data.train.root={data}"], "Give it with --data DIR"),
+        (["data.root=."], "no argument of job 'work' uses it as '{data}'"),
+        (["data.root=.", "data.train.root={data}/../x"], "leaves the data folder"),
+        (["data.train.root={dta}"], "Did you mean 'data'?"),
+        (["data.train.steps={steps}"], "unknown placeholder"),
+    ],
+)
+def test_placeholders_that_cannot_be_filled_are_named(load, options, expected):
+    assert expected in message(load, *options)
+
+
+def test_a_scheduler_of_torch_may_ask_for_the_number_of_steps(load):
+    config = load("schedule.target=torch.optim.lr_scheduler:OneCycleLR", "schedule.total_steps={steps}")
+    assert config.schedule.args["total_steps"] == "{steps}"
+
+
+def test_relative_paths_start_at_the_job_file_or_at_the_command_line(job_file, tmp_path, monkeypatch):
+    job_folder, current = tmp_path / "jobs", tmp_path / "current"
+    for folder in (job_folder, current):
+        folder.mkdir()
+        (folder / "start.safetensors").touch()
+    path = job_file(job_file().read_text() + '[weights]\npath = "start.safetensors"\n', name="jobs/own.toml")
+    monkeypatch.chdir(current)
+    in_file = load_job(str(path), imports=False)
+    assert in_file.weights.path == str(job_folder / "start.safetensors")
+    on_line = Override(path=("weights", "path"), value="start.safetensors", origin="--set")
+    assert load_job(str(path), [on_line], imports=False).weights.path == str(current / "start.safetensors")
+    assert in_file.code == (str(job_folder), str(current))
+
+
+def test_a_loaded_job_travels_to_the_ranks_unchanged(load, tmp_path):
+    config = load(f"data.root={tmp_path}", "data.train.root={data}", "weights.freeze=['*', '!fc']")
+    assert type(config).from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("name", built_in_jobs())
+def test_built_in_jobs_are_sound(name, tmp_path):
+    needs_folder = name != "digits"
+    given = [Override(path=("data", "root"), value=str(tmp_path), origin="--data")] if needs_folder else []
+    config = load_job(name, given)
+    assert config.job == name
+    assert config.data.validation is not None

@@ -1,0 +1,33 @@
+"""Which mesh a strategy lays out."""
+
+import dataclasses
+
+import pytest
+
+from lockstep.config.job import JobConfig
+from lockstep.config.strategy_options import OPTIONS, STRATEGIES, mesh_of
+from lockstep.errors import ConfigError
+from lockstep.run import RunOptions
+from lockstep.strategies.open_strategy import _OPEN
+
+
+def test_every_strategy_that_is_named_can_be_opened():
+    assert set(_OPEN) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("cls", [RunOptions, JobConfig])
+def test_options_of_strategies_are_fields_of_their_names(cls):
+    fields = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    assert {name: fields.get(name) for name in OPTIONS} == OPTIONS
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hybrid"])
+def test_a_strategy_lays_out_the_whole_world(strategy):
+    assert mesh_of(strategy, "", 1).ranks == 1
+    with pytest.raises(ConfigError, match="belongs to strategy 'hybrid'"):
+        mesh_of(strategy, "data=2", 2)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"'fspd' is not known\. Did you mean 'fsdp'"):
+        mesh_of("fspd", "", 2)

@@ -1,0 +1,121 @@
+"""A fingerprint is equal exactly if all bits are, and names the tensor that is not."""
+
+import dataclasses
+import hashlib
+import json
+
+import pytest
+import torch
+
+from lockstep.core.fingerprint import (
+    Context,
+    combine,
+    device_model,
+    differing,
+    digest_tensor,
+    digest_tensors,
+    fingerprint,
+)
+
+CONTEXT = Context(
+    global_batch=64,
+    micro_batches=8,
+    seed=0,
+    precision="fp32",
+    reduce="ordered",
+    threads=1,
+    device="x86_64 AVX2",
+    torch="2.13.0",
+    optimizers=("torch.optim.sgd.SGD default",),
+)
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def test_a_digest_is_sha256_of_type_shape_and_bytes():
+    tensor = torch.tensor([[1.0, -2.0]])
+    expected = hashlib.sha256(b"torch.float32(1, 2)" + bytes.fromhex("0000803f000000c0")).hexdigest()
+    assert digest_tensor(tensor) == expected
+
+
+def test_a_fingerprint_is_the_hash_of_sorted_names_and_digests():
+    lines = "a 11\nb 22\n"
+    assert combine({"b": "22", "a": "11"}) == hashlib.sha256(lines.encode()).hexdigest()
+    tensors = {"b": torch.zeros(2), "a": torch.ones(3)}
+    assert fingerprint(tensors) == combine({name: digest_tensor(tensor) for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_bit_anywhere_changes_the_digest(dtype):
+    tensor = torch.ones(5, 3).to(dtype)
+    digests = {digest_tensor(tensor)}
+    octets = tensor.view(torch.uint8).view(-1)
+    for position in range(len(octets)):
+        octets[position] ^= 1
+        digests.add(digest_tensor(tensor))
+        octets[position] ^= 1
+    assert len(digests) == len(octets) + 1
+
+
+def test_the_sign_of_zero_and_the_payload_of_nan_are_seen():
+    assert digest_tensor(torch.tensor(0.0)) != digest_tensor(torch.tensor(-0.0))
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert digest_tensor(nans[0]) != digest_tensor(nans[1])
+    assert digest_tensor(nans[0]) == digest_tensor(nans[0].clone())
+
+
+def test_type_and_shape_are_seen():
+    zeros = [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, 1), torch.zeros(2, dtype=torch.float64)]
+    zeros += [torch.zeros(0), torch.zeros(0, 3), torch.zeros(()), torch.zeros(1)]
+    assert len({digest_tensor(zero) for zero in zeros}) == len(zeros)
+
+
+def test_memory_layout_is_not_seen():
+    tensor = torch.randn(2, 3, 4, 5)
+    expected = digest_tensor(tensor)
+    assert digest_tensor(tensor.contiguous(memory_format=torch.channels_last)) == expected
+    assert digest_tensor(tensor.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)) == expected
+    assert digest_tensor(torch.randn(3, 2, 3, 4, 5).copy_(tensor.expand(3, -1, -1, -1, -1))[1]) == expected
+
+
+def test_a_parameter_is_hashed_by_its_values():
+    values = torch.randn(3)
+    assert digest_tensor(torch.nn.Parameter(values)) == digest_tensor(values)
+
+
+def test_what_differs_is_named_in_order():
+    one = digest_tensors({"c": torch.zeros(1), "a": torch.zeros(1), "b": torch.zeros(1)})
+    other = digest_tensors({"c": torch.ones(1), "a": torch.zeros(1), "d": torch.zeros(1)})
+    assert differing(one, other) == ["b", "c", "d"]
+    assert differing(one, dict(one)) == []
+
+
+def test_a_context_survives_json_and_names_what_differs():
+    stored = json.loads(json.dumps(CONTEXT.as_dict()))
+    assert CONTEXT.differences(stored) == []
+    other = dataclasses.replace(CONTEXT, threads=2, optimizers=())
+    assert other.differences(stored) == [
+        "threads: 1 there, 2 here",
+        "optimizers: ['torch.optim.sgd.SGD default'] there, [] here",
+    ]
+
+
+def test_a_context_without_an_entry_differs_in_it():
+    stored = {name: value for name, value in CONTEXT.as_dict().items() if name != "deterministic"}
+    assert CONTEXT.differences(stored) == ["deterministic: None there, False here"]
+
+
+def test_the_world_is_no_part_of_the_context():
+    assert not {"world_size", "rank", "strategy", "workers"} & set(Context.known())
+
+
+def test_a_cpu_is_named_by_its_vector_instructions():
+    assert torch.backends.cpu.get_cpu_capability() in device_model(torch.device("cpu"))
+
+
+def test_what_photos_are_decoded_to_counts_once_both_sides_have_read_some():
+    here = dataclasses.replace(CONTEXT, photos="ab12")
+    assert here.differences({**here.as_dict(), "photos": "cd34"}) == ["photos: 'cd34' there, 'ab12' here"]
+    assert here.differences(CONTEXT.as_dict()) == CONTEXT.differences(here.as_dict()) == []
+    assert not here.differences(
+        {name: value for name, value in CONTEXT.as_dict().items() if name != "photos"}
+    )

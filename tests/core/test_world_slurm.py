@@ -1,0 +1,39 @@
+"""Where the ranks of a SLURM step meet."""
+
+import pytest
+
+from lockstep.core.world import first_host, meeting_place, port_of
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu-[003-007,9]", "gpu-003"),
+        ("gpu-[12,14-15]-ib,cpu1", "gpu-12-ib"),
+        ("a.example.org,b", "a.example.org"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_all_ranks_of_a_step_meet_at_its_first_host():
+    step = {
+        "SLURM_STEP_NODELIST": "n[3-4]",
+        "SLURM_JOB_NODELIST": "n[1-9]",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "2",
+    }
+    assert meeting_place(step) == f"tcp://n3:{port_of('77', '2')}"
+    assert meeting_place({**step, "MASTER_ADDR": "10.0.0.1"}) == f"tcp://10.0.0.1:{port_of('77', '2')}"
+    assert meeting_place({**step, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == "env://"
+    assert meeting_place({"SLURM_JOB_ID": "77"}) == "env://"
+
+
+def test_jobs_and_steps_near_each_other_have_other_ports():
+    ports = [port_of(str(job), str(step)) for job in range(1000, 1200) for step in range(3)]
+    assert len(set(ports)) == len(ports)
+    assert all(20000 <= port < 32768 for port in ports)

@@ -1,0 +1,36 @@
+"""The address of the rendezvous, and what is said of one that is invalid; nothing is connected."""
+
+import pytest
+
+from lockstep.core.world import World
+from lockstep.distributed.rendezvous import meeting_address, open_store
+from lockstep.errors import ConfigError
+
+
+def world(rendezvous):
+    return World(rank=0, world_size=2, local_world_size=2, rendezvous=rendezvous)
+
+
+def test_the_address_is_that_of_the_url_or_of_the_environment(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.2")
+    monkeypatch.setenv("MASTER_PORT", "7")
+    assert meeting_address(world("tcp://[fd00::1]:29500")) == ("fd00::1", 29500)
+    assert meeting_address(world("env://")) == ("10.0.0.2", 7)
+    assert meeting_address(world("file:///tmp/meeting")) is None
+
+
+@pytest.mark.parametrize("address", ["tcp://10.0.0.1", "tcp://:1", "tcp://a:port"])
+def test_an_address_without_host_or_port_is_refused(address):
+    with pytest.raises(ConfigError, match="needs a host and a port"):
+        meeting_address(world(address))
+
+
+def test_an_environment_without_an_address_is_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR is ''"):
+        open_store(world("env://"), 1.0)
+
+
+def test_an_unknown_scheme_is_refused():
+    with pytest.raises(ConfigError, match="'udp://a:1' is not known"):
+        open_store(world("udp://a:1"), 1.0)

@@ -1,0 +1,72 @@
+"""What a job leaves in its run folder when it starts."""
+
+import json
+
+import pytest
+from tests.ranks import run_ranks
+
+from lockstep.config.job_file import parse_set
+from lockstep.core.plan import Share
+from lockstep.errors import ConfigError
+from lockstep.job import load_job
+from lockstep.job.assemble import assemble
+from lockstep.job.rank import record
+from lockstep.job.run_folder import read_starts, run_folder
+
+SHORT = ("data.workers=0", "log.tensorboard=false", "log.progress=false", "run.name=x", "training.epochs=1")
+
+
+def job(folder, *settings):
+    texts = (*SHORT, f"run.directory={folder}", *settings)
+    config = load_job("digits", [parse_set(text) for text in texts])
+    run_folder(config).mkdir(exist_ok=True)
+    return config
+
+
+def body(world, config, fit):
+    """Starts a job as a rank does: whether its gradients are watched, or why it is refused."""
+    trainer = assemble(config, world)
+    try:
+        record(trainer, config, run_folder(config))
+    except ConfigError as error:
+        return str(error)
+    if fit:
+        trainer.fit()
+    return bool(trainer.run._session.events.gradients_ready)
+
+
+def test_every_start_is_kept_with_its_settings_and_shares(tmp_path):
+    first = job(tmp_path, "checkpoint.every_steps=8", "training.gradients_every=5")
+    assert run_ranks(body, 1, first, True) == [True]
+    second = job(tmp_path, "training.epochs=2", "checkpoint.resume=auto", "training.strategy=fsdp")
+    run_ranks(body, 2, second, False)
+    starts = read_starts(tmp_path / "x")
+    assert [(start.step, start.strategy, start.ranks, start.level) for start in starts] == [
+        (0, "ddp", 1, "A"),
+        (12, "fsdp", 2, "A"),
+    ]
+    assert [start.job for start in starts] == [first, second]
+    assert starts[1].shares == [Share(holders=2, holder=rank, rounds=True) for rank in range(2)]
+    assert starts[0].context["torch"] == starts[1].context["torch"] != ""
+    lines = (tmp_path / "x" / "gradients.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 5, 8, 10]
+
+
+def test_below_level_a_no_gradient_is_recorded_and_asking_for_them_is_refused(tmp_path):
+    plain = job(tmp_path, "training.reduce=ring")
+    asking = job(
+        tmp_path, "training.reduce=ring", "training.record_micro_batches=true", "checkpoint.resume=auto"
+    )
+    assert run_ranks(body, 2, plain, False) == [False, False]
+    assert read_starts(tmp_path / "x")[0].level == "B"
+    answers = run_ranks(body, 2, asking, False)
+    assert all(
+        "gradients are recorded at level A only, and strategy 'ddp' promises level B" in a for a in answers
+    )
+
+
+@pytest.mark.parametrize("settings", [["gradients_every=0"], ["fingerprint_every=0"]])
+def test_recording_can_be_left_out(tmp_path, settings):
+    config = job(tmp_path, *(f"training.{each}" for each in settings))
+    assert run_ranks(body, 1, config, False) == [False]
+    assert read_starts(tmp_path / "x")

@@ -1,0 +1,122 @@
+"""What can be asked about hosts, and what cannot."""
+
+import argparse
+import os
+
+import pytest
+
+from lockstep.cli.shared_options import add_host_arguments, host_options, refuse_hosts, take_rendezvous
+from lockstep.core.world import HostLayout, World
+from lockstep.errors import ConfigError
+from lockstep.launch import LaunchOptions, parse_devices
+from lockstep.launch.hosts import HostOptions
+from lockstep.launch.options import rank_environment, world_environment
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    add_host_arguments(parser)
+    return parser.parse_args(words)
+
+
+def asked(monkeypatch, *words):
+    monkeypatch.setenv("LOCKSTEP_TOKEN", "t" * 40)
+    return host_options(parsed(*words))
+
+
+@pytest.mark.parametrize(
+    ("master", "host", "port"),
+    [
+        ("10.0.0.1:29500", "10.0.0.1", 29500),
+        ("gpu-7.local:1", "gpu-7.local", 1),
+        ("[fd00::1]:80", "fd00::1", 80),
+    ],
+)
+def test_a_master_is_a_host_and_a_port(monkeypatch, master, host, port):
+    options = asked(monkeypatch, "--nnodes", "2", "--node-rank", "1", "--master", master)
+    assert (options.host, options.port, options.node) == (host, port, 1)
+
+
+@pytest.mark.parametrize(
+    "master", ["10.0.0.1", "host:", ":29500", "host:port", "tcp://host:1", "a:b:1", "x:65535", "x:0"]
+)
+def test_what_is_no_address_is_refused(monkeypatch, master):
+    with pytest.raises(ConfigError, match="--master"):
+        asked(monkeypatch, "--nnodes", "2", "--node-rank", "1", "--master", master)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--nnodes", "2"), "without --node-rank and --master"),
+        (("--nnodes", "2", "--node-rank", "0"), "without --master"),
+        (("--node-rank", "0"), "--node-rank was given without --nnodes"),
+        (("--nnodes", "2", "--node-rank", "2", "--master", "a:1"), "2 hosts have the numbers 0 to 1"),
+        (("--nnodes", "0", "--node-rank", "0", "--master", "a:1"), "a run on several hosts has at least 2"),
+        (("--nnodes", "2", "--node-rank", "0", "--master", "a:1", "--start-limit", "0"), "seconds above 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(monkeypatch, words, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        asked(monkeypatch, *words)
+
+
+def test_one_host_needs_none_of_them(monkeypatch):
+    assert asked(monkeypatch) is None
+    assert asked(monkeypatch, "--nnodes", "1") is None
+
+
+def test_under_another_launcher_they_are_refused():
+    refuse_hosts(parsed(), "torchrun")
+    with pytest.raises(ConfigError, match="a rank that torchrun started"):
+        refuse_hosts(parsed("--nnodes", "2"), "torchrun")
+
+
+def test_ranks_of_one_of_two_hosts_are_told_their_place_and_not_the_token(tmp_path):
+    layout = HostLayout(
+        run_id="r",
+        world_size=5,
+        node=1,
+        nodes=2,
+        first_rank=2,
+        rendezvous="tcp://10.0.0.1:2",
+        interface="ib0",
+    )
+    options = LaunchOptions(devices=parse_devices("cpu:3"))
+    found = world_environment(options, layout, tmp_path, {"LOCKSTEP_TOKEN": "t" * 40, "HOME": "/home/me"})
+    assert "LOCKSTEP_TOKEN" not in found
+    assert found["HOME"] == "/home/me"
+    world = World.from_environment({**found, **rank_environment(2, layout)})
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == (4, 5, 2, 3)
+    assert (world.node, world.nodes, world.rendezvous, world.run_id) == (1, 2, "tcp://10.0.0.1:2", "r")
+    assert not world.is_one_host
+    assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
+
+
+def test_the_token_is_not_shown():
+    options = HostOptions(nodes=2, node=0, master="a:1", token=b"secret")
+    assert "secret" not in repr(options)
+
+
+@pytest.mark.parametrize(
+    "place", ["env://", "tcp://10.0.0.1:29500", "tcp://[fd00::1]:1", "file:///tmp/meeting"]
+)
+def test_ranks_of_another_launcher_meet_where_they_are_told_to(place):
+    world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
+    assert take_rendezvous(argparse.Namespace(rendezvous=place), world).rendezvous == place
+    assert os.environ["LOCKSTEP_RENDEZVOUS"] == place  # for the script, which reads its world itself
+    assert take_rendezvous(argparse.Namespace(rendezvous=""), world) is world
+
+
+@pytest.mark.parametrize("place", ["10.0.0.1:29500", "tcp://10.0.0.1", "file://meeting", "udp://a:1", "env"])
+def test_a_place_that_is_none_is_refused(place):
+    world = World(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="mpi", rendezvous="env://")
+    with pytest.raises(
+        ConfigError, match=r"is not valid\. Use env://, tcp://HOST:PORT or file:///ABSOLUTE/PATH"
+    ):
+        take_rendezvous(argparse.Namespace(rendezvous=place), world)
+
+
+def test_a_place_for_ranks_that_nobody_started_is_refused():
+    with pytest.raises(ConfigError, match="this process was not started as a rank"):
+        take_rendezvous(argparse.Namespace(rendezvous="env://"), World())

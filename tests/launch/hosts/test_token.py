@@ -1,0 +1,60 @@
+"""Where the hosts' secret comes from, and what is no secret."""
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.hosts.roll_call import read_token
+
+TOKEN = "0123456789abcdef" * 4
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_text(f"{TOKEN}\n")
+    return path
+
+
+def test_the_file_that_was_asked_for_comes_before_the_variable(file):
+    assert read_token(str(file), {"LOCKSTEP_TOKEN": "x" * 40}) == TOKEN.encode()
+
+
+def test_the_variable_comes_before_the_default_file():
+    assert read_token("", {"LOCKSTEP_TOKEN": TOKEN}) == TOKEN.encode()
+
+
+def test_the_default_file_is_in_the_home_folder(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    place = tmp_path / ".config" / "lockstep"
+    place.mkdir(parents=True)
+    file.rename(place / "token")
+    assert read_token("", {}) == TOKEN.encode()
+
+
+def test_without_a_token_the_way_to_make_one_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"openssl rand -hex 32 > ~/\.config/lockstep/token"):
+        read_token("", {})
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+def test_a_file_that_others_may_read_is_refused(file, mode):
+    file.chmod(mode)
+    with pytest.raises(
+        ConfigError, match=f"has mode 0{mode:o}, so other users may read it. Run `chmod 600 {file}`"
+    ):
+        read_token(str(file), {})
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_token(str(tmp_path / "none"), {})
+
+
+@pytest.mark.parametrize("text", ["", "short", "a" * 31, "two words " * 5, "a" * 513])
+def test_what_could_be_guessed_or_mistyped_is_refused(text):
+    with pytest.raises(
+        ConfigError, match=r"LOCKSTEP_TOKEN has \d+ characters; it must be one line of 32 to 512"
+    ):
+        read_token("", {"LOCKSTEP_TOKEN": text})

@@ -1,0 +1,79 @@
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch import options
+from lockstep.launch.options import parse_devices, visible_gpus
+
+FOUR = ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "kind", "names"),
+    [
+        ("2", FOUR, "cuda", ("0", "1")),
+        (2, (), "cpu", ("cpu", "cpu")),
+        ("auto", FOUR, "cuda", FOUR),
+        ("auto", (), "cpu", ("cpu",) * 6),
+        ("0,3", FOUR, "cuda", ("0", "3")),
+        ("3,", FOUR, "cuda", ("3",)),
+        ("1,0", ("GPU-aa", "GPU-bb"), "cuda", ("GPU-bb", "GPU-aa")),
+        ("cpu", FOUR, "cpu", ("cpu",) * 6),
+        ("cpu:3", FOUR, "cpu", ("cpu",) * 3),
+    ],
+)
+def test_each_spelling_chooses_its_devices(text, gpus, kind, names):
+    chosen = parse_devices(text, gpus=gpus, cores=6)
+    assert (chosen.kind, chosen.names, chosen.count) == (kind, names, len(names))
+
+
+def test_auto_takes_no_more_cpu_ranks_than_the_default_recipe_has_micro_batches():
+    assert parse_devices("auto", gpus=(), cores=64).count == 8
+
+
+def test_ranks_see_their_gpus_renumbered_and_cpu_ranks_see_none():
+    assert parse_devices("0,2", gpus=("4", "5", "7")).visible == "4,7"
+    assert parse_devices("cpu:2", gpus=FOUR).visible == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "message"),
+    [
+        (
+            "5",
+            FOUR,
+            r"devices=5 was asked for and 4 GPUs are visible \(0, 1, 2, 3\)\. Use devices=4, or devices=cpu:5",
+        ),
+        ("0,4", FOUR, "there is no index 4"),
+        ("0,1", (), "no GPU is visible"),
+        ("1,1", FOUR, "names device 1 twice"),
+        ("0", FOUR, "at least 1 process"),
+        ("cpu:0", (), "at least 1 process"),
+        ("-1", FOUR, "should be a number, 'auto', 'cpu', 'cpu:N'"),
+        ("gpu", FOUR, "should be a number, 'auto', 'cpu', 'cpu:N'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_what_there_is(text, gpus, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_devices(text, gpus=gpus, cores=6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "visible"),
+    [("", ()), ("-1", ()), ("2,5", ("2", "5")), ("GPU-1a, MIG-2b", ("GPU-1a", "MIG-2b")), ("1,-1,0", ("1",))],
+)
+def test_cuda_visible_devices_is_respected(setting, visible, monkeypatch):
+    monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: False)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": setting}) == visible
+
+
+def test_without_the_variable_the_device_nodes_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ("0", "1")
+
+
+def test_a_cpu_build_of_torch_sees_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: True)
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus({}, tmp_path) == ()

@@ -1,0 +1,43 @@
+"""A rank runs its target; the whole life of a rank is tested in test_supervisor_multiprocess.py."""
+
+import sys
+import textwrap
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.rank_process import run_target
+from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Restores what a target changes in the interpreter."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
+def test_an_entry_point_is_called_with_its_payload():
+    assert run_target(EntryTarget(entry="json:dumps", payload=[1, None])) == "[1, null]"
+    assert sys.argv == ["json:dumps"]
+
+
+def test_a_function_is_called_with_its_arguments():
+    target = FunctionTarget.from_function(textwrap.indent, ("x",), {"prefix": "> "})
+    assert run_target(target) == "> x"
+
+
+def test_a_function_that_is_not_defined_on_import_is_named():
+    target = FunctionTarget(module="textwrap", name="absent", search_path=tuple(sys.path))
+    with pytest.raises(ConfigError, match="absent is not defined when textwrap is imported"):
+        run_target(target)
+
+
+def test_a_script_runs_as_main_with_its_arguments(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nPath(sys.argv[1]).write_text(f'{__name__} {sys.path[0]}')\n"
+    )
+    run_target(ScriptTarget(path=str(script), arguments=(str(tmp_path / "out"),)))
+    assert (tmp_path / "out").read_text() == f"__main__ {tmp_path}"

@@ -1,0 +1,62 @@
+import os
+import socket
+import stat
+
+import pytest
+
+from lockstep.launch.runs import run_directory
+
+
+@pytest.mark.fault("X4")
+def test_only_the_owner_may_enter_and_nothing_stays(tmp_path):
+    with run_directory(tmp_path) as directory:
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        (directory / "heartbeat-000").write_bytes(b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_the_same_moment_leave_each_other_alone(tmp_path):
+    with run_directory(tmp_path) as first:
+        with run_directory(tmp_path) as second:
+            assert first != second
+            assert first.exists()
+        assert first.exists()
+
+
+def test_a_folder_whose_lock_is_free_is_removed_and_others_stay(tmp_path):
+    abandoned, foreign = tmp_path / "lockstep-run-dead", tmp_path / "lockstep-run-new"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    foreign.mkdir()  # no lock yet: another launcher is just making it
+    with run_directory(tmp_path):
+        assert not abandoned.exists()
+        assert foreign.exists()
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    target = tmp_path / "elsewhere"
+    target.touch()
+    folder = tmp_path / "lockstep-run-odd"
+    folder.mkdir()
+    (folder / "lock").symlink_to(target)
+    with run_directory(tmp_path):
+        assert folder.exists()
+
+
+def test_it_lies_in_the_runtime_folder_of_the_user_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with run_directory() as directory:
+        assert directory.parent == tmp_path
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "absent"))
+    with run_directory() as directory:
+        assert os.access(directory, os.W_OK)
+
+
+def test_a_runtime_folder_that_is_too_deep_for_sockets_is_not_used(tmp_path, monkeypatch):
+    deep = tmp_path / "deep" / ("x" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    with run_directory() as directory:
+        assert directory.parent != deep
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(directory / "listener-12345678"))

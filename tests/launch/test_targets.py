@@ -1,0 +1,37 @@
+"""Targets are sent to the ranks as JSON, and what cannot be sent is refused before anything starts."""
+
+import json
+import textwrap
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget, from_json, to_json
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ScriptTarget(path=__file__, arguments=("--lr", "0.1")),
+        EntryTarget(entry="json:dumps", payload={"a": [1, None]}),
+        FunctionTarget.from_function(textwrap.dedent, ("  x",), {}),
+    ],
+    ids=lambda target: type(target).__name__,
+)
+def test_a_target_is_equal_after_json(target):
+    assert from_json(json.loads(json.dumps(to_json(target)))) == target
+
+
+def test_a_script_must_be_a_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.py' is not a file"):
+        ScriptTarget(path=str(tmp_path / "absent.py"))
+
+
+def test_a_lambda_is_refused():
+    with pytest.raises(ConfigError, match="top level of a file, not a lambda"):
+        FunctionTarget.from_function(lambda: 1, (), {})
+
+
+def test_arguments_that_cannot_be_pickled_are_refused():
+    with pytest.raises(ConfigError, match="arguments for dedent cannot be sent"):
+        FunctionTarget.from_function(textwrap.dedent, (lambda: 1,), {})

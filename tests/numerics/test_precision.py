@@ -1,0 +1,66 @@
+"""Number formats: what the forward pass computes in, and where the loss scale starts."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.strategy_options import PRECISIONS
+from lockstep.errors import ConfigError
+from lockstep.models import lstm
+from lockstep.numerics.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_computes_in_the_format_and_parameters_stay(name, dtype):
+    layer, precision = nn.Linear(4, 4), Precision(name, CPU)
+    with precision.forward():
+        assert layer(torch.ones(2, 4)).dtype is dtype
+    assert layer(torch.ones(2, 4)).dtype is torch.float32
+    assert layer.weight.dtype is torch.float32
+
+
+def test_only_fp16_scales_the_loss():
+    scaled = [name for name in ("fp32", "bf16", "fp16") if Precision(name, CPU).scaler is not None]
+    assert scaled == ["fp16"]
+
+
+@pytest.mark.parametrize(("rows", "scale"), [(1, 2**16), (2, 2**15), (13, 2**12), (16, 2**12), (17, 2**11)])
+def test_a_sum_over_many_rows_starts_from_a_smaller_scale(rows, scale):
+    assert Precision("fp16", CPU, rows).scaler.get_scale() == scale
+
+
+def test_unknown_and_impossible_formats_are_refused():
+    with pytest.raises(ConfigError, match=r"precision 'fp61' is not known. Did you mean 'fp16'\?"):
+        Precision("fp61", CPU)
+    with pytest.raises(ConfigError, match="'tf32' exists on CUDA devices only"):
+        Precision("tf32", CPU)
+    assert set(PRECISIONS) == {"fp32", "tf32", "bf16", "fp16"}
+
+
+def test_settings_of_the_backend_stay_on_a_cpu():
+    Precision("fp32", CPU).configure_backend()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_an_lstm_is_trained_in_every_format(name):
+    """oneDNN cannot train one in fp16: "could not create a primitive descriptor"."""
+    model, precision = lstm(num_classes=2, in_features=3, hidden_size=4, num_layers=2), Precision(name, CPU)
+    precision.prepare(model)
+    with precision.forward():
+        loss = model(torch.randn(5, 6, 3)).float().square().sum()
+    loss.backward()
+    assert torch.backends.mkldnn.enabled
+    assert all(bool((parameter.grad != 0).any()) for parameter in model.parameters())
+
+
+def test_a_failing_lstm_leaves_onednn_as_it_was():
+    model = nn.Sequential(nn.LSTM(3, 4))
+    Precision("fp16", CPU).prepare(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(5, 2, 7))
+    assert torch.backends.mkldnn.enabled

@@ -1,0 +1,160 @@
+"""Where a run stands, whatever its loops do; no process and no model needed."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.run.epoch_loop import EpochLoop
+
+STEPS = 3
+
+
+def read(epoch, first):
+    for position in range(first, STEPS):
+        yield SimpleNamespace(plan=SimpleNamespace(epoch=epoch, position=position))
+
+
+def steps(course, after=lambda: None):
+    for batch in course.steps(read, after):
+        yield batch.plan.epoch, batch.plan.position
+
+
+def place(course):
+    position = course.position
+    return position.epoch, position.done, position.step, position.inside
+
+
+def test_every_step_of_every_epoch_is_walked():
+    course = EpochLoop()
+    seen = [step for _ in course.epochs(2) for step in steps(course)]
+    assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
+    assert place(course) == (2, 0, 6, False)
+
+
+def test_without_epochs_every_loop_is_the_next_epoch():
+    course = EpochLoop()
+    seen = [step for _ in range(2) for step in steps(course)]
+    assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
+
+
+def test_a_step_counts_as_done_once_its_backward_has_run():
+    course = EpochLoop()
+    for _ in steps(course):
+        course.count_step()
+        assert course.position.step == 0
+        course.end_backward()
+        course.count_step()
+        course.count_step()
+        assert place(course) == (0, 1, 1, True)
+        break
+
+
+def test_a_step_that_was_skipped_is_done_all_the_same():
+    course = EpochLoop()
+    list(steps(course))
+    assert place(course) == (1, 0, STEPS, False)
+
+
+def test_after_a_break_the_next_epoch_follows_and_a_checkpoint_says_so():
+    course, seen = EpochLoop(), []
+    for _ in course.epochs(2):
+        walk = steps(course)
+        seen.append(next(walk))
+        course.end_backward()
+        walk.close()
+        assert course.position.done == 1
+        assert not course.position.inside
+    assert seen == [(0, 0), (1, 0)]
+
+
+def test_leaving_both_loops_is_a_place_within_the_epoch():
+    course = EpochLoop()
+    for _ in course.epochs(2):
+        for _ in steps(course):
+            course.end_backward()
+            break
+        break
+    assert place(course) == (0, 1, 1, True)
+    assert list(steps(course)) == [(0, 1), (0, 2)]
+
+
+def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
+    course = EpochLoop()
+    for _ in steps(course):
+        course.end_backward()
+        break
+    assert list(steps(course)) == [(0, 1), (0, 2)]
+    assert course.position.epoch == 1
+
+
+def test_backward_passes_over_one_batch_are_numbered():
+    course, numbers = EpochLoop(), []
+    for _ in steps(course):
+        numbers.append(course.iteration_id)
+        course.end_backward()
+        numbers.append(course.iteration_id)
+    assert numbers == [0, 1] * STEPS
+
+
+def test_a_second_loop_in_one_epoch_is_refused_rather_than_empty():
+    course = EpochLoop()
+    with pytest.raises(ConfigError, match=r"again in epoch 0.*ConcatDataset"):
+        for _ in course.epochs(1):
+            list(steps(course))
+            list(steps(course))
+
+
+def test_two_loops_at_once_are_refused():
+    course = EpochLoop()
+    with pytest.raises(ConfigError, match="at once"):
+        list(zip(steps(course), steps(course)))
+
+
+def taken_up(course):
+    """As a run that was resumed where this one went back to; see ``resuming.resume``."""
+    course.go_back()
+    other = EpochLoop()
+    other.position.load_state_dict(course.position.as_dict())
+    return other
+
+
+def test_what_follows_the_last_step_of_an_epoch_can_be_done_again():
+    course = EpochLoop()
+    for epoch in course.epochs(2):
+        assert not course.can_go_back or epoch == 1
+        for _ in steps(course):
+            assert not course.can_go_back
+        if epoch == 1:
+            break
+    again = taken_up(course)
+    assert [(epoch, list(steps(again))) for epoch in again.epochs(2)] == [(1, [])]
+    assert place(again) == (2, 0, 2 * STEPS, False)
+
+
+def test_without_epochs_going_back_is_to_the_epoch_whose_steps_are_done():
+    course = EpochLoop()
+    list(steps(course))
+    assert place(course) == (1, 0, STEPS, False)
+    again = taken_up(course)
+    assert place(again) == (0, STEPS, STEPS, True)
+    assert list(steps(again)) == []
+    assert list(steps(again)) == [(1, position) for position in range(STEPS)]
+
+
+def test_what_follows_all_epochs_can_be_done_again_without_any_of_them():
+    course = EpochLoop()
+    for _ in course.epochs(2):
+        list(steps(course))
+    again = taken_up(course)
+    assert [list(steps(again)) for _ in again.epochs(2)] == []
+
+
+def test_from_an_epoch_that_was_left_early_there_is_no_way_back():
+    course = EpochLoop()
+    for _ in course.epochs(1):
+        walk = steps(course)
+        next(walk)
+        course.end_backward()
+        walk.close()
+        assert not course.can_go_back

@@ -1,0 +1,100 @@
+"""An evaluation that may be repeated is left by all ranks at once when one is asked to stop, and done again later."""
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.run.jobs import begin, correct, dataset, train_step
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.run import evaluation
+from lockstep.runtime.control import Stopped, StopReason
+
+SAMPLES, EPOCHS = 150, 2
+QUICK = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "replicated stages": {"strategy": "hybrid", "mesh": "data=2,pipeline=2"},
+}
+SLOW = {
+    "pipeline": {"strategy": "pipeline"},
+    "sharded stages": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
+    "parameter server": {"strategy": "parameter_server"},
+}
+ASYNCHRONOUS = {
+    "strategy": "parameter_server",
+    "parameter_server": {"mode": "asynchronous", "snapshot_every": 0},
+}
+
+
+class Asking(Dataset):
+    """Asks one rank to stop while it reads, and remembers what was read."""
+
+    def __init__(self):
+        self.samples, self.read, self.ask = dataset(SAMPLES, seed=2), [], lambda: None
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if len(self.read) == 7:
+            self.ask()
+        return self.samples[index]
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def train(directory, ask_rank=-1, **layout):
+    """What is evaluated in each epoch, and the fingerprint; with why and where it was left, if it was."""
+    run, _, optimizer = begin(
+        network(), torch.optim.Adam, lr=0.01, directory=directory, resume="auto", **layout
+    )
+    training, asking, log = dataset(), Asking(), []
+    try:
+        for epoch in run.epochs(EPOCHS):
+            for batch in run.batches(training):
+                train_step(run, batch, optimizer)
+            del asking.read[:]
+            if epoch == 1 and run.world.rank == ask_rank:
+                asking.ask = lambda: run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+            log.append((epoch, run.position.step, run.evaluate(asking, correct, repeatable=True)))
+        return log, run.fingerprint()
+    except Stopped as stopped:
+        return log, stopped.code, run.position.step, run.position.inside, len(asking.read)
+
+
+def cut_short(world, directory, layouts):
+    evaluation.AGREE_EVERY = 0.0  # after every micro-batch
+    return {name: train(directory / name, ask_rank=2, **layout) for name, layout in layouts.items()}
+
+
+def resumed(world, directory, layouts):
+    return {name: train(directory / name, **layout) for name, layout in layouts.items()}
+
+
+@pytest.mark.parametrize(
+    "layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+@pytest.mark.fault("P7")
+def test_all_ranks_leave_with_one_and_the_resumed_run_evaluates_again(tmp_path, layouts):
+    (whole,) = run_ranks(resumed, 1, tmp_path / "whole", {"ddp": {}})
+    log, fingerprint = whole["ddp"]
+    for rank, found in enumerate(run_ranks(cut_short, 4, tmp_path, layouts)):
+        for name, (*how, read) in found.items():
+            assert how == [log[:1], 75, log[1][1], True], (rank, name)
+            assert read == (0 if name == "parameter server" and rank == 3 else 9), (rank, name)
+    for found in run_ranks(resumed, 4, tmp_path, layouts):
+        assert found == dict.fromkeys(layouts, (log[1:], fingerprint))
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P7")
+def test_workers_and_servers_leave_together_where_they_need_not_keep_step(tmp_path):
+    for rank, found in enumerate(run_ranks(cut_short, 4, tmp_path, {"asynchronous": ASYNCHRONOUS})):
+        log, code, _, inside, read = found["asynchronous"]
+        assert (len(log), code, inside) == (1, 75, True)
+        assert read == (9 if rank else 0)

@@ -1,0 +1,98 @@
+"""However samples are read, a run ends in the same bits; and nobody waits for what could have been read before."""
+
+import pytest
+import torch
+from tests.data.test_loader_ahead import told  # noqa: F401  a fixture
+from tests.run.jobs import begin, correct, train_step
+from torch.utils.data import Dataset
+
+from lockstep.data import SkipBroken
+from lockstep.errors import ConfigError
+
+
+class Noisy(Dataset):
+    """Samples that are drawn anew in each epoch."""
+
+    def __len__(self):
+        return 53
+
+    def __getitem__(self, index):
+        return torch.randn(6) + index % 3, index % 3
+
+
+def train(epochs=3, workers=0, wrap=lambda dataset: dataset, after=lambda run: None, **options):
+    """Digests of every parameter after each epoch, its evaluation, and the state to go on from."""
+    run, model, optimizer = begin(strategy="single", **options)
+    data, other, seen = wrap(Noisy()), Noisy(), []
+    for _ in run.epochs(epochs):
+        for batch in run.batches(data, workers=workers):
+            train_step(run, batch, optimizer)
+        seen.append((run.evaluate(other, correct, workers=workers), run.fingerprint()))
+        after(run)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run.close()
+    return seen, state
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train()
+
+
+def assert_same(found, wanted):
+    assert found[0] == wanted[0]
+    assert found[1].keys() == wanted[1].keys()
+    for name, tensor in wanted[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (1, 1), (1, 4), (3, 2)])
+def test_workers_and_prefetch_change_no_bit_of_a_run(expected, workers, prefetch):
+    assert_same(train(workers=workers, prefetch=prefetch), expected)
+
+
+def test_a_set_that_skips_broken_samples_has_the_same_bits_with_workers(expected):
+    assert_same(train(workers=1, wrap=SkipBroken), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_run_that_was_resumed_with_other_workers_has_the_same_bits(expected, workers, tmp_path):
+    first, _ = train(epochs=1, workers=2, directory=tmp_path, after=lambda run: run.save(wait=True))
+    rest, state = train(workers=workers, directory=tmp_path, resume="auto")
+    assert_same((first + rest, state), expected)
+
+
+def test_what_is_evaluated_after_an_epoch_is_read_while_its_last_step_computes(told):  # noqa: F811
+    run, _, optimizer = begin(strategy="single")
+    training = Noisy()
+    for epoch in run.epochs(2):
+        for batch in run.batches(training, workers=1):
+            if epoch == 1 and batch.plan.position == 2:
+                told.wait_for(1)
+            train_step(run, batch, optimizer)
+        if epoch == 0:
+            run.evaluate(told, lambda output, data: data.double(), forward=lambda data: data, workers=1)
+            told.wait_for(len(told))
+    run.close()
+
+
+def test_the_next_epoch_is_read_while_the_last_step_computes(told):  # noqa: F811
+    run, model, optimizer = begin(strategy="single", global_batch=32)
+    for epoch in run.epochs(2):
+        for batch in run.batches(told, workers=1):
+            if epoch == 0 and batch.plan.position == 1:
+                told.wait_for(len(told) + 1)
+            run.backward(batch, lambda output, _: output.sum(1), forward=lambda data: model(rows(data)))
+            optimizer.zero_grad()
+    told.wait_for(len(told) - 1)
+    run.close()
+
+
+def rows(numbers):
+    return numbers[:, None].float().expand(-1, 6)
+
+
+def test_reading_no_step_ahead_is_refused_with_its_name():
+    for prefetch in (0, -1):
+        with pytest.raises(ConfigError, match=f"prefetch should be at least 1 and is {prefetch}"):
+            begin(prefetch=prefetch)

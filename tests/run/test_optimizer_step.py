@@ -1,0 +1,59 @@
+"""Steps that are refused: gradients that were not reduced, closures, two loss scales."""
+
+import pytest
+import torch
+from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
+from torch import nn
+
+import lockstep
+from lockstep.errors import ConfigError
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def test_a_step_without_run_backward_is_refused():
+    run, model, optimizer = begin()
+    for batch in run.batches(dataset()):
+        inputs, targets = batch.micro_batches[0].data
+        cross_entropy(model(inputs), targets).backward()
+        with pytest.raises(ConfigError, match="not summed over the ranks"):
+            optimizer.step()
+        break
+
+
+def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
+    run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, own)
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        with pytest.raises(ConfigError, match="Step the one it returned"):
+            own.step()
+        break
+
+
+def test_a_closure_is_refused():
+    _, _, optimizer = begin()
+    with pytest.raises(ConfigError, match="several times per step"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_a_parameter_that_was_frozen_cannot_be_trained_later():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    run, _, optimizer = begin(model)
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"'0\.weight' was frozen at run\.prepare"):
+            run.backward(batch, cross_entropy)
+        break
+
+
+def test_a_second_backward_before_the_step_is_refused_under_fp16_only():
+    run, _, optimizer = begin(precision="fp16")
+    batches = run.batches(dataset())
+    run.backward(next(batches), cross_entropy)
+    with pytest.raises(ConfigError, match="two loss scales"):
+        run.backward(next(batches), cross_entropy)
+    optimizer.zero_grad()

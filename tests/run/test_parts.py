@@ -1,0 +1,47 @@
+"""Parts that run.prepare refuses."""
+
+import pytest
+import torch
+from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+import lockstep
+from lockstep.errors import ConfigError
+
+
+def test_saving_with_a_scheduler_that_was_not_given_is_refused(tmp_path):
+    run, model = lockstep.init(global_batch=GLOBAL_BATCH, directory=tmp_path), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run.prepare(model, optimizer)
+    with pytest.raises(ConfigError, match=r"run.prepare\(model, optimizer, scheduler\)"):
+        run.save()
+
+
+def test_saving_with_a_scheduler_of_the_prepared_optimizer_is_refused(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match="scheduler"):
+        run.save()
+
+
+def test_an_optimizer_of_foreign_parameters_is_refused():
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match=r"4 parameters.*ModuleDict"):
+        run.prepare(
+            nn.Linear(2, 2), torch.optim.SGD(nn.Sequential(nn.Linear(1, 3), nn.Linear(3, 1)).parameters())
+        )
+
+
+def test_prepare_takes_a_plain_model_once():
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match="a SGD"):
+        run.prepare(torch.optim.SGD(network().parameters()))
+    with pytest.raises(ConfigError, match=r"model\.module"):
+        run.prepare(DataParallel(network()))
+    with pytest.raises(ConfigError, match="TensorDataset is none of them"):
+        run.prepare(network(), dataset())
+    run.prepare(network())
+    with pytest.raises(ConfigError, match="twice"):
+        run.prepare(network())

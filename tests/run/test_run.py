@@ -1,0 +1,92 @@
+"""What the handle refuses, and with which words."""
+
+import pytest
+import torch
+from tests.run.jobs import GLOBAL_BATCH, begin, dataset, train_step
+from torch import nn
+
+import lockstep
+from lockstep.errors import CheckpointMismatch, ConfigError, NonFiniteError
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def saved(tmp_path, **options):
+    run, _, optimizer = begin(directory=tmp_path, **options)
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    run.save()
+
+
+def test_saving_between_backward_and_step_is_refused_and_after_zero_grad_it_is_not(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        with pytest.raises(ConfigError, match=r"between run.backward and optimizer.step"):
+            run.save()
+        optimizer.zero_grad()
+        assert run.save(wait=True).is_dir()
+        break
+
+
+def test_saving_needs_a_run_folder():
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match="directory="):
+        run.save()
+
+
+def test_a_call_before_prepare_names_prepare():
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    with pytest.raises(ConfigError, match=r"run\.prepare"):
+        run.fingerprint()
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'micro_batches'"):
+        lockstep.init(global_batch=8, microbatches=4)
+
+
+def test_an_empty_evaluation_set_is_refused():
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match="empty data set"):
+        run.evaluate(torch.utils.data.TensorDataset(torch.zeros(0, 6)), cross_entropy)
+
+
+def test_a_batch_without_target_is_refused_with_what_to_do():
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match="forward="):
+        for batch in run.batches(torch.utils.data.TensorDataset(torch.zeros(40, 6))):
+            run.backward(batch, cross_entropy)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_is_named_and_nothing_is_written(where, tmp_path):
+    data = dataset()
+    if where == "loss":
+        data.tensors[0][7] = float("nan")
+
+    def loss(output, target):
+        value = cross_entropy(output, target)
+        return value if where == "loss" else value + (output - output.detach()).sum().sqrt()
+
+    run, model, optimizer = begin(directory=tmp_path)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(
+        NonFiniteError, match=rf"step \d+ is .*{'samples .*7' if where == 'loss' else 'gradient'}"
+    ):
+        for batch in run.batches(data, shuffle=False):
+            train_step(run, batch, optimizer, loss)
+            run.save()
+    assert not any(tmp_path.iterdir())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_going_on_within_an_epoch_of_another_data_set_is_refused(tmp_path):
+    saved(tmp_path)
+    run, *_ = begin(directory=tmp_path, resume="auto")
+    with pytest.raises(CheckpointMismatch, match="53 samples, and the data set has 90"):
+        next(iter(run.batches(dataset(90))))
+
+
+def test_resume_in_an_empty_folder_starts_anew(tmp_path):
+    run, *_ = begin(directory=tmp_path, resume="auto")
+    assert run.position.step == 0

@@ -1,0 +1,293 @@
+"""Loops as people write them end in the same bits on 1, 2 and 3 ranks."""
+
+import functools
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.run.jobs import GLOBAL_BATCH, begin, correct, dataset, network, train_step
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import lockstep
+from lockstep.core.fingerprint import fingerprint
+from lockstep.errors import ConfigError
+
+cross_entropy = nn.functional.cross_entropy
+
+
+def plain(run, model, optimizer, data=None, loss=cross_entropy, **options):
+    for _ in range(4):
+        for batch in run.batches(dataset() if data is None else data):
+            run.backward(batch, loss, **options)
+            optimizer.step()
+            optimizer.zero_grad()
+    return run.fingerprint()
+
+
+class Dicts(Dataset):
+    """Samples as dicts, with noise that is drawn."""
+
+    def __len__(self):
+        return 53
+
+    def __getitem__(self, index):
+        x, y = dataset()[index]
+        return {"x": x + 0.1 * torch.randn(6), "y": y}
+
+
+class TakesDicts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x, y=None):
+        return self.net(x)
+
+
+class Tied(nn.Module):
+    """One weight used twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x).relu()).relu())
+
+
+class Checkpointed(nn.Module):
+    """Recomputes a part with dropout and BatchNorm in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        hidden = checkpoint(self.net[:4], x, use_reentrant=False)
+        return self.net[4](hidden)
+
+
+def dict_batches():
+    return plain(*begin(TakesDicts()), Dicts(), lambda output, batch: cross_entropy(output, batch["y"]))
+
+
+def own_forward():
+    run, model, optimizer = begin()
+
+    def forward(data):
+        return model(data[0] + torch.randn_like(data[0]))  # drawn before the model is entered
+
+    return plain(
+        run, model, optimizer, loss=lambda output, data: cross_entropy(output, data[1]), forward=forward
+    )
+
+
+def adversaries():
+    """Two models, two optimizers, two backward passes over each batch, noise in both."""
+    torch.manual_seed(0)
+    models = nn.ModuleDict(
+        {"g": nn.Linear(2, 6), "d": nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))}
+    )
+    run = lockstep.init(global_batch=GLOBAL_BATCH)
+    by_d = torch.optim.AdamW(models["d"].parameters(), 0.01)
+    by_g = torch.optim.AdamW(models["g"].parameters(), 0.01)
+    models, by_d, by_g = run.prepare(models, by_d, by_g)
+
+    def real_and_fake(data):
+        fake = models["g"](torch.randn(len(data[0]), 2)).detach()
+        return models["d"](data[0]), models["d"](fake)
+
+    def fake_only(data):
+        return models["d"](models["g"](torch.randn(len(data[0]), 2)))
+
+    for batch in run.batches(dataset()):
+        run.backward(batch, lambda out, _: (out[1] - out[0]).sigmoid().mean(), forward=real_and_fake)
+        by_d.step()
+        by_d.zero_grad()
+        run.backward(batch, lambda out, _: (-out).sigmoid().mean(), forward=fake_only)
+        by_g.step()
+        by_g.zero_grad()
+        by_d.zero_grad()
+    return run.fingerprint()
+
+
+def accumulated():
+    """One update from the gradients of two batches."""
+    run, _, optimizer = begin()
+    for _ in range(4):
+        for number, batch in enumerate(run.batches(dataset())):
+            run.backward(batch, cross_entropy)
+            if number % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+    optimizer.zero_grad()
+    return run.fingerprint()
+
+
+def moving_average():
+    run, model = lockstep.init(global_batch=GLOBAL_BATCH), network()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model, optimizer, average = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), average)
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+        average.update_parameters(model)
+    return fingerprint(average.state_dict()), run.evaluate(dataset(seed=2), correct, model=average)
+
+
+def evaluated():
+    """Sets of 3 * W samples and one more or less; a metric that counts the samples; dropout off, mode put back."""
+    run, model, _ = begin()
+    model[1].eval()
+    values = []
+    for samples in (1, 2, 3, 5, 6, 7, 8, 9, 10, 23, 24, 25):
+        results = run.evaluate(
+            dataset(samples),
+            {
+                "seen": lambda output, _: (torch.tensor(float(len(output))), 1),
+                "right": correct,
+                "loss": cross_entropy,
+            },
+        )
+        batches = -(-samples // 3)
+        assert results["seen"] * batches == pytest.approx(samples)
+        values.append(results)
+    assert [module.training for module in model] == [True, False, True, True, True]
+    return values
+
+
+def random_in_evaluation():
+    """What a model draws while it is evaluated, and what the loop draws afterwards."""
+    run, model, _ = begin()
+    noisy = run.evaluate(dataset(), cross_entropy, forward=None, model=Noisy(model))
+    return noisy, torch.rand(1).item()
+
+
+class Noisy(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + torch.randn_like(x))
+
+
+def taken_over_loader():
+    run, model, optimizer = begin()
+    sampler = DistributedSampler(
+        dataset(), num_replicas=run.world.world_size, rank=run.world.rank, shuffle=True
+    )
+    return plain(run, model, optimizer, DataLoader(dataset(), batch_size=8, sampler=sampler))
+
+
+def left_early():
+    """Two steps of each epoch; evaluation in the middle of the steps."""
+    run, _, optimizer = begin()
+    seen = []
+    for _ in run.epochs(3):
+        for number, batch in enumerate(run.batches(dataset())):
+            train_step(run, batch, optimizer)
+            seen.append((run.evaluate(dataset(seed=2), correct), batch.plan.step))
+            if number == 1:
+                break
+    return run.fingerprint(), seen
+
+
+def other_ways():
+    return {
+        "dict batches": dict_batches(),
+        "own forward": own_forward(),
+        "adversaries": adversaries(),
+        "accumulated": accumulated(),
+        "moving average": moving_average(),
+        "evaluated": evaluated(),
+        "random in evaluation": random_in_evaluation(),
+        "loader taken over": taken_over_loader(),
+        "left early": left_early(),
+        "tied weights": plain(*begin(Tied())),
+        "activation checkpointing": plain(*begin(Checkpointed())),
+        "clipped, over collectives": clipped(),
+    }
+
+
+def clipped():
+    run, _, optimizer = begin(shared_memory=False)
+    norms = []
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        norms.append(float(run.clip_gradients(0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.fingerprint(), norms
+
+
+def body(world):
+    return other_ways()
+
+
+WAYS = (
+    "dict batches",
+    "own forward",
+    "adversaries",
+    "accumulated",
+    "moving average",
+    "evaluated",
+    "random in evaluation",
+    "loader taken over",
+    "left early",
+    "tied weights",
+    "activation checkpointing",
+    "clipped, over collectives",
+)
+
+
+@functools.cache
+def results(world_size):
+    return run_ranks(body, world_size)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_result_is_the_same_on_1_2_and_3_ranks(way):
+    (alone,) = results(1)
+    for world_size in (2, 3):
+        assert [rank[way] for rank in results(world_size)] == [alone[way]] * world_size
+
+
+def test_activation_checkpointing_changes_nothing():
+    run, model, optimizer = begin(Checkpointed())
+    without = plain(*begin(Plain()))
+    assert plain(run, model, optimizer) == without
+
+
+class Plain(Checkpointed):
+    def forward(self, x):
+        return self.net(x)
+
+
+def compiled(world):
+    return plain(*begin(compile=True))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_on_one_and_two_ranks():
+    (alone,) = run_ranks(compiled, 1, timeout=170)
+    assert run_ranks(compiled, 2, timeout=170) == [alone] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script_method:DeprecationWarning"
+)  # torch's own, on its import
+def test_more_shapes_than_torch_keeps_graphs_for_are_refused():
+    _, model, _ = begin(nn.Linear(6, 3), compile=True)
+    model(torch.zeros(1, 6))
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(ConfigError, match="more came than torch keeps"),
+    ):
+        for rows in range(2, 5):
+            model(torch.zeros(rows, 6))

@@ -1,0 +1,69 @@
+"""Checkpoints that a run refuses to restore."""
+
+import json
+
+import pytest
+import torch
+from tests.run.jobs import begin, dataset, network, train_step
+from torch import nn
+
+from lockstep.checkpoint import latest
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest
+from lockstep.errors import CheckpointError, CheckpointMismatch
+
+
+def saved(tmp_path, **options):
+    run, _, optimizer = begin(directory=tmp_path, **options)
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    run.save()
+
+
+@pytest.mark.fault("M10")
+def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"seed: 0 there, 1 here"):
+        begin(directory=tmp_path, resume="auto", seed=1)
+    run, *_ = begin(directory=tmp_path, resume="auto", seed=1, force_context=True)
+    assert run.position.step == 1
+
+
+@pytest.mark.fault("K6")
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"4\.weight"):
+        begin(nn.Sequential(*network()[:4]), directory=tmp_path, resume="auto")
+
+
+def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(CheckpointMismatch, match="optimizers"):
+        begin(directory=tmp_path, resume="auto", make_optimizer=torch.optim.AdamW)
+    with pytest.raises(CheckpointMismatch, match="0 schedulers"):
+        begin(
+            directory=tmp_path,
+            resume="auto",
+            make_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record["progress"].pop("extra"),
+        lambda record: record["progress"]["position"].update(step=-1),
+        lambda record: record["progress"]["position"].update(step="1"),
+        lambda record: record["progress"]["position"].update(course=1),
+        lambda record: record.update(optimizers={"main": []}),
+        lambda record: record["optimizers"]["0"].pop("state"),
+    ],
+)
+@pytest.mark.fault("K3")
+def test_a_record_that_is_none_of_a_run_is_refused_however_well_it_is_sealed(tmp_path, change):
+    saved(tmp_path)
+    path = latest(tmp_path)
+    record = json.loads((path / RECORD).read_bytes())
+    change(record)
+    (path / RECORD).write_text(json.dumps(record))
+    (path / MANIFEST).write_bytes(Manifest.of(path, 1).to_bytes())
+    with pytest.raises(CheckpointError, match="Use another"):
+        begin(directory=tmp_path, resume="auto")

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.run.step import exact, sum_and_weight
+
+
+def whole_and_parts(loss, output, target):
+    """The loss over everything at once, and put together from micro-batches of 3."""
+    function = exact(loss)
+    total = weight = torch.zeros(())
+    for first in range(0, len(output), 3):
+        part = function(output[first : first + 3], target[first : first + 3])
+        part_sum, part_weight = sum_and_weight(part, len(output[first : first + 3]))
+        total, weight = total + part_sum, weight + part_weight
+    return loss(output, target), total / weight
+
+
+def random_batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(10, 4, generator=generator), torch.randint(0, 4, (10,), generator=generator)
+
+
+def test_class_weights_give_the_mean_of_the_whole_batch():
+    whole, parts = whole_and_parts(
+        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0, 2.0])), *random_batch()
+    )
+    torch.testing.assert_close(whole, parts)
+
+
+def test_ignored_targets_do_not_count():
+    output, target = random_batch()
+    target[[0, 4, 5]] = -100
+    whole, parts = whole_and_parts(nn.CrossEntropyLoss(label_smoothing=0.1), output, target)
+    torch.testing.assert_close(whole, parts)
+
+
+def test_a_micro_batch_whose_targets_are_all_ignored_adds_nothing():
+    output, target = random_batch()
+    output.requires_grad_()
+    target[3:6] = -100
+    whole, parts = whole_and_parts(nn.CrossEntropyLoss(), output, target)
+    torch.testing.assert_close(whole, parts)
+    parts.backward()
+    assert output.grad is not None and output.grad.isfinite().all()
+
+
+def test_class_probabilities_are_averaged_over_samples():
+    output, _ = random_batch()
+    whole, parts = whole_and_parts(nn.CrossEntropyLoss(), output, output.softmax(1))
+    torch.testing.assert_close(whole, parts)
+
+
+def test_a_mean_over_a_ragged_tail_counts_its_samples():
+    output, target = random_batch()
+    whole, parts = whole_and_parts(nn.functional.cross_entropy, output, target)
+    torch.testing.assert_close(whole, parts)
+
+
+def test_one_value_per_token_counts_tokens():
+    total, weight = sum_and_weight(torch.ones(2, 5), 2)
+    assert (float(total), float(weight)) == (10.0, 10.0)
+
+
+def test_a_loss_that_sums_is_refused():
+    with pytest.raises(ConfigError, match="reduction='mean'"):
+        exact(nn.MSELoss(reduction="sum"))

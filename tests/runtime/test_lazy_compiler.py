@@ -1,0 +1,57 @@
+"""The compiler is imported by none that does not compile, and works for those that do. One process each."""
+
+import subprocess
+import sys
+
+TRAIN = """
+import sys, torch
+from lockstep.runtime.lazy_compiler import postpone_compiler
+step = torch.optim.SGD.step  # the first optimizer wraps it once more
+original = step.__code__
+assert postpone_compiler()
+model = torch.nn.Linear(3, 3)
+for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop):
+    optimizer = kind(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    before = model.weight.detach().clone()
+    model(torch.ones(2, 3)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step(); schedule.step(); optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not torch.equal(before, model.weight), "the step was taken"
+    assert torch.is_grad_enabled()
+"""
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_training_does_not_import_the_compiler():
+    done = run(TRAIN + "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+def test_an_import_of_the_compiler_restores_torch_first():
+    done = run(
+        TRAIN
+        + "import torch._dynamo\n"
+        + "print(step.__code__ is original, hasattr(torch.optim.Optimizer.zero_grad.__wrapped__, "
+        + "'__dynamo_disable'), any('Restore' in type(finder).__name__ for finder in sys.meta_path))\n"
+        + "optimizer.step(); optimizer.zero_grad(); print(postpone_compiler())\n"
+    )
+    assert (done.stdout, done.stderr) == ("True False False\nFalse\n", "")
+
+
+def test_a_step_that_fails_puts_the_grad_mode_back():
+    done = run(
+        TRAIN
+        + "class Bad(torch.optim.SGD):\n"
+        + "    pass\n"
+        + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        + "def closure():\n    raise ValueError('closure')\n"
+        + "try:\n    optimizer.step(closure)\nexcept ValueError as error:\n    print(error, torch.is_grad_enabled())\n"
+    )
+    assert done.stdout == "closure True\n"

@@ -1,0 +1,85 @@
+"""The installed torch still says and names what Lockstep recognises of it."""
+
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.runtime.torch_internals import (
+    FRAMES,
+    LOADER_TIMED_OUT,
+    LOST_PEER,
+    MANY_WORKERS,
+    NO_VALUES_HERE,
+    FrameKind,
+    kind_of_frame,
+)
+
+TORCH = Path(torch.__file__).parent
+
+
+class Stuck(Dataset):
+    """A set whose device does not answer until it is told to."""
+
+    def __init__(self):
+        self.answers = multiprocessing.get_context("fork").Event()
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        self.answers.wait()
+        return index
+
+
+def test_a_loader_that_times_out_says_so():
+    stuck = Stuck()
+    iterator = iter(DataLoader(stuck, num_workers=1, timeout=0.1, multiprocessing_context="fork"))
+    with pytest.raises(RuntimeError) as caught:
+        next(iterator)
+    stuck.answers.set()
+    iterator._shutdown_workers()
+    assert LOADER_TIMED_OUT.is_in(str(caught.value))
+
+
+def test_a_loader_with_too_many_workers_says_so():
+    with pytest.warns(UserWarning) as caught:
+        DataLoader(Stuck(), num_workers=100_000)
+    assert MANY_WORKERS.is_in(str(caught[0].message))
+
+
+def test_an_operator_on_a_tensor_without_values_says_so():
+    layer = nn.Linear(2, 2, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+        layer(torch.zeros(1, 2)).sum().item()
+    assert NO_VALUES_HERE.is_in(str(caught.value))
+
+
+def test_other_messages_are_not_taken_for_these():
+    for message in (LOADER_TIMED_OUT, NO_VALUES_HERE, LOST_PEER):
+        assert not message.is_in("expected scalar type Float but found Half")
+
+
+@pytest.mark.parametrize("text", LOST_PEER.texts)
+def test_a_lost_peer_is_recognised_within_a_longer_message(text):
+    assert LOST_PEER.is_in(f"[../gloo/transport/tcp/pair.cc:534] {text} [127.0.0.1]:4242")
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: frame.file)
+def test_the_files_and_functions_of_frames_exist(frame):
+    path = TORCH.parent / frame.file
+    assert path.is_dir() if frame.file.endswith("/") else path.is_file()
+    for function in frame.functions:
+        assert re.search(rf"^\s*def {function}\(", path.read_text(), re.MULTILINE), function
+
+
+def test_a_frame_is_known_by_its_file_and_its_function():
+    file = str(TORCH / "utils/data/dataloader.py")
+    assert kind_of_frame(file, "_next_data") is FrameKind.WAITS_FOR_WORKER
+    assert kind_of_frame(file, "__init__") is None
+    assert kind_of_frame("/home/u/train.py", "_next_data") is None
+    assert kind_of_frame(str(TORCH / "nn/parallel/distributed.py"), "forward") is FrameKind.AUTOGRAD

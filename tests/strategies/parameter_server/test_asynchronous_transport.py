@@ -1,0 +1,227 @@
+"""Messages over real sockets: what is malformed, too large or from a stranger is refused, and holds up nobody."""
+
+import contextlib
+import logging
+import select
+import socket
+import struct
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.distributed.authentication import Refused
+from lockstep.errors import RankError
+from lockstep.strategies.parameter_server.asynchronous_transport import (
+    ServerMessage,
+    ServerTransport,
+    connect,
+    prove_to_client,
+    prove_to_server,
+    receive,
+    send,
+)
+
+TOKEN, LARGEST = b"t" * 32, 1 << 16
+HEADER = struct.Struct("<4sIQ")
+
+
+@pytest.fixture
+def pair():
+    left, right = socket.socketpair()
+    for each in (left, right):
+        each.settimeout(5)
+    with left, right:
+        yield left, right
+
+
+@pytest.fixture
+def transport():
+    one = ServerTransport(TOKEN, 0, LARGEST, timeout=5)
+    yield one
+    one.close()
+
+
+def test_a_message_arrives_as_it_was_sent(pair):
+    body = bytes(range(256)) * 64
+    for message in (ServerMessage("push", {"weight": 0.1, "names": ["a"]}, body), ServerMessage("pull")):
+        send(pair[0], message)
+        assert receive(pair[1], LARGEST) == message
+
+
+def frame(text, body=b"", magic=b"LSPS", text_size=None, body_size=None):
+    sizes = len(text) if text_size is None else text_size, len(body) if body_size is None else body_size
+    return HEADER.pack(magic, *sizes) + text + body
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        (frame(b"{}", magic=b"HTTP"), "begins with"),
+        (b"GET / HTTP/1.1\r\n\r\n" * 2, "begins with"),
+        (frame(b"not json"), "not a JSON object"),
+        (frame(b"[]"), "not a JSON object"),
+        (frame(b"{}"), "not a JSON object with a kind"),
+        (frame(b'{"kind": 3}'), "not a string"),
+        (frame(b"[" * 100_000), "not a JSON object"),
+        (frame(b"\xff\xfe"), "not a JSON object"),
+        (frame(b"{}", body_size=LARGEST + 1), "exceeds the limit"),
+        (frame(b"{}", text_size=(1 << 32) - 1), "exceeds the limit"),
+        (frame(b"{}", body_size=(1 << 64) - 1), "exceeds the limit"),
+        (frame(b"\x80\x04\x95pickle"), "not a JSON object"),
+    ],
+)
+def test_what_is_no_message_is_refused(pair, sent, why):
+    writer = threading.Thread(target=pair[0].sendall, args=(sent,))
+    writer.start()
+    with pytest.raises(Refused, match=why):
+        receive(pair[1], LARGEST)
+    pair[1].close()
+    writer.join()
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"", b"LSPS", HEADER.pack(b"LSPS", 20, 30)]))
+@settings(max_examples=100, deadline=None)
+def test_arbitrary_bytes_are_a_message_or_are_refused(sent, begin):
+    left, right = socket.socketpair()
+    with left, right:
+        right.settimeout(5)
+        left.sendall(begin + sent)
+        left.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(Refused, ConnectionError):
+            assert isinstance(receive(right, LARGEST), ServerMessage)
+
+
+def test_an_end_in_the_middle_of_a_message_is_a_lost_connection(pair):
+    pair[0].sendall(frame(b'{"kind": "push"}', b"x" * 100)[:-1])
+    pair[0].shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionError, match="Connection closed by peer"):
+        receive(pair[1], LARGEST)
+
+
+def test_a_message_that_was_begun_and_does_not_come_is_given_up(pair):
+    pair[1].settimeout(0.05)
+    pair[0].sendall(frame(b'{"kind": "push"}')[:5])
+    with pytest.raises(TimeoutError):
+        receive(pair[1], LARGEST)
+
+
+@pytest.mark.parametrize("wrong", ["client", "server"])
+def test_both_sides_must_know_the_token(pair, wrong):
+    tokens = {"client": TOKEN, "server": TOKEN, wrong: b"f" * 32}
+    found = []
+
+    def listen():
+        try:
+            prove_to_client(pair[0], tokens["server"])
+        except (Refused, ConnectionError) as error:
+            found.append(error)
+        pair[0].shutdown(socket.SHUT_RDWR)
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    with pytest.raises((Refused, ConnectionError)):
+        prove_to_server(pair[1], tokens["client"])
+    listener.join()
+    assert isinstance(found[0], Refused)
+    assert "without the run's token" in str(found[0])
+
+
+def test_an_inbox_takes_messages_and_says_who_has_gone(transport):
+    with connect(transport.port, TOKEN, 3, timeout=5) as worker:
+        send(worker, ServerMessage("push", {"number": 1}))
+        assert transport.get(5) == (3, ServerMessage("push", {"number": 1}))
+        assert transport.send(3, ServerMessage("values", {}, b"abc"))
+        assert receive(worker, LARGEST) == ServerMessage("values", {}, b"abc")
+    assert transport.get(5) == (3, None)
+
+
+def test_an_inbox_listens_on_loopback_only(transport):
+    assert transport._listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_stranger_is_refused_and_one_that_says_nothing_holds_up_nobody(transport, caplog):
+    with socket.create_connection(("127.0.0.1", transport.port)):
+        with pytest.raises(RankError, match="cannot connect to the parameter server"):
+            connect(transport.port, b"f" * 32, 1, timeout=5)
+        with connect(transport.port, TOKEN, 2, timeout=5) as worker:
+            send(worker, ServerMessage("pull"))
+            assert transport.get(5) == (2, ServerMessage("pull")), (
+                "the stranger's messages are not among these"
+            )
+
+
+def test_a_second_process_of_one_rank_is_refused(transport, caplog):
+    with connect(transport.port, TOKEN, 2, timeout=5) as first:
+        send(first, ServerMessage("pull"))
+        assert transport.get(5) == (2, ServerMessage("pull"))
+        with connect(transport.port, TOKEN, 2, timeout=5) as second, pytest.raises(ConnectionError):
+            receive(second, LARGEST)
+        assert "rank 2 is already connected" in caplog.text
+        send(first, ServerMessage("pull"))
+        assert transport.get(5) == (2, ServerMessage("pull")), "the first is still heard"
+
+
+class Crossing:
+    """Where two greetings meet: the one that checks first goes on when the other is as far as it can come."""
+
+    def __init__(self, lock):
+        self._lock, self._came, self._changed = lock, set(), threading.Condition()
+
+    def __enter__(self):
+        self.arrive()
+        self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+    def arrive(self):
+        with self._changed:
+            self._came.add(threading.get_ident())
+            self._changed.notify_all()
+
+    def wait_for_both(self):
+        self.arrive()
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._came) == 2, timeout=30)
+
+
+class CheckedTogether(dict):
+    """Connections; between the check for a rank and what follows from it, another greeting has its chance."""
+
+    def __init__(self, crossing):
+        self._crossing = crossing
+
+    def __contains__(self, rank):
+        found = super().__contains__(rank)
+        self._crossing.wait_for_both()
+        return found
+
+
+def test_of_two_greetings_of_one_rank_at_the_same_time_one_is_refused(transport, caplog):
+    transport._claiming = crossing = Crossing(transport._claiming)
+    transport._connections = CheckedTogether(crossing)
+    with (
+        connect(transport.port, TOKEN, 2, timeout=5) as left,
+        connect(transport.port, TOKEN, 2, timeout=5) as right,
+    ):
+        closed, _, _ = select.select([left, right], [], [], 20)
+        assert len(closed) == 1
+        assert closed[0].recv(1) == b""
+        accepted = left if closed[0] is right else right
+        send(accepted, ServerMessage("pull"))
+        assert transport.get(5) == (2, ServerMessage("pull"))
+        assert transport.send(2, ServerMessage("values"))
+        assert receive(accepted, LARGEST) == ServerMessage("values")
+    assert "rank 2 is already connected" in caplog.text
+
+
+def test_who_sends_what_is_no_message_is_cut_off(transport, caplog):
+    with connect(transport.port, TOKEN, 4, timeout=5) as worker, caplog.at_level(logging.WARNING):
+        worker.sendall(frame(b"{}", body_size=1 << 40))
+        assert transport.get(5) == (4, None)
+    assert (
+        "Disconnected rank 4 from the parameter server: a message of 2 + 1099511627776 bytes" in caplog.text
+    )
+    assert not transport.send(4, ServerMessage("values"))

@@ -1,0 +1,81 @@
+"""Whatever lies between stages, on either side of it the bits are those of one device."""
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.pipeline.pipeline_jobs import JOBS
+
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
+
+pytestmark = pytest.mark.timeout(300)
+LAYOUTS = {
+    "1f1b": (3, {"strategy": "pipeline"}),
+    "gpipe": (3, {"strategy": "pipeline", "pipeline": {"schedule": "gpipe"}}),
+    "interleaved": (3, {"strategy": "pipeline", "pipeline": {"schedule": "interleaved"}}),
+    "hybrid": (4, {"strategy": "hybrid", "mesh": "data=2,pipeline=2", "shared_memory": False}),
+}
+CASES = [
+    *[("1f1b", job) for job in JOBS],
+    *[("gpipe", job) for job in ("recomputed", "in_place", "few_rows")],
+    *[("interleaved", job) for job in ("images", "few_rows")],
+    *[("hybrid", job) for job in ("recomputed", "images", "few_rows")],
+]
+
+
+@pytest.mark.parametrize("layout, job", CASES)
+def test_the_bits_are_those_of_one_device(layout, job):
+    expected, found = trained("single")[job], trained(layout)[job]
+    assert list(found) == list(expected)
+    different = [name for name in expected if found[name] != expected[name]]
+    assert not different, f"{len(different)} of {len(expected)} differ, first {different[:5]}"
+
+
+@cache
+def trained(layout):
+    """What a layout's rank 0 has after its jobs, by job."""
+    world_size, settings = LAYOUTS.get(layout, (1, {"strategy": "single"}))
+    jobs = [job for each, job in CASES if each == layout] or list(JOBS)
+    return run_ranks(train_all, world_size, jobs, settings, timeout=200)[0]
+
+
+def train_all(world, jobs, settings):
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    found = {}
+    for job in jobs:
+        try:
+            torch.manual_seed(1)
+            found[job] = train(world, JOBS[job](), settings)
+        except Exception as error:
+            error.add_note(f"in the job {job!r}")
+            raise
+    return found
+
+
+def train(world, job, settings):
+    """Digests of losses, gradient norms, evaluations, model and optimizer state by name."""
+    given = {"seed": 3, "threads": 1, **job.options, **settings}
+    if "split" in job.options.get("pipeline", {}) and given.get("strategy") == "pipeline":
+        given["pipeline"] = {**settings.get("pipeline", {}), **job.options["pipeline"]}
+    model = job.model
+    run = Run(RunOptions.of(**given), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
+    model, optimizer = run.prepare(model, optimizer)
+    found = {}
+    for epoch in run.epochs(2):
+        for number, batch in enumerate(run.batches(job.data)):
+            found[f"loss {epoch}.{number}"] = run.backward(batch, job.loss)
+            found[f"norm {epoch}.{number}"] = run.clip_gradients(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"evaluation {epoch}"] = torch.tensor(run.evaluate(job.data, job.loss), dtype=torch.float64)
+    state = run.require_prepared().state.capture(run.fingerprint(), keep=True)
+    found |= state.model | state.optimizer
+    digests = digest_tensors(found)
+    run.close()
+    return dict(sorted(digests.items()))

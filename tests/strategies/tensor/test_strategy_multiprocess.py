@@ -1,0 +1,249 @@
+"""Strategy tensor on real ranks: who holds what, equal bits, checkpoints, and what is refused."""
+
+import logging
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.strategies.tensor.tensor_jobs import JOBS
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.core.fingerprint import digest_tensor
+from lockstep.errors import ConfigError, ReplicaError
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
+
+pytestmark = pytest.mark.timeout(180)
+TENSOR = {"strategy": "tensor", "seed": 3, "threads": 1, "global_batch": 16, "micro_batches": 8}
+
+
+class TwoLayers(nn.Module):
+    """A perceptron that is no chain, so that only a plan says how it is split."""
+
+    def __init__(self, width=12, between=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, 4)
+        self.between = between or nn.Identity()
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x).relu()))
+
+
+def rows(count=64):
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(count, 6, generator=generator), torch.arange(count) % 4)
+
+
+def start(world, model, optimizer=torch.optim.AdamW, **options):
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run = Run(RunOptions.of(**{**TENSOR, **options}), world)
+    _, optimizer = run.prepare(model, optimizer(model.parameters(), lr=0.01))
+    return run, optimizer
+
+
+def steps(run, optimizer, data, epochs=1):
+    for _ in run.epochs(epochs):
+        for batch in run.batches(data):
+            run.backward(batch, nn.CrossEntropyLoss())
+            yield
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def holdings(world):
+    """Of each rank: sizes of parameters and optimizer state, digests of replicated gradients and of the output."""
+    postpone_compiler()
+    job = JOBS["channels"](torch.float32)
+    run, optimizer = start(world, job.model)
+    replicated = []
+    for _ in steps(run, optimizer, job.data):
+        cuts = run.strategy._shards
+        replicated.append(
+            {n: digest_tensor(p.grad) for n, p in run.strategy.trainable().items() if n not in cuts}
+        )
+    sizes = {name: tuple(p.shape) for name, p in run.strategy.trainable().items()}
+    momentum = sum(state["exp_avg"].numel() for state in optimizer.wrapped.state.values())
+    run.close()
+    return sizes, momentum, replicated
+
+
+def test_layers_and_their_optimizer_state_are_shared_out_and_the_rest_has_equal_bits():
+    held = run_ranks(holdings, 3, timeout=120)
+    whole = JOBS["channels"](torch.float32).model
+    names = [name for name, p in whole.named_parameters() if held[0][0][name] != tuple(p.shape)]
+    assert {"2.weight", "3.weight", "6.weight", "12.weight", "12.bias", "15.weight"} == set(names) - {
+        "3.bias"
+    }
+    assert sum(p.numel() for p in whole.parameters()) > 2.5 * held[0][1]
+    for sizes, momentum, replicated in held[1:]:
+        assert (sizes, momentum) == held[0][:2]
+        assert replicated == held[0][2], "gradients of whole parameters drift apart"
+
+
+def write_and_read(world, directory, epochs, options):
+    """Trains up to ``epochs`` epochs from the newest checkpoint, and saves. Gives the whole state and momenta."""
+    postpone_compiler()
+    job = JOBS["heads"](torch.float64)
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run = Run(
+        RunOptions.of(**{**TENSOR, **job.options, **options}, directory=directory, resume="auto"), world
+    )
+    _, optimizer = run.prepare(job.model, job.optimizer)
+    for _ in run.epochs(epochs):
+        for batch in run.batches(job.data):
+            run.backward(batch, job.loss)
+            run.clip_gradients(0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+    run.save()
+    state = run.require_prepared().state.capture(run.fingerprint(), keep=world.is_main)
+    found = {name: tensor.clone() for name, tensor in {**state.model, **state.optimizer}.items()}
+    run.close()
+    return found if world.is_main else {}
+
+
+def test_a_checkpoint_goes_from_any_layout_to_any_other():
+    course = [
+        (2, {"strategy": "tensor"}),
+        (4, {"strategy": "tensor"}),
+        (1, {"strategy": "single"}),
+        (4, {"strategy": "hybrid", "mesh": "data=2,tensor=2"}),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for epochs, (world, options) in enumerate(course, 1):
+            found = run_ranks(write_and_read, world, folder, epochs, {**options, "force_context": True})[0]
+    with tempfile.TemporaryDirectory() as folder:
+        expected = run_ranks(write_and_read, 1, folder, len(course), {"strategy": "single"})[0]
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        difference = float((found[name].double() - tensor.double()).norm())
+        assert difference <= 1e-10 * max(1e-3, float(tensor.double().norm())), name
+
+
+def given_plan(world, options):
+    """Parameters after a few steps of a model that only a plan can split."""
+    postpone_compiler()
+    torch.manual_seed(1)
+    run, optimizer = start(
+        world, TwoLayers(between=nn.Dropout(0.2)).double(), partial(torch.optim.SGD, momentum=0.9), **options
+    )
+    data = TensorDataset(rows().tensors[0].double(), rows().tensors[1])
+    for _ in steps(run, optimizer, data, 3):
+        pass
+    found = {name: tensor.clone() for name, tensor in run.strategy.state()}
+    run.close()
+    return found
+
+
+def test_a_plan_by_name_patterns_splits_any_model():
+    plan = {"plan": ["*first=column", "between=features", "second=row"]}
+    expected = run_ranks(given_plan, 1, {"strategy": "single"})[0]
+    for found in run_ranks(given_plan, 3, {"tensor": plan}):
+        for name, tensor in expected.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def refusals(world):
+    """The sentence in which each mistake ends, by name."""
+    postpone_compiler()
+    torch.manual_seed(1)  # of other weights, those that dropout treats differently may all be zeroed by relu
+    said = {}
+    plan = ["first=column", "second=row"]
+    cases = {
+        "width": (TwoLayers(width=10), {"tensor": {"plan": plan}}),
+        "no plan": (TwoLayers(), {}),
+        "row alone": (TwoLayers(), {"tensor": {"plan": ["second=row"]}}),
+        "norm": (TwoLayers(between=nn.LayerNorm(12)), {"tensor": {"plan": plan}}),
+        "mixed": (TwoLayers(between=nn.Softmax(-1)), {"tensor": {"plan": plan}}),
+        "dropout": (TwoLayers(between=nn.Dropout(0.3)), {"tensor": {"plan": plan}}),
+        "ends split": (Split(), {"tensor": {"plan": ["a=column", "b=row", "end=column"]}}),
+        "mesh": (TwoLayers(), {"strategy": "hybrid", "mesh": "fsdp=1,tensor=3"}),
+    }
+    for name, (model, options) in cases.items():
+        try:
+            run, optimizer = start(world, model, **options)
+            for _ in steps(run, optimizer, rows()):
+                pass
+            said[name] = ""
+        except ConfigError as error:
+            said[name] = str(error)
+    try:
+        start(world, TwoLayers(), Whitening, tensor={"plan": plan})
+    except ConfigError as error:
+        said["optimizer"] = str(error)
+    return said
+
+
+class Split(nn.Module):
+    """Its last layer gives logits that a plan may split by mistake."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.end = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 12)
+
+    def forward(self, x):
+        return self.end(self.b(self.a(x)))
+
+
+class Whitening(torch.optim.SGD):
+    """An optimizer whose update of an element could depend on all others."""
+
+
+def test_mistakes_end_in_one_sentence_on_every_rank():
+    everyone = run_ranks(refusals, 3, timeout=120)
+    expected = {
+        "width": "cannot split the 10 heads, features or channels of 'first' over 3 ranks. Use 2 or 5 or 10 ranks",
+        "no plan": "found nothing to split in TwoLayers",
+        "row alone": "4 for each, and it was given 12",
+        "norm": "The model split by tensor.plan fails",
+        "mixed": "returns another output than the whole model",
+        "dropout": "returns another output than the whole model",
+        "ends split": "returns another output than the whole model",
+        "mesh": "cannot lay out the mesh",
+        "optimizer": "steps the optimizer on parts of parameters, and Whitening",
+    }
+    for rank, said in enumerate(everyone):
+        for name, sentence in expected.items():
+            assert sentence in said[name], f"rank {rank}, {name}: {said[name]!r}"
+
+
+def drift(world):
+    """What is said when a whole parameter is changed on one rank alone."""
+    postpone_compiler()
+    job = JOBS["features"](torch.float32)
+    run, optimizer = start(world, job.model)
+    if world.rank == 1:
+        with torch.no_grad():
+            run.strategy.trainable()["10.bias"][0] += 1e-3
+    try:
+        for _ in steps(run, optimizer, job.data):
+            pass
+    except ReplicaError as error:
+        return str(error)
+
+
+@pytest.mark.fault("C7")
+def test_ranks_that_drift_apart_are_found_in_the_same_step():
+    for said in run_ranks(drift, 2):
+        assert "differs between ranks that share the model's layers" in said
+
+
+def overflow(world):
+    """Steps skipped, and whether parameters moved, after an overflow in one rank's part of a gradient."""
+    postpone_compiler()
+    job = JOBS["features"](torch.float32)
+    run, optimizer = start(world, job.model, precision="fp16")
+    before = {name: p.detach().clone() for name, p in run.strategy.trainable().items()}
+    if world.rank == 1:
+        run.strategy.trainable()["1.weight"].register_hook(lambda gradient: gradient * torch.inf)
+    for _ in steps(run, optimizer, TensorDataset(*(tensor[:16] for tensor in job.data.tensors))):
+        pass
+    moved = [name for name, p in run.strategy.trainable().items() if not torch.equal(p, before[name])]
+    return run.skipped_steps, moved
+
+
+def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all():
+    assert run_ranks(overflow, 2) == [(1, []), (1, [])]

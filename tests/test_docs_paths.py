@@ -1,0 +1,78 @@
+"""The documentation names files, modules and functions that exist, and docs/architecture.md names every module."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "lockstep"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FLOWS = re.findall(
+    r"^(\w[\w/]*\.py) {2,}(\w.*?) {2,}\S", ARCHITECTURE.read_text().partition("## Four flows")[2], re.M
+)
+
+
+def dotted_name_exists(name):
+    """Whether ``lockstep.a.b.C`` leads to a module, and the word after it is found in that module."""
+    parts = name.split(".")[1:]
+    for count in range(len(parts), -1, -1):
+        place = PACKAGE.joinpath(*parts[:count])
+        for file in (place.with_suffix(".py"), place / "__init__.py"):
+            if file.is_file():
+                rest = parts[count:]
+                return not rest or re.search(rf"\b{rest[0]}\b", file.read_text()) is not None
+    return False
+
+
+def missing_names(page):
+    """The names in backticks that should be files or modules of the repository and are none."""
+    text = page.read_text()
+    for word in re.findall(r"(?<=[`\s(])lockstep(?:\.\w+)+(?=[`(),:\s])", text):
+        if not dotted_name_exists(word):
+            yield word
+    for path in re.findall(r"`((?:\w+/)+\w+\.py|(?:src|tests|docs|benchmarks|examples)/[\w./-]+)`", text):
+        removed = page.parent.name == "decisions" and path.startswith("tests/")  # decisions are history too
+        if not removed and not any((base / path).exists() for base in (ROOT, PACKAGE, page.parent)):
+            yield path
+    for path in re.findall(r"\]\((?!https?:)([^)#\s]+)", text):
+        if not (page.parent / path).exists():
+            yield path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    assert not sorted(set(missing_names(page)))
+
+
+def test_the_architecture_names_every_module():
+    listed = set(re.findall(r"`([\w/]+)`", ARCHITECTURE.read_text().partition("## Four flows")[0]))
+    modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    missing = [
+        str(module)
+        for module in modules
+        if len(module.parts) > 1
+        and module.name not in ("__init__", "__main__")
+        and not {str(module), str(module.relative_to(module.parts[0]))} & listed
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(("file", "functions"), FLOWS, ids=lambda value: value.replace(", ", "+"))
+def test_the_functions_of_the_flows_exist(file, functions):
+    if "." not in functions and " " in functions:
+        return  # a line of "The path of a step", which names files only
+    tree = ast.parse((PACKAGE / file).read_text())
+    for function in functions.split(", "):
+        body = tree.body
+        for name in function.split("."):
+            found = [
+                node
+                for top in body
+                for node in ([top] if "." in function else ast.walk(top))
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+            ]
+            assert found, f"{file} has no {function}"
+            body = found[0].body

@@ -1,0 +1,70 @@
+"""Plurals, shortened lists, bytes and durations in messages."""
+
+import pytest
+
+from lockstep.text import format_bytes, format_duration, numbered, plural, ranges, shorten
+
+
+@pytest.mark.parametrize(
+    "count, said",
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (87_190_688, "87.2 MB"),
+        (999_600, "1 MB"),
+        (4e9, "4 GB"),
+        (3e12, "3 TB"),
+        (4e15, "4,000 TB"),
+    ],
+)
+def test_bytes_have_three_digits_and_a_unit(count, said):
+    assert format_bytes(count) == said
+
+
+def test_one_thing_has_no_s():
+    assert [plural(count, "rank") for count in (0, 1, 2, 4096)] == [
+        "0 ranks",
+        "1 rank",
+        "2 ranks",
+        "4,096 ranks",
+    ]
+    assert [plural(count, "micro-batch") for count in (1, 2)] == ["1 micro-batch", "2 micro-batches"]
+
+
+def test_memory_is_counted_in_binary_units():
+    sizes = (500, 2048, 87_190_688, 1010 << 20, 3 << 40, 5000 << 40)
+    said = [format_bytes(size, binary=True) for size in sizes]
+    assert said == ["500 B", "2 KiB", "83.2 MiB", "0.986 GiB", "3 TiB", "5,000 TiB"]
+
+
+def test_numbers_that_follow_each_other_are_a_range():
+    assert ranges([5, 1, 0, 2, 3]) == "0-3, 5"
+    assert ranges([]) == ""
+    assert ranges(range(0, 40, 2), 3) == "0, 2, 4 and 17 more"
+    assert [numbered("rank", ranks) for ranks in ([3], [3, 4], range(4))] == [
+        "rank 3",
+        "ranks 3, 4",
+        "ranks 0-3",
+    ]
+
+
+def test_long_lists_are_cut_and_counted():
+    assert shorten("abc") == "a, b, c"
+    assert shorten("abcd", limit=2) == "a, b and 2 more"
+    assert shorten(range(3)) == "0, 1, 2"
+
+
+@pytest.mark.parametrize(
+    "seconds, said",
+    [
+        (-1.0, "0 s"),
+        (0.4, "0 s"),
+        (59.6, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3900, "1 h 05 min"),
+        (90_000, "25 h 00 min"),
+    ],
+)
+def test_durations_have_two_units(seconds, said):
+    assert format_duration(seconds) == said

@@ -1,0 +1,123 @@
+"""A script as a rank of ``lockstep verify --script`` runs it: watched, ended in time, and nothing left behind."""
+
+import sys
+
+import pytest
+
+from lockstep.run import Run
+from lockstep.verify.plain import Recording
+from lockstep.verify.plain.diagnosis import compare_plain
+from lockstep.verify.plain.recorder import requested
+from lockstep.verify.rank import watch_script
+from lockstep.verify.trace import Trace
+
+OWN_LOOP = """
+import torch
+import lockstep
+from lockstep.data import Digits
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = lockstep.init(global_batch=64, micro_batches=4, directory="runs", resume="auto")
+model, optimizer = run.prepare(model, optimizer)
+for _ in run.epochs(3):
+    for batch in run.batches(Digits("train")):
+        run.backward(batch, torch.nn.CrossEntropyLoss())
+        optimizer.step()
+        optimizer.zero_grad()
+        run.save()
+        print("its own output")
+"""
+PLAIN = """
+import sys
+import torch
+from lockstep.verify import Recorder
+
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recorder = Recorder("records", model, optimizer)
+for step in range(5):
+    x = torch.randn(4, 6)
+    losses = model(x)[:, 0] * float(sys.argv[1])
+    optimizer.zero_grad()
+    losses.mean().backward()
+    recorder.batch(samples=range(4 * step, 4 * step + 4), inputs=x, losses=losses)
+    optimizer.step()
+    recorder.step()
+sys.exit(0)
+"""
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def run(text, name, *arguments, steps):
+        (tmp_path / "script.py").write_text(text)
+        folder = tmp_path / name
+        folder.mkdir()
+        payload = {"script": "script.py", "arguments": arguments, "steps": steps, "label": name}
+        watch_script({**payload, "folder": str(folder)})
+        return folder
+
+    return run
+
+
+def test_a_run_is_observed_for_the_steps_that_are_wanted(watched, tmp_path, capsys):
+    before = dict(vars(Run))
+    trace = Trace.read(watched(OWN_LOOP, "one", steps=3) / "trace.json")
+    assert [step.step for step in trace.steps] == [0, 1, 2]
+    assert (trace.label, trace.strategy, trace.level) == ("one", "single", "A")
+    assert len(trace.steps[0].losses) == 4
+    assert (tmp_path / "one" / "final.safetensors").exists()
+    assert not (tmp_path / "runs").exists(), "the run has written into the folder of verify"
+    assert capsys.readouterr().out == ""
+    assert dict(vars(Run)) == before
+    assert requested.get() is None
+
+
+def test_a_script_that_ends_before_is_observed_so_far(watched):
+    short = OWN_LOOP.replace("print(", "break; print(").replace("run.epochs(3)", "run.epochs(2)")
+    assert not (watched(short, "broken", steps=9) / "trace.json").exists(), "no step was asked to end"
+    closing = OWN_LOOP.replace("run.epochs(3)", "run.epochs(1)") + "run.close()\n"
+    trace = Trace.read(watched(closing, "closed", steps=99) / "trace.json")
+    assert 3 < len(trace.steps) < 99
+
+
+def test_records_go_where_verify_wants_them(watched, tmp_path):
+    folder = watched(PLAIN, "plain", "1", steps=3)
+    assert Recording.read(folder / "records").length == 3
+    assert not (tmp_path / "records").exists()
+    assert Recording.read(watched(PLAIN, "short", "1", steps=9) / "records").length == 5
+
+
+def test_plain_runs_are_compared_like_layouts(watched):
+    reference, again, twice = (
+        Recording.read(watched(PLAIN, name, factor, steps=4) / "records")
+        for name, factor in (("reference", "1"), ("again", "1"), ("twice", "2"))
+    )
+    same = compare_plain(reference, again, "2 processes", again=again)
+    assert (same.reached, same.diagnosis, same.trace.label, len(same.trace.steps)) == (
+        "A",
+        None,
+        "2 processes",
+        4,
+    )
+    assert same.trace.milliseconds > 0
+    other = compare_plain(reference, twice, "2 processes", again=again)
+    assert (other.reached, other.diagnosis.step) == ("-", 0)
+    assert other.difference > 0.01
+
+
+def test_a_script_that_fails_fails(watched):
+    with pytest.raises(ValueError, match="no data"):
+        watched("raise ValueError('no data')", "failing", steps=1)
+    with pytest.raises(SystemExit):
+        watched("raise SystemExit(3)", "exiting", steps=1)
+    assert requested.get() is None
