@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import threading
 
 import pytest
 import safetensors.torch
@@ -130,6 +131,8 @@ def test_the_room_for_all_rows_is_asked_for_at_once(tmp_path, monkeypatch):
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize(("moment", "left"), [(1, []), (2, ["step-00000007"])], ids=["writing", "committed"])
 def test_a_rank_that_leaves_while_all_write_leaves_a_whole_checkpoint_or_none(tmp_path, moment, left):
+    all_written = threading.Barrier(RANKS)
+
     def body(rank, exchange):
         order = prepare_sharded(
             tmp_path, rows_of(whole(), rank), step=7, rank=rank, ranks=RANKS, exchange=exchange
@@ -139,6 +142,7 @@ def test_a_rank_that_leaves_while_all_write_leaves_a_whole_checkpoint_or_none(tm
         def cut(value):
             calls.append(value)
             if len(calls) == moment:
+                all_written.wait(60)
                 raise RuntimeError("Connection closed by peer\nand more")
             return exchange(value)
 

@@ -333,7 +333,7 @@ def test_quitting_the_debugger_ends_the_replay_without_a_traceback(replay, monke
     status, told = replay("ddp", "--step", 6, "--debug")
     assert status == 130
     assert len(told.splitlines()) == 1
-    assert "The step comes next." in told
+    assert "The step runs next." in told
 
 
 def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):

@@ -14,6 +14,7 @@ from lockstep.data import Digits
 from lockstep.models import digits_net
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.lazy_compiler import postpone_compiler
+from lockstep.strategies import IndependentStrategy
 
 POINT, STEPS_PER_EPOCH = 0.01, 12
 ASYNCHRONOUS = {
@@ -53,7 +54,7 @@ def accuracy(world, make, options, epochs, seed):
             optimizer.zero_grad()
             schedule.step()
     found = run.evaluate(Digits("validation"), right)
-    stale = run.strategy.metrics().get("staleness", 0.0)
+    stale = run.strategy.metrics()["staleness"] if isinstance(run.strategy, IndependentStrategy) else 0.0
     run.close()
     return found, stale
 
