@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ def modules():
     }
 
 
+@functools.cache
 def trees():
     """The parsed modules, as {dotted name: tree}."""
     return {name: ast.parse(path.read_text()) for name, path in modules().items()}

@@ -65,7 +65,12 @@ def main() -> None:
             HERE / "RESULTS.md",
             title="Two checkouts",
             claim=CLAIM,
-            sections=[f"## {count} alternations\n\n{table}", report.LEGEND],
+            sections=[
+                "\n".join(f"- {name}: commit {commit(tree)}" for name, tree in trees.items()),
+                f"## {count} alternations\n\n{table}",
+                report.LEGEND,
+            ],
+            command=f"python benchmarks/checkouts/run.py OTHER --alternations {count}",
         )
 
 
@@ -75,6 +80,12 @@ def row(title: str, measured: dict[str, list[float]]) -> list[str]:
     cells = [title, Spread(tuple(before)).text(), Spread(tuple(after)).text(), ratios(after, before).text()]
     print(" | ".join(cells), flush=True)
     return cells
+
+
+def commit(tree: Path) -> str:
+    """The commit of a checkout, in short."""
+    command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def python_of(tree: Path, *arguments: str) -> list[str]:
@@ -112,7 +123,7 @@ def loading(tree: Path) -> dict[str, float]:
     for line in done.stdout.splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         percent = re.match(r"(\d+\.\d+) ?%?", cells[-1])
-        if len(cells) > 2 and percent:
+        if len(cells) > 2 and percent and not cells[0].isdigit():  # those are batch sizes, of another table
             found[cells[0]] = float(percent[1])
     return found
 

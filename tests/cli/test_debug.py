@@ -36,7 +36,7 @@ def test_the_path_is_the_one_from_the_editors_folder(tmp_path, monkeypatch):
     ("words", "said"),
     [
         ([], "No script or job was given"),
-        (["--attach", "20260101"], "No run"),
+        (["--attach", "20260101"], "has no run on this host"),
         (["absent.py"], "is not a file"),
         (["--rank", "2", "train.py"], "has the ranks 0 to 1"),
         (["--port", "0", "train.py"], "must know the port"),

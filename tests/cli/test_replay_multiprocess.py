@@ -336,6 +336,7 @@ def test_quitting_the_debugger_ends_the_replay_without_a_traceback(replay, monke
     assert "The step runs next." in told
 
 
+@pytest.mark.slow
 def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
     """In pdb, driven by a script, which stops in data set, model and loss of a micro-batch that a pipeline computed."""
     stop = {

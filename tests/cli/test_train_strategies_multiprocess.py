@@ -7,10 +7,10 @@ SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "da
 LAYOUTS = [
     ("dp", "cpu:3"),
     ("layers", "cpu:2", "--set", "layers.balance=time"),
-    ("fsdp", "cpu:2"),
-    ("pipeline", "cpu:2"),
-    ("hybrid", "cpu:4", "--mesh", "data=2,layers=2"),
     ("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"),
+    pytest.param(("fsdp", "cpu:2"), marks=pytest.mark.slow),
+    pytest.param(("pipeline", "cpu:2"), marks=pytest.mark.slow),
+    pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,layers=2"), marks=pytest.mark.slow),
 ]
 
 

@@ -56,6 +56,7 @@ def verified(process, job, *arguments):
     return result, json.loads((job.parent / "found.json").read_text())[-1]
 
 
+@pytest.mark.slow
 def test_a_sound_job_has_equal_bits_in_every_layout(process, tmp_path):
     result = process(
         "verify", "digits", "--steps", "2", "--devices", "2", "--set", "data.workers=0", "--json", "all.json"
@@ -71,6 +72,15 @@ def test_a_sound_job_has_equal_bits_in_every_layout(process, tmp_path):
     assert not (tmp_path / "runs").exists(), "verify leaves nothing in the user's folders"
 
 
+def test_a_sound_job_has_equal_bits(process, job):
+    result, found = verified(process, job)
+    assert result.returncode == 0, result.stderr
+    assert (found["layout"], found["promised"], found["reached"]) == ("ddp on 2", "A", "A")
+    assert found["sent"] > 0 and found["memory"] and found["milliseconds"] > 0
+    assert not (job.parent / "runs").exists(), "verify leaves nothing in the user's folders"
+
+
+@pytest.mark.slow
 def test_a_ring_is_named_as_another_order_of_sums(process, job):
     result, found = verified(process, job, "--set", "training.reduce=ring", "--devices", "4")
     assert result.returncode == 0

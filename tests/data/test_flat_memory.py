@@ -62,6 +62,7 @@ def assert_flat(before, after):
         assert after[pid] <= first * (1 + MOST_GROWTH), (pid, first / MB, after[pid] / MB)
 
 
+@pytest.mark.slow
 def test_ten_epochs_in_memory_take_no_more_memory_than_two():
     assert_flat(*grown(TensorDataset(torch.randn(640, 512), torch.arange(640)), workers=0))
 

@@ -82,7 +82,7 @@ def whole(photos, tmp_path_factory):
 @pytest.mark.parametrize(
     "stop",
     [
-        pytest.param(2, id="within an epoch"),
+        pytest.param(2, id="within an epoch", marks=pytest.mark.slow),
         pytest.param(STEPS, id="between epochs", marks=pytest.mark.slow),
         pytest.param(STEPS + 1, id="within the last epoch", marks=pytest.mark.slow),
     ],

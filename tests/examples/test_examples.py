@@ -29,10 +29,14 @@ def number(output, name="accuracy"):
     return float(re.search(rf"{name} ([0-9.]+)", output).group(1))
 
 
-def test_one_file_gives_one_fingerprint_under_python_lockstep_run_and_torchrun():
+def test_one_file_gives_one_fingerprint_under_python_and_torchrun():
+    assert fingerprint(run(TORCHRUN, "02_lockstep.py")) == fingerprint(run(PYTHON, "02_lockstep.py"))
+
+
+@pytest.mark.slow
+def test_one_file_prints_the_same_under_python_and_lockstep_run_and_is_as_accurate_as_a_plain_loop():
     alone = run(PYTHON, "02_lockstep.py")
     assert run((*LOCKSTEP, "cpu:2"), "02_lockstep.py") == alone
-    assert fingerprint(run(TORCHRUN, "02_lockstep.py")) == fingerprint(alone)
     single_device = number(run(PYTHON, "01_single_device.py"))
     assert single_device >= 0.94
     assert number(alone) == pytest.approx(single_device, abs=0.025)
@@ -58,12 +62,14 @@ def test_pretrained_weights_load_but_for_the_head_and_the_rest_is_frozen(tmp_pat
     assert fingerprint(again) == fingerprint(output)
 
 
+@pytest.mark.slow
 def test_a_program_launches_ranks_and_gets_one_result():
     output = run(PYTHON, "05_launch_from_python.py")
     assert output.count("one result") == 2
     assert "DIFFERENT" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["06_bring_your_dataloader.py", "07_moving_average.py"])
 def test_the_result_is_that_of_one_process(name):
     assert run((*LOCKSTEP, "cpu:2"), name) == run(PYTHON, name)

@@ -109,7 +109,7 @@ def results(world_size):
     return run_ranks(all_ways, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 @pytest.mark.parametrize(
     "way",
     ["hook", "one bucket", "many buckets, gradients as views of them", "a parameter without a gradient"],

@@ -47,7 +47,7 @@ def distance(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("reduce", "bound"), [("bf16", 5e-3), ("powersgd", 0.2)])
 def test_parameters_stay_near_those_of_exact_sums(world_size, reduce, bound):
     """After 14 steps of the digits with momentum."""
@@ -81,7 +81,8 @@ def train_digits(reduce):
     return right
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_digits_are_read_as_well_within_one_point(world_size):
     ways = ("ordered", "bf16", "powersgd")
     for found in run_ranks(right_answers, world_size, ways):

@@ -9,6 +9,7 @@ from tests.strategies.fused_forward_trainings import WAYS, apart, by_hand, furth
 from lockstep.config.strategy_options import Level
 from lockstep.errors import CheckpointMismatch
 
+SIZES = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 EXACT = [name for name in WAYS if name not in ("bf16", "fp16", "bf16 sums", "powersgd")]
 
 
@@ -22,7 +23,7 @@ def test_one_device_takes_the_steps_of_a_plain_loop_over_the_global_batch():
     assert distance < 1e-5, where
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", EXACT)
 def test_every_number_of_ranks_takes_the_steps_of_one(name, world_size):
     """Losses, norms, gradients, parameters and running statistics of 14 steps, two of them ragged."""
@@ -33,12 +34,12 @@ def test_every_number_of_ranks_takes_the_steps_of_one(name, world_size):
     assert level is Level.TOLERANCE
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", SIZES)
 def test_collectives_give_the_bits_of_shared_memory(world_size):
     assert furthest(trained(world_size)["collectives"][0], trained(world_size)["sgd"][0])[0] == 0.0
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(("name", "one_step", "all_steps"), [("bf16", 1e-2, 1e-2), ("fp16", 2e-3, 1e-4)])
 def test_in_sixteen_bits_it_is_as_near_as_their_rounding_lets_it_be(name, one_step, all_steps, world_size):
     """A row's output already depends on how many rows a product of matrices has."""
@@ -61,7 +62,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_not_as_another_recipe(tm
             assert float(distance) < 1e-5, name
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(
     ("name", "bound", "promised"),
     [("bf16 sums", 5e-3, Level.TOLERANCE), ("powersgd", 0.2, Level.STATISTICAL)],

@@ -56,6 +56,7 @@ def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
     assert digests(jobs.folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.fault("K3")
 def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_before(jobs, undisturbed):
     jobs.fault("kill", rank=0, call=47)

@@ -93,6 +93,7 @@ def test_no_rank_gathers_the_model_to_save_it(tmp_path):
         assert most <= 5 * WHOLE // 4
 
 
+@pytest.mark.slow
 def test_all_that_a_rank_has_between_steps_falls_with_the_number_of_ranks():
     """Parameters, gradients and two moments: nothing else of their size stays."""
     for world in (1, 2, 4):

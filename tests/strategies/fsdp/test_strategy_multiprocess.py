@@ -35,6 +35,7 @@ def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(wo
         assert [name for name in wanted if given.get(name) != wanted[name]] == [], case
 
 
+@pytest.mark.slow
 def test_mixed_precision_of_torch_stays_near_one_device_and_does_not_depend_on_the_number_of_ranks():
     """Level B. The largest difference is of the momentum of a bias, by 0.031 of its norm after 12 steps in bf16."""
     expected, found = (trained(world)["cast by torch"] for world in (1, 2))

@@ -32,6 +32,7 @@ def test_twelve_steps_in_float64_are_those_of_one_device(name):
     compare(alone(), laid_out(name), torch.float64)
 
 
+@pytest.mark.slow
 def test_twelve_steps_in_float32_stay_within_the_bound():
     world, options = LAYOUTS["tensor 4"]
     jobs = ("features", "blocks")

@@ -105,6 +105,7 @@ def write_and_read(world, directory, epochs, options):
     return found if world.is_main else {}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_from_any_layout_to_any_other():
     course = [
         (2, {"strategy": "tensor"}),
