@@ -2,22 +2,21 @@
 
 import os
 import signal
-from dataclasses import dataclass
 
 import pytest
 from tests.launch.test_outcome import end, failed, finished, record, victim
 
 from lockstep.errors import ConfigError
 from lockstep.launch.options import Devices, LaunchOptions, parse_devices
-from lockstep.launch.outcome import LostRanks, judge
+from lockstep.launch.outcome import LostRanks, WorldOutcome, judge
 from lockstep.launch.restarts import find_lost_ranks, with_restarts
 from lockstep.runtime.control import StopReason
 
+LINES = ("rank 1 killed by SIGKILL, step 7, reduce (pid 9)", "Logs: somewhere")
 
-@dataclass
-class Ended:
-    lost: LostRanks | None
-    lines: tuple[str, ...] = ("rank 1 killed by SIGKILL, step 7, reduce (pid 9)", "Logs: somewhere")
+
+def ended(lost):
+    return WorldOutcome(code=4, lines=LINES, lost=lost)
 
 
 def loss(*ends):
@@ -31,7 +30,7 @@ def raised(rank, kind, message="no", on_purpose=False):
 
 def attempts(steps, options, capsys, ranks=(1,)):
     """Losses at these steps, then a good end: the options of each attempt, the last one's end, what was said."""
-    made, ends = [], [Ended(LostRanks(ranks=ranks, step=step)) for step in steps] + [Ended(None)]
+    made, ends = [], [ended(LostRanks(ranks=ranks, step=step)) for step in steps] + [ended(None)]
 
     def attempt(options):
         made.append(options)
@@ -90,7 +89,7 @@ def test_a_rank_that_left_early_is_not_lost():
 
 def test_each_restart_is_said_in_two_lines_and_keeps_the_run_id(capsys):
     made, last, lines = attempts([3, 9], options(restarts=2, log_directory="logs"), capsys)
-    assert (last.outcome.lost, last.note) == (None, "")
+    assert last == ended(None)
     assert [each.restart for each in made] == [0, 1, 2]
     assert len({each.run_id for each in made}) == 1
     assert made[0].run_id
@@ -105,27 +104,30 @@ def test_each_restart_is_said_in_two_lines_and_keeps_the_run_id(capsys):
 
 def test_without_restarts_nothing_is_started_again_and_nothing_said(capsys):
     made, last, lines = attempts([3], options(), capsys)
-    assert (len(made), last.note, lines) == (1, "", [])
-    assert last.outcome.lost is not None
+    assert (len(made), last.lines, lines) == (1, LINES, [])
+    assert last.lost is not None
 
 
 def test_a_run_is_restarted_so_often_and_no_oftener(capsys):
     made, last, _ = attempts([1, 2, 3, 4], options(restarts=2), capsys)
     assert len(made) == 3
-    assert last.note == "Not restarted: all 2 restarts are used up."
+    assert last.lines == (*LINES, "Not restarted: all 2 restarts are used up.")
 
 
 @pytest.mark.parametrize("second", [5, 4, -1])
 def test_a_restart_that_came_no_further_is_the_last(second, capsys):
     made, last, _ = attempts([5, second], options(restarts=9), capsys)
     assert len(made) == 2
-    assert last.note == "Not restarted: restart 1 got no further than step 5, so another would not either."
+    assert last.lines == (
+        *LINES,
+        "Not restarted: restart 1 got no further than step 5, so another would not either.",
+    )
 
 
 def test_a_run_without_any_step_is_restarted_once(capsys):
     made, last, _ = attempts([-1, -1], options(restarts=9), capsys)
     assert len(made) == 2
-    assert last.note == "Not restarted: restart 1 got no further, so another would not either."
+    assert last.lines == (*LINES, "Not restarted: restart 1 got no further, so another would not either.")
 
 
 def test_the_world_that_is_left_has_the_other_devices(capsys):
@@ -160,11 +162,11 @@ def test_where_none_that_is_left_fits_the_same_world_starts_again(capsys):
 def test_a_signal_between_two_attempts_is_heeded(number, code, capsys):
     def attempt(options):
         os.kill(os.getpid(), number)
-        return Ended(LostRanks(ranks=(1,), step=3))
+        return ended(LostRanks(ranks=(1,), step=3))
 
     last = with_restarts(attempt, options(restarts=5))
-    assert int(last.stop) == code
-    assert last.note == "Not restarted: asked to stop."
+    assert last.code == code
+    assert last.lines == (*LINES, "Not restarted: asked to stop.")
     assert capsys.readouterr().err == ""
 
 

@@ -70,15 +70,15 @@ def test_membership_goes_from_outside_to_finished(world, tmp_path):
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("start")
     seen = []
-    for step in (heartbeat.mark_joined, heartbeat.mark_leaving, heartbeat.mark_finished):
-        step()
+    for membership in (Membership.JOINED, Membership.LEAVING, Membership.FINISHED):
+        heartbeat.set_membership(membership)
         seen.append(read_beat(tmp_path, 3).membership)
     assert seen == [Membership.JOINED, Membership.LEAVING, Membership.FINISHED]
 
 
 def test_a_stop_that_one_asks_for_is_seen_by_all(world, tmp_path):
     control, heartbeat = Control(tmp_path), Heartbeat.open(world)
-    assert not heartbeat.stop_requested
+    assert heartbeat.stop_reason is StopReason.NONE
     control.request_stop(StopReason.PREEMPTED)
     assert heartbeat.stop_reason is StopReason.PREEMPTED
     heartbeat.control.request_stop(StopReason.INTERRUPTED)
@@ -98,8 +98,8 @@ def test_without_a_run_directory_nothing_is_written_and_the_flag_is_ones_own():
     first.mark("data", step=1)
     first.samples(np.array([1]))
     first.control.request_stop(StopReason.PREEMPTED)
-    assert first.stop_requested
-    assert not second.stop_requested
+    assert first.stop_reason is StopReason.PREEMPTED
+    assert second.stop_reason is StopReason.NONE
 
 
 def test_an_unknown_phase_is_refused(world):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.runtime.stack_dump import Mark
 from lockstep.runtime.torch_internals import (
     FRAMES,
     LOADER_TIMED_OUT,
@@ -79,7 +80,7 @@ def test_the_files_and_functions_of_frames_exist(frame):
 
 def test_a_frame_is_known_by_its_file_and_its_function():
     file = str(TORCH / "utils/data/dataloader.py")
-    assert kind_of_frame(file, "_next_data") is FrameKind.WAITS_FOR_WORKER
+    assert kind_of_frame(file, "_next_data") is Mark.WAITS_FOR_WORKER
     assert kind_of_frame(file, "__init__") is None
     assert kind_of_frame("/home/u/train.py", "_next_data") is None
     assert kind_of_frame(str(TORCH / "nn/parallel/distributed.py"), "forward") is FrameKind.AUTOGRAD

@@ -27,13 +27,7 @@ class Refused(LockstepError):
 
 
 class Handshake:
-    """One end of the proof.
-
-    Args:
-        secret: shared by both ends.
-        role: of this end.
-        other: role of the other end.
-    """
+    """One end of the proof; ``other`` is the role of the other end."""
 
     def __init__(self, secret: bytes, role: str, other: str) -> None:
         self._secret, self._role, self._other = secret, role.encode(), other.encode()

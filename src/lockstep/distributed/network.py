@@ -46,15 +46,12 @@ def interface_of_master(host: str, port: int, known: list[Interface]) -> Interfa
     found = resolve(host, port)
     own = [each for address in found for each in known if each.address == address]
     if not own:
-        here = ", ".join(f"{each.address} ({each.name})" for each in known) or "unknown"
         raise ConfigError(
             f"--master {host} is {', '.join(found)}, which is not an address of this host; its addresses are "
-            f"{here}. With --node-rank 0, --master must be an address of this host."
+            f"{_listed(known) or 'unknown'}. With --node-rank 0, --master must be an address of this host."
         )
     if _is_loopback(own[0].address) and host not in _ONE_MACHINE:
-        others = ", ".join(
-            f"{each.address} ({each.name})" for each in known if not _is_loopback(each.address)
-        )
+        others = _listed([each for each in known if not _is_loopback(each.address)])
         raise ConfigError(
             f"--master {host} is {own[0].address} on this host, which no other host can reach. "
             f"Use an address that they can reach: {others or 'this host has none'}."
@@ -65,8 +62,7 @@ def interface_of_master(host: str, port: int, known: list[Interface]) -> Interfa
 def interface_towards(host: str, port: int, known: list[Interface]) -> Interface:
     """Returns the interface from which this host reaches ``host``, without sending anything.
 
-    Raises:
-        ConfigError: the name is unknown or no interface leads there.
+    ``ConfigError`` if the name is unknown or no interface leads there.
     """
     why = ""
     for address in resolve(host, port):
@@ -85,11 +81,8 @@ def interface_towards(host: str, port: int, known: list[Interface]) -> Interface
 def chosen(asked: str, found: Interface, known: list[Interface], environment: Mapping[str, str]) -> str:
     """Returns the name of the interface for the ranks' data: the one that was asked for, else the one that was found.
 
-    Args:
-        asked: ``--interface``, or empty.
-        found: leads to the other hosts.
-        known: all of this host.
-        environment: a ``GLOO_SOCKET_IFNAME`` set by the user counts like ``--interface``.
+    A ``GLOO_SOCKET_IFNAME`` of the user counts like ``--interface``. ``ConfigError`` if it is not one of ``known``, or
+    does not leave this host.
     """
     name = asked or environment.get("GLOO_SOCKET_IFNAME", "") or found.name
     names = sorted({each.name for each in known})
@@ -106,11 +99,7 @@ def chosen(asked: str, found: Interface, known: list[Interface], environment: Ma
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Returns the addresses of a host.
-
-    Raises:
-        ConfigError: the name is not known.
-    """
+    """Returns the addresses of a host; ``ConfigError`` if the name is not known."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -118,6 +107,10 @@ def resolve(host: str, port: int) -> list[str]:
             f"--master {host} cannot be resolved: {error.strerror}. Give the address of the host of node-rank 0."
         ) from error
     return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _listed(interfaces: list[Interface]) -> str:
+    return ", ".join(f"{each.address} ({each.name})" for each in interfaces)
 
 
 def _is_loopback(address: str) -> bool:

@@ -25,7 +25,7 @@ from lockstep.distributed.network import addresses, interface_towards
 from lockstep.distributed.rendezvous import meeting_address, open_store
 from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.control import Stopped
-from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import numbered, ranges
 
@@ -73,7 +73,7 @@ def open_process_group(
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout),
     )
-    heartbeat.mark_joined()
+    heartbeat.set_membership(Membership.JOINED)
     try:
         yield
     except Stopped:  # agreed upon by all ranks
@@ -84,19 +84,17 @@ def open_process_group(
 
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
 def roll_call(store: Store, world: World, limit: float) -> None:
-    """Waits until every rank of the run has announced itself. Collective.
+    """Waits until every rank of the run has announced itself in the store. Collective.
 
-    Args:
-        store: of the rendezvous, not shared with another use.
-        world: of this process.
-        limit: seconds to wait; then ``RankError`` names the ranks that did not connect.
+    After ``limit`` seconds ``RankError`` names the ranks that did not connect.
     """
-    run = json.dumps({"run": _run_name(world), "world_size": world.world_size}, sort_keys=True)
+    name = world.run_id or os.environ.get("TORCHELASTIC_RUN_ID", "")
+    run = json.dumps({"run": name, "world_size": world.world_size}, sort_keys=True)
     first = store.compare_set("run", "", run).decode()
     if first != run:
         there = json.loads(first)
         raise ConfigError(
-            f"Rank {world.rank} of run {_run_name(world)!r} (world of {world.world_size}) reached "
+            f"Rank {world.rank} of run {name!r} (world of {world.world_size}) reached "
             f"{world.rendezvous}, which belongs to run {there['run']!r} (world of {there['world_size']}). "
             "Give each run its own address."
         )
@@ -113,20 +111,12 @@ def roll_call(store: Store, world: World, limit: float) -> None:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
-        raise _absent(missing, world, limit) from error
-
-
-def _absent(missing: list[int], world: World, limit: float) -> RankError:
-    arrived = [rank for rank in range(world.world_size) if rank not in missing]
-    return RankError(
-        f"Not every rank connected within {limit:g} s. missing: {numbered('rank', missing)}; "
-        f"connected: {ranges(arrived)}. "
-        "Check why the missing ranks did not start, or raise the limit if they start slowly."
-    )
-
-
-def _run_name(world: World) -> str:
-    return world.run_id or os.environ.get("TORCHELASTIC_RUN_ID", "")
+        arrived = [rank for rank in range(world.world_size) if rank not in missing]
+        raise RankError(
+            f"Not every rank connected within {limit:g} s. missing: {numbered('rank', missing)}; "
+            f"connected: {ranges(arrived)}. "
+            "Check why the missing ranks did not start, or raise the limit if they start slowly."
+        ) from error
 
 
 def _choose_interface(world: World) -> None:
@@ -156,20 +146,17 @@ def _name_open_store(world: World) -> None:
 
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
 def _leave_process_group(heartbeat: Heartbeat) -> None:
-    heartbeat.mark_leaving()
+    heartbeat.set_membership(Membership.LEAVING)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    heartbeat.mark_finished()
+    heartbeat.set_membership(Membership.FINISHED)
 
 
 class Groups:
-    """One group of ranks for each axis of a mesh.
+    """One group of ranks for each axis of a mesh that has more than one rank.
 
-    Args:
-        mesh: the layout.
-        world: all ranks; None for a world of one.
-        axes: the group of this rank along each axis that has more than one rank.
+    ``world`` is the group of all ranks; None for a world of one. ``axes`` has the group of this rank along each axis.
     """
 
     def __init__(
@@ -182,8 +169,7 @@ class Groups:
     def open(cls, mesh: Mesh, world: dist.ProcessGroup | None) -> Groups:
         """Makes the groups. Collective: every rank of the world must call this, with the same mesh.
 
-        Raises:
-            ConfigError: the mesh does not take exactly the ranks of the world.
+        ``ConfigError`` if the mesh does not take exactly the ranks of the world.
         """
         mesh.check_world(dist.get_world_size(world) if world is not None else 1)
         axes: dict[str, dist.ProcessGroup] = {}

@@ -23,11 +23,9 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
 def open_store(world: World, limit: float) -> Store:
-    """Opens the store named by ``world.rendezvous``.
+    """Opens the store named by ``world.rendezvous``, in at most ``limit`` seconds.
 
-    Args:
-        world: of this process; rank 0 serves a ``tcp://`` or ``env://`` store unless an agent does.
-        limit: seconds to connect to the store.
+    Rank 0 serves a ``tcp://`` or ``env://`` store unless an agent does.
     """
     scheme, _, place = world.rendezvous.partition("://")
     if scheme == "file" and place:
@@ -99,21 +97,16 @@ def _tcp_store(host: str, port: int, world: World, limit: float, *, served: bool
 def _listen(host: str, port: int) -> socket.socket:
     """Binds only to the interface of ``host``; torch by itself would listen on all of them."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"The rendezvous host {host!r} cannot be resolved on rank 0: {error}.") from error
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
+        return socket.create_server(address, family=family, backlog=1024)  # type: ignore[arg-type]  # never bytes
     except OSError as error:
-        listener.close()
         raise ConfigError(
-            f"Rank 0 cannot listen on {host}:{port}: {error.strerror}. Another run may use the port, or the "
-            "address may belong to another host; choose a free port on this host."
+            f"Rank 0 cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Another run may use the port, or "
+            "the address may belong to another host; choose a free port on this host."
         ) from error
-    return listener
 
 
 def register_env_rendezvous(world: World) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from lockstep.core.world import DEBUG_RANK, HostLayout, World
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.options import LaunchOptions
+from lockstep.launch.options import LaunchOptions, single_host_layout
 from lockstep.launch.runs import RunOnHost, signal_process
 
 DEFAULT_PORT = 5678
@@ -52,10 +52,9 @@ def with_debugger(
     Raises:
         ConfigError: there is no such rank; or it is on this host, and debugpy is not installed or the port is in use.
     """
-    count = options.devices.count
-    check_rank_and_port(rank, count if layout is None else layout.world_size, port)
-    first = 0 if layout is None else layout.first_rank
-    if first <= rank < first + count:
+    layout = layout or single_host_layout(options)
+    check_rank_and_port(rank, layout.world_size, port)
+    if layout.first_rank <= rank < layout.first_rank + options.devices.count:
         require_debugpy()
         _require_free(port)
     return dataclasses.replace(options, debug_rank=rank, debug_port=port, stall_limit=0.0, restarts=0)
@@ -87,13 +86,7 @@ def check_rank_and_port(rank: int, ranks: int, port: int) -> None:
 def take_part_in_debugging(world: World, rank: int, port: int) -> World:
     """Does the same in a world that another launcher has started. Every rank must call this, before the process group.
 
-    Args:
-        world: of this process.
-        rank: the one that waits here until a debugger has attached; the others wait for it without a time limit.
-        port: on loopback of that rank's host.
-
-    Raises:
-        ConfigError: there is no such rank; or it is this one, and debugpy is not installed or the port is in use.
+    ``rank`` waits here until a debugger has attached; the others wait for it without a time limit.
     """
     check_rank_and_port(rank, world.world_size, port)
     os.environ[DEBUG_RANK] = str(rank)
@@ -107,23 +100,16 @@ def take_part_in_debugging(world: World, rank: int, port: int) -> World:
 
 
 def wait_for_debugger(rank: int, port: int) -> None:
-    """Listens on loopback, prints the address, and waits until a debugger has attached and set its breakpoints.
-
-    Call this on the rank that is debugged.
-    """
+    """Listens on loopback, prints the address, and waits until a debugger has attached and set its breakpoints."""
     address = listen(rank, port)
     print(f"lockstep: rank {rank} waits for a debugger at {address}.", file=sys.stderr, flush=True)
     _debugpy().wait_for_client()
 
 
 def listen(rank: int, port: int) -> str:
-    """Starts to serve debuggers in this process, one at a time, and returns the address.
+    """Starts to serve debuggers in this process, one at a time, and returns the address; 0 is any free port.
 
     Child processes, such as loader workers, are not debugged.
-
-    Args:
-        rank: for the message.
-        port: 0 for any free one.
     """
     os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # otherwise it warns about frozen modules
     debugpy = _debugpy()
@@ -152,15 +138,13 @@ def lift_default_limit(world: World) -> None:
 
 
 def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot bind the debugger's port {_HOST}:{port}: {error.strerror}. Choose another --debug-port, "
-                "or 0 for any free port."
-            ) from error
+    try:
+        socket.create_server((_HOST, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot bind the debugger's port {_HOST}:{port}: {os.strerror(error.errno or 0)}. Choose another "
+            "--debug-port, or 0 for any free port."
+        ) from error
 
 
 REQUEST_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
@@ -176,36 +160,30 @@ def serve_debug_requests(world: World) -> None:
     """
     if not world.run_directory or not REQUEST_SIGNAL:
         return
-    directory = Path(world.run_directory)
+    request, answer_file = _files(Path(world.run_directory), world.rank)
 
     def answer(number: int, frame: FrameType | None) -> None:
         try:
-            result = {"address": listen(world.rank, int(_request_file(directory, world.rank).read_text()))}
+            result = {"address": listen(world.rank, int(request.read_text()))}
         except LockstepError as error:
             result = {"refused": str(error)}
-        _write(_answer_file(directory, world.rank), json.dumps(result))
+        _write(answer_file, json.dumps(result))
 
     signal.signal(REQUEST_SIGNAL, answer)
 
 
 def request_debugger(run: RunOnHost, rank: int, port: int, within: float) -> str:
-    """Asks a rank of this user's run to serve debuggers, and returns the address.
+    """Asks a rank of this user's run to serve debuggers on a port of loopback, and returns the address.
 
-    Args:
-        run: of this user, on this host.
-        rank: of the run.
-        port: on loopback; ignored if the rank listens already.
-        within: seconds to wait for its answer.
-
-    Raises:
-        ConfigError: the rank is not running, does not answer, or cannot listen.
+    A rank that listens already keeps its port. ``ConfigError`` if the rank is not running, does not answer ``within``
+    so many seconds, or cannot listen.
     """
-    answer = _answer_file(run.directory, rank)
+    request, answer = _files(run.directory, rank)
     if not answer.exists():
         beat = run.beats.get(rank)
         if beat is None or not REQUEST_SIGNAL:
             raise ConfigError(f"Cannot attach to rank {rank}: it has not started, or there is no such rank.")
-        _write(_request_file(run.directory, rank), str(port))
+        _write(request, str(port))
         (run.directory / _DEBUGGED).touch(mode=0o600)  # before the rank can stop at a breakpoint
         if not signal_process(run, beat.pid, REQUEST_SIGNAL):
             (run.directory / _DEBUGGED).unlink()
@@ -234,12 +212,9 @@ def _wait_for(answer: Path, rank: int, within: float) -> None:
         time.sleep(_POLL_INTERVAL)  # the rank cannot notify; it can only write
 
 
-def _request_file(directory: Path, rank: int) -> Path:
-    return directory / f"debugger-{rank:03}.ask"
-
-
-def _answer_file(directory: Path, rank: int) -> Path:
-    return directory / f"debugger-{rank:03}.answer"
+def _files(directory: Path, rank: int) -> tuple[Path, Path]:
+    """Returns the request file and the answer file of a rank."""
+    return directory / f"debugger-{rank:03}.ask", directory / f"debugger-{rank:03}.answer"
 
 
 def _write(path: Path, text: str) -> None:

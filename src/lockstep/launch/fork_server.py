@@ -22,7 +22,6 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from lockstep.launch.rank_process import RankTask, run_rank
@@ -33,9 +32,7 @@ _PROGRAM = "from lockstep.launch.fork_server import main; main()"
 
 
 class ServerProcess:
-    """A running fork server.
-
-    It has its own session, so that Ctrl-C at the terminal reaches only the supervisor.
+    """A running fork server, in its own session, so that Ctrl-C at the terminal reaches only the supervisor.
 
     Args:
         order: the modules to import and the ranks to start.
@@ -58,15 +55,13 @@ class ServerProcess:
         self._received = b""
         self.closed = False
         """True if the server has closed its end."""
-        self._send(order)
+        _send(self._channel, order)
         self._channel.setblocking(False)
 
     def __enter__(self) -> ServerProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Ends the server and the remaining ranks."""
         self._channel.close()
         if kind is not None:
@@ -102,16 +97,13 @@ class ServerProcess:
     def signal(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Sends a signal to running ranks; SIGKILL also to their child processes."""
         try:
-            self._send({"signal": int(number), "ranks": list(ranks)})
+            _send(self._channel, {"signal": int(number), "ranks": list(ranks)})
         except (BrokenPipeError, ConnectionResetError):
             self.closed = True
 
     def kill(self) -> None:
         """Kills the server, and by the parent-death signal its ranks."""
         self._process.kill()
-
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._channel.sendall(json.dumps(message).encode() + b"\n")
 
 
 def main() -> None:
@@ -124,7 +116,7 @@ def main() -> None:
     try:
         _import(order["preload"])
     except Exception:
-        _tell(channel, event="broken", message=traceback.format_exc())
+        _send(channel, {"event": "broken", "message": traceback.format_exc()})
         return
     task = _Server(channel).serve(order, signal_pipe)
     if task is not None:
@@ -175,7 +167,7 @@ class _Server:
                     target=from_json(order["target"]),
                 )
             self._ranks[process] = rank["rank"]
-            _tell(self._channel, event="started", rank=rank["rank"], pid=process)
+            _send(self._channel, {"event": "started", "rank": rank["rank"], "pid": process})
         self._watch()
         return None
 
@@ -194,17 +186,13 @@ class _Server:
             self._reap()
             while self._ranks:
                 for key, _ in selector.select():
-                    if key.fileobj is self._channel:
-                        received = self._forward_signals(received + self._receive())
-                    else:
+                    if key.fileobj is self._woken:
                         self._woken.recv(4096)
+                    elif part := self._channel.recv(65536):
+                        received = self._forward_signals(received + part)
+                    else:  # the supervisor has ended; its death signal follows
+                        raise SystemExit
                 self._reap()
-
-    def _receive(self) -> bytes:
-        part = self._channel.recv(65536)
-        if not part:  # the supervisor has ended; its death signal follows
-            raise SystemExit
-        return part
 
     def _forward_signals(self, received: bytes) -> bytes:
         *lines, rest = received.split(b"\n")
@@ -226,7 +214,7 @@ class _Server:
             _, status = os.waitpid(ended.si_pid, 0)
             rank = self._ranks.pop(ended.si_pid)
             code = os.waitstatus_to_exitcode(status)
-            _tell(self._channel, event="ended", rank=rank, code=code, time=time.monotonic())
+            _send(self._channel, {"event": "ended", "rank": rank, "code": code, "time": time.monotonic()})
 
 
 def _send_signal(process: int, number: signal.Signals) -> None:
@@ -237,5 +225,5 @@ def _send_signal(process: int, number: signal.Signals) -> None:
     os.kill(process, number)  # not reaped yet, so the id is still this rank's
 
 
-def _tell(channel: socket.socket, **event: Any) -> None:
-    channel.sendall(json.dumps(event).encode() + b"\n")
+def _send(channel: socket.socket, message: Mapping[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")

@@ -88,9 +88,7 @@ _TRAINING = ("forward", "backward", "reduce", "update", "wait")
 class EarlyExitDetector:
     """Detects that ranks of one host wait for ranks that have left, or that are leaving while others still train.
 
-    Args:
-        directory: the run directory, with the heartbeats and stack dumps.
-        limit: seconds for which ranks may wait to leave while others train on their own; 0: without limit.
+    They may wait to leave for ``limit`` seconds while others train on their own; 0: without limit.
     """
 
     def __init__(self, directory: Path, limit: float) -> None:
@@ -100,13 +98,9 @@ class EarlyExitDetector:
     def look(
         self, ends: Iterable[RankEnd], running: Mapping[int, int], beats: Sequence[Beat], *, elsewhere: bool
     ) -> tuple[float, float] | None:
-        """Returns in how many seconds the ranks are to be sent SIGTERM and SIGKILL; None to let them run.
+        """Returns in how many seconds the running ranks are to be sent SIGTERM and SIGKILL; None to let them run.
 
-        Args:
-            ends: of the ranks that have ended.
-            running: process id of each running rank.
-            beats: their last heartbeats.
-            elsewhere: whether ranks of other hosts are leaving.
+        ``running`` has their process ids; ``elsewhere`` says whether ranks of other hosts are leaving.
         """
         now = time.monotonic()
         if any(end.left_early and end.was_in_group and now - end.time > _LEFT_EARLY for end in ends):
@@ -122,9 +116,7 @@ class EarlyExitDetector:
     def _is_awaited(self, running: Mapping[int, int]) -> bool:
         """True if a rank that still trains waits for those that leave."""
         snapshots = take_snapshots(self._directory, running, {})
-        return any(
-            snapshot.waits_in and snapshot.beat.membership is Membership.JOINED for snapshot in snapshots
-        )
+        return any(each.waits_in and each.beat.membership is Membership.JOINED for each in snapshots)
 
 
 def _is_stuck(beat: Beat, now: float) -> bool:
@@ -139,14 +131,7 @@ _INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
 class Watch:
     """The state of one run as its supervisor sees it.
 
-    Args:
-        server: forks the ranks and reports their ends.
-        control: the flags shared with the ranks.
-        directory: the run directory, with the heartbeats.
-        logs: the log folder, with the error records.
-        options: number of ranks and grace.
-        first_rank: the lowest rank of this host.
-        coordinator: the other hosts of the run, if there are any.
+    Heartbeats are in the run directory, error records in the log folder. ``first_rank`` is this host's lowest rank.
     """
 
     def __init__(
@@ -156,7 +141,6 @@ class Watch:
         directory: Path,
         logs: Path,
         options: LaunchOptions,
-        *,
         first_rank: int = 0,
         coordinator: HostCoordinator | None = None,
     ) -> None:
@@ -174,9 +158,7 @@ class Watch:
         self._asked_at, self._asked_twice = 0.0, False
         self._early_exits = EarlyExitDetector(directory, options.stall_limit)
         self._memory, self._windows = MemoryWatch(), StepWindows(directory)
-        self._slow_ranks: SlowRanks | SharedStepWindows = (
-            SlowRanks() if coordinator is None else coordinator.windows
-        )
+        self._slow_ranks: SlowRanks | SharedStepWindows = coordinator.windows if coordinator else SlowRanks()
         self._stall_watch = StallWatch(directory, options.stall_limit, is_part=coordinator is not None)
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
@@ -191,17 +173,11 @@ class Watch:
         return [self._ended[rank] for rank in sorted(self._ended)]
 
     def wait_for_ranks(self, inbox: SignalInbox, from_ranks: int) -> None:
-        """Waits until every rank has ended.
-
-        Args:
-            inbox: signals to this process.
-            from_ranks: pipe with the numbers of signals to ranks, one byte each.
-        """
+        """Waits until every rank has ended; ``from_ranks`` is a pipe with a byte for each signal to a rank."""
         with selectors.DefaultSelector() as selector:
-            for source in (self._server, inbox, from_ranks):
-                selector.register(source, selectors.EVENT_READ)
-            if self._coordinator is not None:
-                selector.register(self._coordinator, selectors.EVENT_READ)
+            for source in (self._server, inbox, from_ranks, self._coordinator):
+                if source is not None:
+                    selector.register(source, selectors.EVENT_READ)
             while len(self._ended) < len(self._ranks) and not self.broken:
                 selector.select(max(0.0, min(_TICK, self._schedule.next_due - time.monotonic())))
                 self._take_events(self._server.events())

@@ -15,12 +15,13 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
 from lockstep.config.checks import device_request
-from lockstep.core.world import DEBUG_RANK, LOOPBACK, PROFILE, HostLayout
+from lockstep.core.world import DEBUG_RANK, LOOPBACK, HostLayout
 from lockstep.errors import ConfigError, nearest
 
 _MOST_CPU_RANKS = 8
@@ -52,13 +53,7 @@ class Devices:
 def parse_devices(
     text: str | int, *, gpus: tuple[str, ...] | None = None, cores: int | None = None
 ) -> Devices:
-    """Reads a ``--devices`` value.
-
-    Args:
-        text: ``N``, ``auto``, ``cpu``, ``cpu:N`` or a list of indices such as ``0,5``.
-        gpus: the visible GPUs; found on this host if not given.
-        cores: the usable cores; found on this host if not given.
-    """
+    """Reads a ``--devices`` value; the visible GPUs and usable cores are found on this host if they are not given."""
     asked = device_request(text)
     if isinstance(asked, str):
         raise ConfigError(f"devices {asked}")
@@ -91,19 +86,13 @@ def visible_gpus(
     """
     variables = os.environ if environment is None else environment
     chosen = variables.get("CUDA_VISIBLE_DEVICES")
-    found = _nodes(device_folder) if chosen is None else _valid(chosen)
+    if chosen is None:
+        count = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
+        found = tuple(map(str, range(count)))
+    else:  # CUDA stops reading at the first invalid entry
+        names = map(str.strip, chosen.split(","))
+        found = tuple(takewhile(lambda name: name and not name.startswith("-"), names))
     return () if found and _torch_is_cpu_build() else found
-
-
-def _nodes(device_folder: Path) -> tuple[str, ...]:
-    nodes = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
-    return tuple(str(index) for index in range(nodes))
-
-
-def _valid(chosen: str) -> tuple[str, ...]:
-    """Returns the entries before the first invalid one, where CUDA stops reading."""
-    names = [name.strip() for name in chosen.split(",")]
-    return tuple(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
 def usable_cores() -> int:
@@ -121,15 +110,11 @@ def _found(gpus: tuple[str, ...]) -> str:
 
 
 def _torch_is_cpu_build() -> bool:
-    from importlib.metadata import (  # slow to import, and only needed beside a GPU
-        PackageNotFoundError,
-        version,
-    )
+    from importlib import metadata  # slow to import, and only needed beside a GPU
 
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return False
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version("torch").endswith("+cpu")
+    return False
 
 
 RESTART_WORLDS = ("same", "remaining")
@@ -206,11 +191,8 @@ def world_environment(
     options: LaunchOptions, layout: HostLayout, run_directory: Path, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the environment of the fork server, which all ranks share."""
-    environment = {
-        name: text
-        for name, text in inherited.items()
-        if not name.startswith(_FOREIGN) and name != TOKEN_VARIABLE
-    }
+    kept = [name for name in inherited if not name.startswith(_FOREIGN) and name != TOKEN_VARIABLE]
+    environment = {name: inherited[name] for name in kept}
     threads = str(options.threads or inherited.get("OMP_NUM_THREADS") or 1)
     environment.update(
         OMP_NUM_THREADS=threads,
@@ -226,8 +208,8 @@ def world_environment(
         LOCKSTEP_RUN_DIRECTORY=str(run_directory),
         LOCKSTEP_RESTART=str(options.restart),
         LOCKSTEP_RENDEZVOUS=layout.rendezvous or f"file://{run_directory / 'rendezvous'}",
+        LOCKSTEP_PROFILE=options.profile,
     )
-    environment[PROFILE] = options.profile
     if options.debug_rank is not None:
         environment[DEBUG_RANK] = str(options.debug_rank)
     return environment

@@ -119,16 +119,10 @@ class WorldOutcome:
 
 
 def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
-    """Decides how a run ended whose ranks have all ended.
-
-    Args:
-        ends: one for each rank.
-        reason: why the ranks were asked to stop, if they were.
-    """
+    """Decides how a run ended whose ranks have all ended; ``reason`` is why they were asked to stop, if they were."""
     asked = {EXIT_DONE} | ({EXIT_PREEMPTED, EXIT_INTERRUPTED} if reason is not StopReason.NONE else set())
-    failed = [
-        end for end in ends if end.code not in asked and not end.ended_by_us and not end.was_independent
-    ]
+    unasked = [end for end in ends if end.code not in asked]
+    failed = [end for end in unasked if not end.ended_by_us and not end.was_independent]
     own = [end for end in failed if not end.is_consequence]
     stopped = [end for end in ends if end.code in asked - {EXIT_DONE}]
     if reason is not StopReason.NONE and not (own and _first(own).moment < _earliest(stopped)):
@@ -173,16 +167,12 @@ _LESS_MEMORY = (
 
 def report(verdict: Verdict, ends: Sequence[RankEnd], reason: StopReason, logs: Path) -> list[str]:
     """Returns the lines for the terminal; none for a run that ended well."""
-    if verdict.cause is not None:
-        others = [end for end in ends if end is not verdict.cause]
-        return [
-            *_cause(verdict.cause, verdict, logs),
-            *_others(others, verdict.cause),
-            _logs(verdict.cause, logs),
-        ]
-    if verdict.code == EXIT_DONE:
-        return []
-    return [_stop(ends, reason)]
+    cause = verdict.cause
+    if cause is None:
+        return [] if verdict.code == EXIT_DONE else [_stop(ends, reason)]
+    others = [end for end in ends if end is not cause]
+    where = f"Logs: {cause.logs} on {cause.host}" if cause.logs else f"Logs: {logs}"
+    return [*_cause(cause, verdict, logs), *_others(others, cause), where]
 
 
 def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
@@ -268,10 +258,6 @@ def _process(end: RankEnd) -> str:
     return f"host {end.host}, pid {end.pid}" if end.host else f"pid {end.pid}"
 
 
-def _logs(cause: RankEnd, logs: Path) -> str:
-    return f"Logs: {cause.logs} on {cause.host}" if cause.logs else f"Logs: {logs}"
-
-
 def _file(end: RankEnd, logs: Path) -> str:
     file = record_file(Path(end.logs) if end.logs else logs, end.rank)
     return f"{file} on {end.host}" if end.logs else str(file)
@@ -296,11 +282,7 @@ class MemoryWatch:
         self._held: dict[int, int] = {}
 
     def look(self, processes: Mapping[int, int]) -> None:
-        """Measures the memory of each rank.
-
-        Args:
-            processes: process id of each rank that has not ended.
-        """
+        """Measures the memory of each rank that has not ended; ``processes`` has their process ids."""
         for rank, pid in processes.items():
             with suppress(psutil.Error):
                 self._held[rank] = psutil.Process(pid).memory_info().rss or self._held.get(rank, 0)
@@ -318,11 +300,8 @@ def oom_kills(process: str = "self") -> int:
     with suppress(OSError):
         for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            files = {
-                "memory": _CGROUPS / "memory" / path.lstrip("/") / "memory.oom_control",
-                "": _CGROUPS / path.lstrip("/") / "memory.events",
-            }
-            counted = _count(files[controllers]) if controllers in files else None
+            files = {"memory": f"memory{path}/memory.oom_control", "": f"{path.lstrip('/')}/memory.events"}
+            counted = _count(_CGROUPS / files[controllers]) if controllers in files else None
             if counted is not None:
                 return counted
     return _count(Path("/proc/vmstat")) or 0

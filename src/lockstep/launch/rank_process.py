@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 from lockstep.core.world import World
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, ConfigError
 from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
-from lockstep.launch.targets import EntryTarget, FunctionTarget, ScriptTarget, Target
+from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
 from lockstep.runtime.error_record import record_of, result_file, write_record
 from lockstep.runtime.heartbeat import Heartbeat, read_beat
@@ -50,9 +50,12 @@ def run_target(target: Target) -> Any:
     """Runs the target to its end and returns what it returned; a script returns None."""
     if isinstance(target, ScriptTarget):
         return run_script(target)
-    if isinstance(target, EntryTarget):
-        return _run_entry(target)
-    return _run_function(target)
+    if isinstance(target, FunctionTarget):
+        return _run_function(target)
+    sys.argv = [target.entry]
+    module, _, name = target.entry.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    return getattr(importlib.import_module(module), name)(target.payload)
 
 
 @stack_marker(Mark.RUNS_TARGET)
@@ -74,23 +77,14 @@ def run_script(target: ScriptTarget) -> None:
 
 
 @stack_marker(Mark.RUNS_TARGET)
-def _run_entry(target: EntryTarget) -> Any:
-    sys.argv = [target.entry]
-    module, _, name = target.entry.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    function = getattr(importlib.import_module(module), name)
-    return function(target.payload)
-
-
-@stack_marker(Mark.RUNS_TARGET)
 def _run_function(target: FunctionTarget) -> Any:
     sys.path[:] = target.search_path
     sys.argv = [target.main_path]
-    if target.main_path:
-        _import_main(target.main_path)
-    found: Any = importlib.import_module(target.module)
-    for part in target.name.split("."):
-        found = getattr(found, part, None)
+    if target.main_path:  # imported as multiprocessing does, so that its guard is false
+        main = types.ModuleType("__mp_main__")
+        main.__dict__.update(runpy.run_path(target.main_path, run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    found = resolve_name(importlib.import_module(target.module), target.name)
     if found is None:
         raise ConfigError(
             f"{target.name} is not defined when {target.main_path or target.module} is imported instead of run. "
@@ -98,14 +92,6 @@ def _run_function(target: FunctionTarget) -> Any:
         )
     args, kwargs = pickle.loads(base64.b64decode(target.arguments))
     return found(*args, **kwargs)
-
-
-@stack_marker(Mark.RUNS_TARGET)
-def _import_main(path: str) -> None:
-    """Imports the script that called ``launch`` as multiprocessing does, so that its guard is false."""
-    main = types.ModuleType("__mp_main__")
-    main.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 _LAST_BARRIER_SECONDS = 2.0
@@ -200,13 +186,10 @@ def _leave_with(ending: SystemExit) -> int:
 
 def _redirect(log: str) -> None:
     if log:
-        nothing = os.open(os.devnull, os.O_RDONLY)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(nothing, 0)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.close(nothing)
-        os.close(output)
+        with Path(os.devnull).open() as nothing, os.fdopen(output, "a") as file:
+            for source, descriptor in ((nothing, 0), (file, 1), (file, 2)):
+                os.dup2(source.fileno(), descriptor)
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the fork server's TextIOWrapper

@@ -12,12 +12,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from lockstep.errors import EXIT_DONE
 from lockstep.launch.options import Devices, LaunchOptions, new_run_id
 from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome
-from lockstep.runtime.control import StopReason
 from lockstep.runtime.stop_signals import REASONS, SignalInbox
 from lockstep.text import plural
 
@@ -32,25 +30,11 @@ _TRANSIENT = frozenset(
 _CAUSED_BY_PROGRAM = ("device-side assert", "out of memory")
 
 
-@dataclass(frozen=True)
-class Recovered:
-    """The outcome of the last start of a run."""
+def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: LaunchOptions) -> WorldOutcome:
+    """Runs attempts until one ends without lost ranks, or another would not help; returns the outcome of the last.
 
-    outcome: WorldOutcome
-    note: str = ""
-    """Why it was not restarted, if restarts were asked for."""
-    stop: StopReason = StopReason.NONE
-    """The reason of a signal that arrived between two starts."""
-
-
-def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: LaunchOptions) -> Recovered:
-    """Runs attempts until one ends without lost ranks, or another would not help.
-
-    Each restart prints two lines: what was lost, and what is started.
-
-    Args:
-        attempt: runs the world of these options to its end.
-        options: of the first attempt. All attempts have the same run id.
+    All attempts have the same run id. Each restart prints two lines: what was lost, and what is started. If restarts
+    were asked for and there is none, the outcome's last line says why.
     """
     options = dataclasses.replace(options, run_id=options.run_id or new_run_id())
     first, furthest = options, -2
@@ -59,11 +43,12 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
             outcome = attempt(options)
             lost = outcome.lost
             if lost is None or not options.restarts:
-                return Recovered(outcome)
+                return outcome
             if objection := _objection(lost, furthest, options):
-                return Recovered(outcome, note=objection)
+                return dataclasses.replace(outcome, lines=(*outcome.lines, objection))
             if taken := inbox.take():
-                return Recovered(outcome, note="Not restarted: asked to stop.", stop=REASONS[taken[-1]])
+                lines = (*outcome.lines, "Not restarted: asked to stop.")
+                return dataclasses.replace(outcome, code=int(REASONS[taken[-1]]), lines=lines)
             furthest = lost.step
             options = _next(options, first, lost)
             print(f"{_summary(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True)
@@ -74,12 +59,9 @@ def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | No
     cause = verdict.cause
     if cause is None or verdict.left_early or not _is_transient(cause):
         return None
-    lost = [
-        end.rank
-        for end in ends
-        if end.code != EXIT_DONE and not end.ended_by_us and (end is cause or not end.is_consequence)
-    ]
-    return LostRanks(ranks=tuple(sorted(lost)), step=furthest_step(ends))
+    failed = [end for end in ends if end.code != EXIT_DONE and not end.ended_by_us]
+    lost = sorted(end.rank for end in failed if end is cause or not end.is_consequence)
+    return LostRanks(ranks=tuple(lost), step=furthest_step(ends))
 
 
 def furthest_step(ends: Sequence[RankEnd]) -> int:

@@ -61,16 +61,10 @@ def run_directories() -> list[Path]:
 def is_in_use(directory: Path) -> bool:
     """True if the launcher of the directory is still running: it holds the lock."""
     try:
-        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+        with _locked(directory):
+            return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
 
 
 def _bases() -> list[Path]:
@@ -98,14 +92,17 @@ def _remove_abandoned(base: Path) -> None:
     for directory in base.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another launcher may remove the same one
             if directory.lstat().st_uid == os.getuid():
-                _remove_if_abandoned(directory)
+                with _locked(directory):
+                    shutil.rmtree(directory, ignore_errors=True)
 
 
-def _remove_if_abandoned(directory: Path) -> None:
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the lock of a directory; ``BlockingIOError`` if its launcher does, another ``OSError`` if there is none."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
+        yield
     finally:
         os.close(descriptor)
 
@@ -173,11 +170,7 @@ def find_runs() -> list[RunOnHost]:
 
 
 def choose_run(name: str | None) -> RunOnHost:
-    """Returns the run whose id is, or begins or ends with, ``name``; without a name the only run.
-
-    Raises:
-        ConfigError: no run matches, or more than one.
-    """
+    """Returns the run whose id begins or ends with ``name``, or the only one; ``ConfigError`` unless one matches."""
     runs = find_runs()
     meant = [run for run in runs if not name or run.run_id.startswith(name) or run.run_id.endswith(name)]
     if len(meant) == 1:
@@ -195,7 +188,7 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
     """Sends SIGTERM to all processes of a run, SIGKILL to those left after ``within`` seconds; returns how many."""
     ended: set[int] = set()
     for number, limit in ((signal.SIGTERM, within), (signal.SIGKILL, within)):
-        handles = list(_handles(run.run_id))
+        handles = list(_handles(run.run_id, psutil.pids()))
         ended.update(pid for pid, _ in handles)
         for _, handle in handles:
             with suppress(ProcessLookupError):
@@ -206,19 +199,15 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
 
 def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
     """Sends a signal to one process of a run; returns False if it has ended or is not of the run."""
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if _process_of(run.run_id, pid) is None:
+    for _, handle in _handles(run.run_id, [pid]):
+        try:
+            signal.pidfd_send_signal(handle, number)
+            return True
+        except ProcessLookupError:
             return False
-        signal.pidfd_send_signal(handle, number)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(handle)
-    return True
+        finally:
+            os.close(handle)
+    return False
 
 
 def remove_run_directory(run: RunOnHost) -> None:
@@ -261,9 +250,9 @@ def _process_of(run_id: str, pid: int) -> Process | None:
         return None
 
 
-def _handles(run_id: str) -> Iterator[tuple[int, int]]:
-    """Yields process id and pidfd of each process of a run; the caller closes the pidfds."""
-    for pid in psutil.pids():
+def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields process id and pidfd of those processes that belong to a run; the caller closes the pidfds."""
+    for pid in pids:
         try:
             handle = os.pidfd_open(pid)
         except OSError:

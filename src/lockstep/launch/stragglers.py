@@ -31,22 +31,14 @@ class StepWindow:
 
 
 class StepWindows:
-    """The successive windows of one host's ranks; all ranks share their begin and end.
-
-    Args:
-        directory: the run directory, with the heartbeats.
-    """
+    """The successive windows of one host's ranks, from the run directory; all ranks share their begin and end."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._begin: dict[int, Beat] = {}
 
     def look(self, processes: Mapping[int, int]) -> dict[int, StepWindow]:
-        """Returns the window of each rank when it is over; empty before.
-
-        Args:
-            processes: process id of each rank that has not ended.
-        """
+        """Returns the window of each of these ranks when it is over; empty before."""
         beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
         if self._begin.keys() != beats.keys():
             self._begin = dict(beats)
@@ -81,11 +73,7 @@ class SlowRanks:
         self._reported: set[int] = set()
 
     def take(self, windows: Mapping[int, StepWindow]) -> str:
-        """Returns a line for each rank that has proved to be slow; usually none.
-
-        Args:
-            windows: of each rank, when they are over; empty before.
-        """
+        """Takes the windows of all ranks when they are over; returns a line for each that has proved to be slow."""
         if windows.keys() != self._in_a_row.keys() and windows:
             self._in_a_row = dict.fromkeys(windows, 0)
         work = {rank: window.work for rank, window in windows.items()}

@@ -12,8 +12,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,55 +32,39 @@ from lockstep.launch.options import (
 from lockstep.launch.outcome import LostRanks, WorldOutcome, judge, report
 from lockstep.launch.restarts import find_lost_ranks, furthest_step, with_restarts
 from lockstep.launch.runs import run_directory, write_note
-from lockstep.launch.stalls import Stall, as_json, describe
+from lockstep.launch.stalls import report_stall
 from lockstep.launch.targets import EntryTarget, Target, to_json
 from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import log_file, result_file
 from lockstep.runtime.stop_signals import SignalInbox
 
 
-@dataclass
-class LogDirectory:
-    """The folder in which the ranks of one run write their output and error records."""
+def _log_folder(options: LaunchOptions, layout: HostLayout) -> Path:
+    """Makes the folder for the output and error records of ranks: the one asked for, or a temporary one (0700).
 
-    path: Path
-    keep: bool
-    """True if it is kept after the run."""
-
-
-@contextmanager
-def log_directory(asked: str, run_id: str) -> Iterator[LogDirectory]:
-    """Opens the folder that was asked for, or a temporary one (0700), which is removed unless ``keep`` is set."""
-    if asked:
-        path = Path(asked).resolve()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot create the log folder {asked!r}: {error.strerror}. Choose a folder that is writable."
-            ) from error
-        for pattern in (
-            "rank-*.error.json",
-            "rank-*.log",
-        ):  # of an earlier run, which would be taken for this one's
-            for file in path.glob(pattern):
-                file.unlink()
-        yield LogDirectory(path, keep=True)
-        return
-    logs = LogDirectory(Path(tempfile.mkdtemp(prefix=f"lockstep-logs-{run_id}-")), keep=False)
+    Each host has a folder of its own, because all may share a disk.
+    """
+    asked = options.log_directory
+    if not asked:
+        return Path(tempfile.mkdtemp(prefix=f"lockstep-logs-{layout.run_id}-"))
+    path = Path(asked, f"host-{layout.node}" if layout.node else "").resolve()
     try:
-        yield logs
-    finally:
-        if not logs.keep:
-            shutil.rmtree(logs.path, ignore_errors=True)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot create the log folder {asked!r}: {error.strerror}. Choose a folder that is writable."
+        ) from error
+    for file in (*path.glob("rank-*.error.json"), *path.glob("rank-*.log")):
+        file.unlink()  # of an earlier run, which would be taken for this one's
+    return path
 
 
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
     """Runs the target on every rank of this host, prints the report of a failure, and returns the exit code."""
     last = with_restarts(lambda options: run_world(target, options, joined), options)
-    for line in (*last.outcome.lines, *([last.note] if last.note else [])):
+    for line in last.lines:
         print(line, file=sys.stderr)
-    return int(last.stop) or last.outcome.code
+    return last.code
 
 
 def run_world(target: Target, options: LaunchOptions, joined: Joined | None = None) -> WorldOutcome:
@@ -93,21 +77,20 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
     with (
         SignalInbox() as inbox,
         run_directory() as directory,
-        log_directory(_log_folder(options, layout), layout.run_id) as logs,
+        ExitStack() as unless_failed,
         _pipe() as (from_ranks, to_supervisor),
         closing(Control(directory)) as control,
     ):
-        write_note(directory, layout.run_id, sys.argv, logs.path, layout.first_rank + options.devices.count)
+        logs = _log_folder(options, layout)
+        if not options.log_directory:
+            unless_failed.callback(shutil.rmtree, logs, ignore_errors=True)
+        write_note(directory, layout.run_id, sys.argv, logs, layout.first_rank + options.devices.count)
         environment = world_environment(options, layout, directory, os.environ)
-        coordinator = HostCoordinator(joined, control, directory, logs.path) if joined else None
-        with ServerProcess(_order(target, options, layout, logs.path), environment, to_supervisor) as server:
-            watch = Watch(
-                *(server, control, directory, logs.path, options),
-                first_rank=layout.first_rank,
-                coordinator=coordinator,
-            )
+        coordinator = HostCoordinator(joined, control, directory, logs) if joined else None
+        with ServerProcess(_order(target, options, layout, logs), environment, to_supervisor) as server:
+            watch = Watch(server, control, directory, logs, options, layout.first_rank, coordinator)
             watch.wait_for_ranks(inbox, from_ranks)
-        outcome = replace(_outcome(watch, control, directory, logs.path), asked=control.reason)
+        outcome = replace(_outcome(watch, control, directory, logs), asked=control.reason)
         if coordinator is not None:
             failed_to_run = watch.broken or watch.server_lost
             fault = (outcome.code, outcome.lines) if failed_to_run else None
@@ -116,15 +99,9 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
             outcome = replace(
                 outcome, code=final.code, lines=final.lines, has_failed=final.has_failed, lost=lost
             )
-        logs.keep = logs.keep or outcome.has_failed
+        if outcome.has_failed:
+            unless_failed.pop_all()
         return outcome
-
-
-def _log_folder(options: LaunchOptions, layout: HostLayout) -> str:
-    """Gives each host a folder of its own, because all may share a disk."""
-    if not options.log_directory or not layout.node:
-        return options.log_directory
-    return str(Path(options.log_directory) / f"host-{layout.node}")
 
 
 def _order(target: Target, options: LaunchOptions, layout: HostLayout, logs: Path) -> dict[str, Any]:
@@ -137,12 +114,8 @@ def _order(target: Target, options: LaunchOptions, layout: HostLayout, logs: Pat
         }
         for local_rank in range(options.devices.count)
     ]
-    return {
-        "preload": list(options.preload),
-        "target": to_json(target),
-        "log_directory": str(logs),
-        "ranks": ranks,
-    }
+    order = {"preload": options.preload, "target": to_json(target)}
+    return {**order, "log_directory": str(logs), "ranks": ranks}
 
 
 def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> WorldOutcome:
@@ -151,28 +124,21 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Wor
         return WorldOutcome(code=EXIT_CONFIG, lines=lines)
     if watch.server_lost:
         lines = ("The process that forks the ranks was killed, and the ranks with it.",)
-        return WorldOutcome(
-            code=EXIT_RANK, lines=lines, lost=LostRanks(ranks=(), step=furthest_step(watch.ends))
-        )
+        lost = LostRanks(ranks=(), step=furthest_step(watch.ends))
+        return WorldOutcome(code=EXIT_RANK, lines=lines, lost=lost)
     if watch.stall is not None:
-        return WorldOutcome(code=EXIT_STALLED, lines=_explain(watch.stall, logs), has_failed=True)
+        lines = tuple(report_stall(watch.stall.verdict, watch.stall.snapshots, logs))
+        return WorldOutcome(code=EXIT_STALLED, lines=lines, has_failed=True)
     verdict = judge(watch.ends, control.reason)
     lines = tuple(report(verdict, watch.ends, control.reason, logs))
     files = [result_file(directory, end.rank) for end in watch.ends]
-    results = [json.loads(file.read_text()) if file.exists() else None for file in files]
     return WorldOutcome(
         code=verdict.code,
         lines=lines,
         has_failed=verdict.cause is not None,
-        results=tuple(results),
+        results=tuple(json.loads(file.read_text()) if file.exists() else None for file in files),
         lost=find_lost_ranks(verdict, watch.ends) if control.reason is StopReason.NONE else None,
     )
-
-
-def _explain(stall: Stall, logs: Path) -> tuple[str, ...]:
-    bundle = logs / "stall.json"
-    bundle.write_text(as_json(stall.verdict, stall.snapshots))
-    return tuple(describe(stall.verdict, stall.snapshots, bundle))
 
 
 @contextmanager
@@ -188,21 +154,13 @@ def _pipe() -> Iterator[tuple[int, int]]:
 def run_sequentially(
     entry: str, payload: dict[str, Any], *, ranks: int, threads: int | None, folder: Path
 ) -> WorldOutcome:
-    """Runs one world of CPU processes to its end.
+    """Runs one world of CPU processes to its end; ``SystemExit`` if it was asked to stop, as the whole command then is.
 
-    Args:
-        entry: ``module:function`` that every rank calls with ``payload``.
-        payload: a JSON object; ``folder`` is added to it.
-        ranks: how many processes.
-        threads: intra-op threads of each.
-        folder: for what the ranks write, and for their logs.
-
-    Raises:
-        SystemExit: it was asked to stop, which is meant for the whole command.
+    Every rank calls ``entry`` (``module:function``) with the JSON object ``payload``, to which ``folder`` is added: a
+    place for what the ranks write, and for their logs. ``threads`` is the number of intra-op threads of each.
     """
-    options = LaunchOptions(
-        devices=parse_devices(f"cpu:{ranks}"), threads=threads, log_directory=str(folder / "logs")
-    )
+    devices = parse_devices(f"cpu:{ranks}")
+    options = LaunchOptions(devices=devices, threads=threads, log_directory=str(folder / "logs"))
     outcome = run_world(EntryTarget(entry=entry, payload={**payload, "folder": str(folder)}), options)
     if outcome.asked is not StopReason.NONE:
         raise SystemExit(int(outcome.asked))

@@ -7,6 +7,7 @@ starts the ranks.
 from __future__ import annotations
 
 import base64
+import functools
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -74,7 +75,7 @@ class FunctionTarget:
 
 
 Target = ScriptTarget | EntryTarget | FunctionTarget
-_KINDS: dict[str, type[ScriptTarget | EntryTarget | FunctionTarget]] = {
+_KINDS: dict[str, type[Target]] = {
     kind.__name__: kind for kind in (ScriptTarget, EntryTarget, FunctionTarget)
 }
 
@@ -97,7 +98,7 @@ def from_json(value: Mapping[str, Any]) -> Target:
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
     """Returns module, qualified name, and the path of the main script if the function is defined there."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if not module or not name or "<" in name or _resolve(sys.modules.get(module), name) is not function:
+    if not module or not name or "<" in name or resolve_name(sys.modules.get(module), name) is not function:
         raise ConfigError(
             f"{name or function!r} cannot be imported by another process, which running it on every rank needs. "
             "Give a function defined by `def` at the top level of a file, not a lambda or an inner function."
@@ -116,8 +117,6 @@ def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
     return "__main__", name, str(Path(path).resolve())
 
 
-def _resolve(module: Any, name: str) -> Any:
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+def resolve_name(module: Any, name: str) -> Any:
+    """Returns what a qualified name stands for in a module; None if there is no such thing."""
+    return functools.reduce(lambda found, part: getattr(found, part, None), name.split("."), module)

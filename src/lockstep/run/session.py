@@ -19,7 +19,7 @@ from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError
 from lockstep.runtime import stop_signals
 from lockstep.runtime.events import StepEvents
-from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.heartbeat import Heartbeat, Membership
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Numbers of two settings of glibc's ``mallopt``, from ``malloc.h``."""
@@ -83,7 +83,7 @@ class RunSession:
         gc.collect()
         self._stack.close()
         if is_expendable:
-            self.heartbeat.mark_independent()
+            self.heartbeat.set_membership(Membership.INDEPENDENT)
 
     def close(self) -> None:
         """Leaves the process group in agreement with the other ranks. Collective."""

@@ -97,16 +97,17 @@ def log_file(directory: Path, rank: int) -> Path:
 
 def _users_part(frames: TracebackType | None) -> TracebackType | None:
     """Removes the outer frames up to those that run the target, unless no others are left."""
+
+    def is_launchers(part: TracebackType) -> bool:
+        code = part.tb_frame.f_code
+        return mark_of(code.co_name) is Mark.RUNS_TARGET or code.co_filename == _RUNPY
+
     part = frames
-    while part is not None and not _runs_target(part):
+    while part is not None and not is_launchers(part):
         part = part.tb_next
-    while part is not None and (_runs_target(part) or part.tb_frame.f_code.co_filename == _RUNPY):
+    while part is not None and is_launchers(part):
         part = part.tb_next
     return part or frames
-
-
-def _runs_target(part: TracebackType) -> bool:
-    return mark_of(part.tb_frame.f_code.co_name) is Mark.RUNS_TARGET
 
 
 def result_file(run_directory: Path, rank: int) -> Path:

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -42,11 +41,7 @@ class Callback:
     """
 
     def on_prepare_end(self, run: Any) -> None:
-        """Called at the end of ``Run.prepare``: the model is placed, and resumed if it was asked for.
-
-        Args:
-            run: the ``Run``.
-        """
+        """Called with the ``Run`` at the end of ``Run.prepare``: the model is placed, and resumed if asked for."""
 
     def on_step_begin(self, batch: Any) -> None:
         """Called before ``Run.batches`` gives a ``Batch`` to the loop."""
@@ -102,12 +97,7 @@ class Callback:
         """Called after the loop's body, when the loop asks for the next batch; not after a ``break``."""
 
     def on_evaluation(self, step: int, results: Any) -> None:
-        """Called at the end of ``Run.evaluate``.
-
-        Args:
-            step: how many steps the run has done.
-            results: what ``Run.evaluate`` returns.
-        """
+        """Called at the end of ``Run.evaluate``, with the number of steps done and the results that it returns."""
 
     def on_save(self, step: int, folder: Path | None) -> None:
         """Called at the end of ``Run.save``.
@@ -118,11 +108,7 @@ class Callback:
         """
 
     def on_close(self, run: Any) -> None:
-        """Called at the beginning of ``Run.close``, while the process group is still open.
-
-        Args:
-            run: the ``Run``.
-        """
+        """Called with the ``Run`` at the beginning of ``Run.close``, while the process group is still open."""
 
     def on_span_begin(self, name: str) -> None:
         """Called where ``Run.span`` begins; evaluating, saving and taking a fingerprint are spans too."""
@@ -137,13 +123,9 @@ class Callback:
         """Called when the copies are queued."""
 
     def on_phase(self, phase: str, epoch: int, step: int, micro_batch: int) -> None:
-        """Called whenever the rank enters another phase, such as ``data``, ``forward`` or ``update``.
+        """Called whenever the rank enters another of ``lockstep.runtime.heartbeat.PHASES``.
 
-        Args:
-            phase: one of ``lockstep.runtime.heartbeat.PHASES``.
-            epoch: -1 outside of any.
-            step: -1 outside of any.
-            micro_batch: -1 outside of any.
+        ``epoch``, ``step`` and ``micro_batch`` are -1 outside of any.
         """
 
     def on_samples(self, indices: Indices) -> None:
@@ -167,15 +149,8 @@ class CallbackHandle:
         self.remove()
 
 
-@dataclass(frozen=True)
-class _NewRuns:
-    """A callback, and a change of options, for every new run."""
-
-    callback: Callback
-    options: Callable[[Any], Any] | None
-    """Returns the options of a new run, from those that it was given."""
-
-
+_NewRuns = tuple[Callback, Callable[[Any], Any] | None]
+"""A callback for every new run, and a change of the options that it was given."""
 _new_runs: ContextVar[tuple[_NewRuns, ...]] = ContextVar("new_runs", default=())
 
 
@@ -210,8 +185,8 @@ class StepEvents:
 
     def add_observers_of_new_runs(self) -> None:
         """Adds the callbacks of the enclosing ``observe_new_runs`` blocks."""
-        for each in _new_runs.get():
-            self.add(each.callback)
+        for callback, _ in _new_runs.get():
+            self.add(callback)
 
     def remove(self, callback: Callback) -> None:
         """Removes ``callback``; its methods are no longer called."""
@@ -273,7 +248,7 @@ def observe_new_runs(
         options: changes the ``RunOptions`` of these runs.
     """
     _require_callback(callback)
-    token = _new_runs.set((*_new_runs.get(), _NewRuns(callback, options)))
+    token = _new_runs.set((*_new_runs.get(), (callback, options)))
     try:
         yield
     finally:
@@ -282,8 +257,8 @@ def observe_new_runs(
 
 def options_of_new_run(options: _Options) -> _Options:
     """Returns the options of a run that is created here with ``options``; see ``observe_new_runs``."""
-    for each in _new_runs.get():
-        options = options if each.options is None else each.options(options)
+    for _, change in _new_runs.get():
+        options = options if change is None else change(options)
     return options
 
 

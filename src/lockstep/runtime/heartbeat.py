@@ -67,7 +67,9 @@ class Membership(IntEnum):
     OUTSIDE = 0
     JOINED = 1
     LEAVING = 2
+    """It waits for the others to leave together."""
     FINISHED = 3
+    """It has left together with the others."""
     INDEPENDENT = 4
     """It has left together with the others and runs by itself: if it is killed, the others continue without it."""
 
@@ -178,13 +180,7 @@ class StepTimer:
         return self._counted == step
 
     def enter(self, phase: str, step: int, now: float) -> float:
-        """Enters a phase of a step; returns ``seconds``.
-
-        Args:
-            phase: that begins now.
-            step: of the phase; -1 outside of any.
-            now: the time.
-        """
+        """Enters a phase of a step (-1: outside of any) at the time ``now``; returns ``seconds``."""
         if self._phase in _WORK:
             self._worked += now - self._since
         elif self._phase in _WAIT:
@@ -298,10 +294,10 @@ class Heartbeat:
             self._write_samples(samples, size)
 
     def enter(self, phase: int, k: int = -1, indices: Indices | None = None) -> None:
-        """Writes what the rank is about to do within the current step.
+        """Writes what the rank is about to do within the current step: ``FORWARD`` or another number of a phase.
 
         Args:
-            phase: ``beat.FORWARD`` or another number of a phase.
+            phase: its number.
             k: number of the micro-batch, if there is one.
             indices: of the micro-batch's samples, if they are to be written.
         """
@@ -333,38 +329,18 @@ class Heartbeat:
         self._beat[INDICES : INDICES + length] = samples
 
     def will_poll(self) -> None:
-        """Tells the supervisor that this rank polls ``stop_requested``, so that it waits for the rank to stop."""
+        """Tells the supervisor that this rank polls ``stop_reason``, so that it waits for the rank to stop."""
         self.control.polled = True
 
     @property
-    def stop_requested(self) -> bool:
-        """True if the ranks should save and stop at the next step boundary.
+    def stop_reason(self) -> StopReason:
+        """Why the ranks should save and stop at the next step boundary, if they should.
 
         Ranks see it at different times: agree on it before acting.
         """
-        return self.control.reason is not StopReason.NONE
-
-    @property
-    def stop_reason(self) -> StopReason:
-        """The reason why the ranks should stop, if they should."""
         return self.control.reason
 
-    def mark_joined(self) -> None:
-        """Marks the rank as a member of the process group."""
-        self._set_membership(Membership.JOINED)
-
-    def mark_leaving(self) -> None:
-        """Marks the rank as waiting for the others to leave the process group."""
-        self._set_membership(Membership.LEAVING)
-
-    def mark_finished(self) -> None:
-        """Marks the rank as having left the process group together with the others."""
-        self._set_membership(Membership.FINISHED)
-
-    def mark_independent(self) -> None:
-        """Marks the rank as one without which the others continue if it is killed."""
-        self._set_membership(Membership.INDEPENDENT)
-
-    def _set_membership(self, membership: Membership) -> None:
+    def set_membership(self, membership: Membership) -> None:
+        """Writes the rank's relation to the process group."""
         if self._beat is not None:
             self._beat[MEMBERSHIP] = int(membership)

@@ -46,13 +46,8 @@ def tie_to_launcher(world: World) -> None:
 
 
 def die_with_parent(worker: int = 0) -> None:
-    """Ties a ``multiprocessing`` child to the process that asked for it; fits as ``worker_init_fn``.
-
-    Args:
-        worker: the worker's number, which torch passes; ignored.
-    """
-    parent = os.getppid()
-    arm(parent)
+    """Ties a ``multiprocessing`` child to the process that asked for it; fits as ``worker_init_fn``."""
+    arm(os.getppid())
     asked_by = multiprocessing.parent_process()
     if asked_by is not None and asked_by.pid is not None and not psutil.pid_exists(asked_by.pid):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -19,8 +19,8 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
@@ -73,11 +73,7 @@ def has_mark(stack: str, mark: Mark) -> bool:
 
 @cache
 def package_folder(name: str) -> Path:
-    """Returns the folder of an installed package without importing it.
-
-    Raises:
-        ModuleNotFoundError: it is not installed.
-    """
+    """Returns the folder of a package without importing it; ``ModuleNotFoundError`` if it is not installed."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"The package {name!r} is not installed.", name=name)
@@ -124,19 +120,12 @@ def _serve_recorder(path: Path) -> None:
         from torch._C._distributed_c10d import _WorkerServer  # not public
     except ImportError:
         return
-    with suppress(RuntimeError), _silent_stderr():  # it announces itself as a warning
-        _kept.append(_WorkerServer(str(path)))
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
     sys.stderr.flush()
     kept = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)
-        yield
+        with Path(os.devnull).open("w") as nothing, suppress(RuntimeError):
+            os.dup2(nothing.fileno(), 2)  # it announces itself as a warning
+            _kept.append(_WorkerServer(str(path)))
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nothing)

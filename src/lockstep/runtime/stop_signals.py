@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lockstep.runtime.control import Control, StopReason
@@ -108,9 +108,7 @@ class SignalInbox:
                     self._former[number] = signal.signal(number, self._take)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
         if self._former:
@@ -162,9 +160,9 @@ def wait_for_critical_threads(seconds: float | None = None) -> None:
     for thread in threading.enumerate():
         if not isinstance(thread, CriticalThread) or thread is threading.current_thread():
             continue
-        while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-            if deadline is None:
-                thread.join()
-            else:
-                with suppress(Ended):
-                    thread.join(max(0.0, deadline - time.monotonic()))
+        if deadline is None:
+            thread.join()
+            continue
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            with suppress(Ended):
+                thread.join(left)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.launch.hosts.roll_call import Hello, Plan, absent, compare, first_ranks
+from lockstep.launch.hosts.roll_call import Hello, Plan, absent, compare
 
 
 def hello(node, ranks=2, **settings):
@@ -48,10 +48,6 @@ def test_many_differences_are_counted():
 
 def test_hosts_that_are_alike_pass():
     compare({0: hello(0, torch="2"), 1: hello(1, ranks=4, torch="2")})
-
-
-def test_ranks_are_numbered_host_by_host():
-    assert first_ranks({1: hello(1, 3), 0: hello(0, 2), 2: hello(2, 1)}) == {0: 0, 1: 2, 2: 5}
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def ranks(tmp_path, monkeypatch, clock):
 def step(ranks, number):
     for beat in ranks.beats:
         beat.mark("backward", epoch=0, step=number)
-        beat.mark_joined()
+        beat.set_membership(Membership.JOINED)
 
 
 def test_ranks_that_give_signs_of_life_are_not_asked(ranks, clock):

@@ -6,14 +6,12 @@
 
 The session key is derived from the token and both nonces, and lines are numbered, so a recorded line cannot be
 replayed. Messages are authenticated, not encrypted. Nothing is unpickled, and the length of a line is limited.
-``ConnectionSelector`` waits for all connections of a supervisor behind one descriptor.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import selectors
 import socket
 import time
 from contextlib import suppress
@@ -189,48 +187,3 @@ class HostChannel:
     def _queue(self, greeting: dict[str, str]) -> None:
         self._out += json.dumps(greeting).encode() + b"\n"
         self.flush()
-
-
-class ConnectionSelector:
-    """Waits for events on a listening socket and on any number of channels."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-
-    def fileno(self) -> int:
-        """Returns the descriptor that is readable when something has happened."""
-        return self._selector.fileno()
-
-    def listen(self, listener: socket.socket) -> None:
-        """Registers a listening socket."""
-        self._selector.register(listener, selectors.EVENT_READ)
-
-    def add(self, channel: HostChannel) -> None:
-        """Registers a channel until it is closed."""
-        self.update_interest()  # the descriptor may be a closed channel's
-        if channel.is_open:
-            self._selector.register(channel.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, channel)
-
-    def update_interest(self) -> None:
-        """Unregisters closed channels, and waits for room only where something is unsent."""
-        for key in list(self._selector.get_map().values()):
-            channel = key.data
-            if channel is None:
-                continue
-            if not channel.is_open:
-                self._selector.unregister(key.fileobj)
-                continue
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
-            if events != key.events:
-                self._selector.modify(key.fileobj, events, channel)
-
-    def wait(self, seconds: float) -> None:
-        """Waits for an event, at most ``seconds``."""
-        self._selector.select(max(0.0, seconds))
-
-    def close(self) -> None:
-        """Closes the descriptor and every channel."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.close()
-        self._selector.close()

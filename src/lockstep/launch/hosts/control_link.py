@@ -10,6 +10,8 @@ closed for 3 s      lost: its command has ended, or it would have connected agai
 
 from __future__ import annotations
 
+import os
+import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any
 
 from lockstep.distributed.network import resolve
 from lockstep.errors import EXIT_CONFIG, ConfigError, RankError
-from lockstep.launch.hosts.channel import ConnectionSelector, Fault, HostChannel
+from lockstep.launch.hosts.channel import Fault, HostChannel
 from lockstep.launch.hosts.roll_call import Hello, HostOptions, absent, compare
 
 _WARN_AFTER = 3.0
@@ -115,17 +117,44 @@ class _ControlLink:
 
     def __init__(self, options: HostOptions, say: Callable[[str], None]) -> None:
         self._options, self._say = options, say
-        self._connections = ConnectionSelector()
+        self._selector = selectors.DefaultSelector()
         self._state: dict[str, Any] = {}
         self._sent_at = 0.0
 
     def fileno(self) -> int:
         """Returns the descriptor to wait on."""
-        return self._connections.fileno()
+        return self._selector.fileno()
 
     def wait(self, seconds: float) -> None:
         """Waits for an event, at most ``seconds``."""
-        self._connections.wait(seconds)
+        self._selector.select(max(0.0, seconds))
+
+    def close(self) -> None:
+        """Closes the descriptor and every connection."""
+        for key in list(self._selector.get_map().values()):
+            key.data.close()
+        self._selector.close()
+
+    def _open_channel(self, connection: socket.socket, side: str) -> HostChannel:
+        """Watches a connection until it is closed."""
+        channel = HostChannel(connection, self._options.token, side)
+        self._update_interest()  # the descriptor may be a closed channel's
+        if channel.is_open:
+            self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, channel)
+        return channel
+
+    def _update_interest(self) -> None:
+        """Unregisters closed channels, and waits for room only where something is unsent."""
+        for key in list(self._selector.get_map().values()):
+            channel = key.data
+            if not isinstance(channel, HostChannel):
+                continue
+            if not channel.is_open:
+                self._selector.unregister(key.fileobj)
+                continue
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_unsent else 0)
+            if events != key.events:
+                self._selector.modify(key.fileobj, events, channel)
 
     def _is_due(self, state: dict[str, Any], now: float) -> bool:
         """Stores the state; returns whether it is to be sent: it has changed, or a second is over."""
@@ -136,19 +165,12 @@ class _ControlLink:
 
 
 class ControlServer(_ControlLink):
-    """Listens on one address for the other hosts.
-
-    Args:
-        options: how many hosts there are, the port and the token.
-        address: of this host; the server binds to no other.
-        hello: of this host.
-        say: prints a line on the terminal.
-    """
+    """Listens for the other hosts, on one address of this host and on no other; ``say`` prints a line."""
 
     def __init__(self, options: HostOptions, address: str, hello: Hello, say: Callable[[str], None]) -> None:
         super().__init__(options, say)
         self._listener = listen(address, options.port)
-        self._connections.listen(self._listener)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
         self._unauthenticated: list[HostChannel] = []
         self._refused: set[str] = set()
         self.hellos = {0: hello}
@@ -157,12 +179,7 @@ class ControlServer(_ControlLink):
         """The other hosts, by their numbers."""
 
     def wait_for_hosts(self) -> None:
-        """Waits until every host has connected, and compares their settings.
-
-        Raises:
-            RankError: not all connected in time; names those that did not.
-            ConfigError: the hosts would not run the same.
-        """
+        """Waits until every host has connected (else ``RankError``), and compares their settings (``ConfigError``)."""
         deadline = time.monotonic() + self._options.start_limit
         while len(self.hellos) < self._options.nodes:
             if time.monotonic() > deadline:
@@ -187,12 +204,7 @@ class ControlServer(_ControlLink):
                 if is_due and not peer.lost:
                     peer.channel.send({**state, "now": now})
                 peer.channel.flush()
-        self._connections.update_interest()
-
-    def close(self) -> None:
-        """Closes the port and every connection."""
-        self._connections.close()
-        self._listener.close()
+        self._update_interest()
 
     def _accept(self) -> None:
         while True:
@@ -202,9 +214,7 @@ class ControlServer(_ControlLink):
                 return
             if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED:
                 self._unauthenticated.pop(0).close()
-            channel = HostChannel(connection, self._options.token, "hub")
-            self._connections.add(channel)
-            self._unauthenticated.append(channel)
+            self._unauthenticated.append(self._open_channel(connection, "hub"))
 
     def _authenticate(self, channel: HostChannel) -> None:
         """Waits for the first authenticated message, which says which host it is."""
@@ -264,20 +274,14 @@ class ControlServer(_ControlLink):
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens on one address of this host.
-
-    Raises:
-        ConfigError: the port is in use.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    """Returns a socket that listens on one address of this host; ``ConfigError`` if the port is in use."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
+        listener = socket.create_server((address, port), family=family, backlog=128)
     except OSError as error:
-        listener.close()
+        why = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"--master names port {port}, and this host cannot listen on {address}:{port}: {error.strerror}. "
+            f"--master names port {port}, and this host cannot listen on {address}:{port}: {why}. "
             "Another run may use it: choose a port that is free, and whose next port is free too."
         ) from error
     listener.setblocking(False)
@@ -285,13 +289,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 class ControlClient(_ControlLink):
-    """Keeps a connection to node 0, and connects again when nothing arrives.
-
-    Args:
-        options: the address of node 0 and the token.
-        hello: of this host.
-        say: prints a line on the terminal.
-    """
+    """Keeps a connection to node 0, and connects again when nothing arrives; ``say`` prints a line."""
 
     def __init__(self, options: HostOptions, hello: Hello, say: Callable[[str], None]) -> None:
         super().__init__(options, say)
@@ -305,9 +303,7 @@ class ControlClient(_ControlLink):
     def wait_for_plan(self) -> dict[str, Any]:
         """Waits for the plan of node 0, which it sends when every host has connected.
 
-        Raises:
-            RankError: node 0 was not reached in time, or not all hosts were.
-            ConfigError: node 0 refuses this host.
+        ``RankError`` if node 0 was not reached in time, or not all hosts were; ``ConfigError`` if it refuses this host.
         """
         deadline = time.monotonic() + self._options.start_limit
         while True:
@@ -339,11 +335,7 @@ class ControlClient(_ControlLink):
             self._send(now)
         if self.peer.channel is not None:
             self.peer.channel.flush()
-        self._connections.update_interest()
-
-    def close(self) -> None:
-        """Closes the connection."""
-        self._connections.close()
+        self._update_interest()
 
     def _send(self, now: float) -> None:
         if self.peer.channel is not None:
@@ -372,8 +364,7 @@ class ControlClient(_ControlLink):
             self._why_not = error.strerror or str(error)
             connection.close()
             return
-        self._attempt = HostChannel(connection, self._options.token, "member")
-        self._connections.add(self._attempt)
+        self._attempt = self._open_channel(connection, "member")
 
     def _follow_attempt(self, attempt: HostChannel, now: float) -> None:
         attempt.flush()

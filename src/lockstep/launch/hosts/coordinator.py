@@ -36,7 +36,7 @@ from lockstep.launch.hosts.outcome import (
     snapshot_to_json,
 )
 from lockstep.launch.outcome import RankEnd, last_lines
-from lockstep.launch.stalls import Stall, as_json, describe
+from lockstep.launch.stalls import Stall, report_stall
 from lockstep.launch.stalls.report import judge_stall
 from lockstep.launch.stragglers import SlowRanks, StepWindow
 from lockstep.runtime.control import Control, StopReason
@@ -71,15 +71,13 @@ class SharedStepWindows:
         """Returns the JSON for node 0."""
         return {
             "number": self._number,
-            "ranks": {str(rank): dataclasses.astuple(window) for rank, window in self._own.items()},
+            "ranks": {str(rank): dataclasses.asdict(window) for rank, window in self._own.items()},
         }
 
     def judge(self, name: str, others: Mapping[str, Mapping[str, Any]]) -> str:
         """Returns the lines to print once every host has sent a new window; usually none.
 
-        Args:
-            name: of this host.
-            others: the result of ``to_json`` of each other host, by its name.
+        ``name`` is that of this host; ``others`` has the result of ``to_json`` of each other host, by its name.
         """
         received = {name: self.to_json(), **others}
         numbers = {host: int(each.get("number", 0)) for host, each in received.items()}
@@ -108,20 +106,11 @@ class SharedStepWindows:
 
 
 def _windows(received: Mapping[str, Any]) -> dict[int, StepWindow]:
-    fields = [field.name for field in dataclasses.fields(StepWindow)]
-    return {
-        int(rank): StepWindow(**dict(zip(fields, map(float, values), strict=True)))
-        for rank, values in received["ranks"].items()
-    }
+    return {int(rank): StepWindow(**window) for rank, window in received["ranks"].items()}
 
 
 class SharedStall:
-    """The snapshots of this host's ranks while one of them is overdue, and the report of the whole run.
-
-    Args:
-        directory: the run directory of this host, with the heartbeats.
-        logs: the log folder of this host.
-    """
+    """The snapshots of this host's ranks while one of them is overdue, and the report of the whole run."""
 
     def __init__(self, directory: Path, logs: Path) -> None:
         self._directory, self._logs = directory, logs
@@ -131,12 +120,7 @@ class SharedStall:
         """The report; empty as long as the run makes progress."""
 
     def set(self, stall: Stall, *, lasts: float) -> None:
-        """Stores new snapshots.
-
-        Args:
-            stall: of the ranks of this host.
-            lasts: seconds for which they are valid, at most; they expire when a rank makes progress.
-        """
+        """Stores new snapshots of this host's ranks; they expire after ``lasts`` seconds, or when a rank moves."""
         self._stall, self._until = stall, time.monotonic() + lasts
 
     def expire(self) -> None:
@@ -153,16 +137,12 @@ class SharedStall:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the JSON for node 0."""
-        return (
-            [] if self._stall is None else [snapshot_to_json(snapshot) for snapshot in self._stall.snapshots]
-        )
+        return list(map(snapshot_to_json, self._stall.snapshots if self._stall else ()))
 
     def judge(self, others: Sequence[tuple[Mapping[str, Any], float]], *, is_done: bool) -> None:
         """Writes the report, once every host with running ranks has sent snapshots that together are a deadlock.
 
-        Args:
-            others: the last message of each other host, and the seconds to add to its times.
-            is_done: whether no rank of this host is left.
+        ``others`` has the last message of each other host, and the seconds to add to its times.
         """
         snapshots = [] if self._stall is None else list(self._stall.snapshots)
         if self.lines or not (snapshots or is_done):
@@ -173,20 +153,11 @@ class SharedStall:
             snapshots += [snapshot_from_json(fields, offset) for fields in message["snapshots"]]
         verdict = judge_stall(snapshots) if snapshots else None
         if verdict is not None and verdict.is_deadlock:
-            bundle = self._logs / "stall.json"
-            bundle.write_text(as_json(verdict, snapshots))
-            self.lines = describe(verdict, snapshots, bundle)
+            self.lines = report_stall(verdict, snapshots, self._logs)
 
 
 class HostCoordinator:
-    """The other hosts of one run, as the supervisor of this host sees them.
-
-    Args:
-        joined: the hosts of the run.
-        control: the flags shared with this host's ranks.
-        directory: the run directory of this host.
-        logs: the log folder of this host.
-    """
+    """The other hosts of one run, as the supervisor of this host sees them; run directory and logs are this host's."""
 
     def __init__(self, joined: Joined, control: Control, directory: Path, logs: Path) -> None:
         self._joined, self._link, self._control = joined, joined.link, control
@@ -210,11 +181,8 @@ class HostCoordinator:
     def synchronize(self, ends: Sequence[RankEnd], beats: Sequence[Beat] = ()) -> bool:
         """Exchanges states with the other hosts; returns whether this host's ranks must end.
 
-        Never blocks. Call it about twice a second, and whenever something has happened.
-
-        Args:
-            ends: of the ranks of this host that have ended.
-            beats: of its running ranks.
+        Never blocks. Call it about twice a second, and whenever something has happened, with the ends of this host's
+        ranks so far and the beats of its running ranks.
         """
         self._own_ends, self._own_beats = ends, beats
         self.stall.expire()
@@ -246,10 +214,7 @@ class HostCoordinator:
     ) -> RunOutcome:
         """Waits for the ranks of all other hosts; returns how the run ended, the same on each host.
 
-        Args:
-            ends: of all ranks of this host.
-            fault: exit code and lines, if this host's ranks could not run at all.
-            inbox: signals to this process; a second Ctrl-C ends the wait.
+        ``fault`` has exit code and lines, if this host's ranks could not run at all. A second Ctrl-C ends the wait.
         """
         self._is_done = True
         self.stall.clear()
@@ -261,10 +226,8 @@ class HostCoordinator:
                 interrupts += REASONS[number] is StopReason.INTERRUPTED
                 self._control.request_stop(REASONS[number])
             if interrupts > 1:
-                return RunOutcome(
-                    code=EXIT_INTERRUPTED,
-                    lines=("Interrupted while ranks of other hosts were still running.",),
-                )
+                note = "Interrupted while ranks of other hosts were still running."
+                return RunOutcome(code=EXIT_INTERRUPTED, lines=(note,))
             self._final = self._outcome()
             if self._final is None:
                 self._link.wait(_TICK)
@@ -305,7 +268,7 @@ class HostCoordinator:
             state["reason"] = max(
                 [state["reason"], *(int(each.get("reason", 0)) for each in self._last_messages())]
             )
-            state["final"] = None if self._final is None else self._final.to_json()
+            state["final"] = None if self._final is None else dataclasses.asdict(self._final)
         else:
             state["snapshots"], state["windows"] = self.stall.to_json(), self.windows.to_json()
             state["ends"] = list(self._ends.values())
@@ -316,14 +279,12 @@ class HostCoordinator:
     def _is_failing(self) -> bool:
         """True if a rank of this host has ended so that no other rank can continue."""
         asked = {EXIT_PREEMPTED, EXIT_INTERRUPTED} if self._control.reason is not StopReason.NONE else set()
-        if self.stall.lines or self._fault is not None:
-            return True
-        if any(end.code not in {EXIT_DONE, *asked} and not end.was_independent for end in self._own_ends):
-            return True
-        now = time.monotonic()
-        return any(
-            end.left_early and end.was_in_group and now - end.time > _GRACE_FOR_OTHERS
-            for end in self._own_ends
+        since = time.monotonic() - _GRACE_FOR_OTHERS
+        return (
+            bool(self.stall.lines)
+            or self._fault is not None
+            or any(end.code not in {EXIT_DONE, *asked} and not end.was_independent for end in self._own_ends)
+            or any(end.left_early and end.was_in_group and end.time < since for end in self._own_ends)
         )
 
     def _others_fail(self) -> bool:
@@ -334,11 +295,8 @@ class HostCoordinator:
     def _outcome(self) -> RunOutcome | None:
         """The outcome, or None while ranks still run; node 0 decides it, the others receive it."""
         if isinstance(self._link, ControlServer):
-            if any(
-                not self._last_message(peer).get("done") and not peer.lost for peer in self._peers.values()
-            ):
-                return None
-            return self._decide()
+            done = all(peer.lost or self._last_message(peer).get("done") for peer in self._peers.values())
+            return self._decide() if done else None
         received = self._last_message(self._link.peer).get("final")
         if received is not None:
             return RunOutcome.from_json(received)
@@ -363,9 +321,8 @@ class HostCoordinator:
         deadline = time.monotonic() + _SHUTDOWN_LIMIT
         while time.monotonic() < deadline:
             self._link.exchange(self._state())
-            if isinstance(self._link, ControlClient) or all(
-                map(self._has_acknowledged, self._peers.values())
-            ):
+            is_member = isinstance(self._link, ControlClient)
+            if is_member or all(map(self._has_acknowledged, self._peers.values())):
                 return
             self._link.wait(_TICK / 5)
 

@@ -15,7 +15,7 @@ from lockstep.core.world import LOOPBACK, HostLayout, host_name
 from lockstep.distributed.network import Interface, addresses, chosen, interface_of_master, interface_towards
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.hosts.control_link import ControlClient, ControlServer, listen
-from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan, first_ranks
+from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan
 from lockstep.launch.options import new_run_id
 from lockstep.text import numbered, plural
 
@@ -24,19 +24,14 @@ _SHUTDOWN_LIMIT = 1.0
 
 @dataclass
 class Joined:
-    """The hosts of a run after the roll-call, as this host sees them. Changes from one attempt of the run to the next.
-
-    Args:
-        link: to node 0; on node 0 to all others.
-        node: number of this host.
-        plan: of node 0, for all hosts.
-        interface: for the ranks' data.
-    """
+    """The hosts of a run after the roll-call, as this host sees them; changes from one attempt to the next."""
 
     link: ControlServer | ControlClient
+    """To node 0; on node 0 to all others."""
     node: int
     plan: Plan
     interface: str
+    """For the ranks' data."""
     attempt: int = 0
     """How often the ranks have been started."""
     lost: frozenset[int] = frozenset()
@@ -128,23 +123,20 @@ def _serve(
         _announce(server.hellos, plan, interface, f"{address}:{options.port}")
         _send_plan(server, options, plan)
     except BaseException as error:
-        if isinstance(error, LockstepError):
-            _send_last(server, {"refused": str(error), "code": error.exit_code})
-        else:
-            why = f"host 0 ended before the start: {_reason(error)}."
-            _send_last(server, {"refused": why, "code": 1})
+        is_ours = isinstance(error, LockstepError)
+        why = str(error) if is_ours else f"host 0 ended before the start: {_reason(error)}."
+        _send_last(server, {"refused": why, "code": getattr(error, "exit_code", 1)})
         server.close()
         raise
     return server, plan, interface
 
 
 def _announce(hellos: Mapping[int, Hello], plan: Plan, interface: str, address: str) -> None:
-    first = first_ranks(hellos)
-    hosts = ", ".join(
-        f"{each.name} with {numbered('rank', range(first[node], first[node] + each.ranks))}"
-        for node, each in sorted(hellos.items())
-    )
-    say(f"{len(hellos)} hosts: {hosts}; data over {interface}")
+    hosts, rank = [], 0  # ranks are numbered host by host
+    for _, hello in sorted(hellos.items()):
+        hosts.append(f"{hello.name} with {numbered('rank', range(rank, rank + hello.ranks))}")
+        rank += hello.ranks
+    say(f"{len(hosts)} hosts: {', '.join(hosts)}; data over {interface}")
     if interface == LOOPBACK:
         say("all hosts are this machine: no port is open to a network")
         return

@@ -7,33 +7,28 @@ The first half is the JSON that hosts send each other: how ranks ended, and snap
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RANK, EXIT_STALLED
 from lockstep.launch.outcome import RankEnd, judge, report
 from lockstep.launch.restarts import find_lost_ranks, furthest_step
-from lockstep.launch.stalls.snapshot import Collective, Frame, RankSnapshot, Stack
+from lockstep.launch.stalls.snapshot import RankSnapshot
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import ErrorRecord
-from lockstep.runtime.heartbeat import Beat, Membership
+from lockstep.runtime.heartbeat import Beat
 from lockstep.text import plural
 
+_Timed = TypeVar("_Timed", RankEnd, Beat, Beat | None, ErrorRecord | None)
 _LONGEST_TRACEBACK = 16384
 _MOST_FRAMES = 32
 _MOST_COLLECTIVES = 32
 
 
 def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]) -> dict[str, Any]:
-    """Returns the end of a rank as JSON, with what a reader on another host cannot look up.
-
-    Args:
-        end: of a rank of this host.
-        host: this host's name.
-        logs: the log folder on this host.
-        last_lines: of the rank's output.
-    """
+    """Returns the end of a rank of this host as JSON, with what a reader on another host cannot look up."""
     record = end.record
     if record is not None:
         record = replace(
@@ -45,22 +40,10 @@ def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]
 
 
 def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
-    """Reads the result of ``end_to_json``, in this host's time.
-
-    Args:
-        fields: of the end.
-        offset: seconds to add to the other host's ``time.monotonic()``.
-    """
-    found = dict(fields)
-    beat, record = found.pop("beat"), found.pop("record")
-    return RankEnd(
-        **{
-            **found,
-            "time": found["time"] + offset,
-            "beat": None if beat is None else _beat(beat, offset),
-            "record": None if record is None else _record(record, offset),
-            "last_lines": tuple(found["last_lines"]),
-        }
+    """Reads the result of ``end_to_json``; ``offset`` is added to the other host's ``time.monotonic()``."""
+    end = _decoded(RankEnd, fields)
+    return replace(
+        _shifted(end, offset), beat=_shifted(end.beat, offset), record=_shifted(end.record, offset)
     )
 
 
@@ -79,39 +62,24 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
     """Reads the result of ``snapshot_to_json``, in this host's time."""
-    return RankSnapshot(
-        **{
-            **fields,
-            "beat": _beat(fields["beat"], offset),
-            "stack": _stack(fields["stack"]),
-            "workers": tuple(map(_stack, fields["workers"])),
-            "collectives": tuple(map(_collective, fields["collectives"])),
-        }
-    )
+    snapshot = _decoded(RankSnapshot, fields)
+    return replace(snapshot, beat=_shifted(snapshot.beat, offset))
 
 
-def _beat(fields: Mapping[str, Any], offset: float) -> Beat:
-    return Beat(
-        **{
-            **fields,
-            "time": fields["time"] + offset,
-            "membership": Membership(fields["membership"]),
-            "samples": tuple(fields["samples"]),
-        }
-    )
+def _shifted(timed: _Timed, offset: float) -> _Timed:
+    return None if timed is None else replace(timed, time=timed.time + offset)
 
 
-def _record(fields: Mapping[str, Any], offset: float) -> ErrorRecord:
-    return ErrorRecord(**{**fields, "time": fields["time"] + offset, "samples": tuple(fields["samples"])})
-
-
-def _stack(frames: Sequence[Mapping[str, Any]]) -> Stack:
-    return tuple(Frame(**frame) for frame in frames)
-
-
-def _collective(fields: Mapping[str, Any]) -> Collective:
-    sizes = tuple(tuple(size) for size in fields["sizes"])
-    return Collective(**{**fields, "sizes": sizes, "types": tuple(fields["types"])})
+def _decoded(kind: Any, value: Any) -> Any:
+    """Reads a value of that type from what ``asdict`` and JSON have made of it."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return cast(type, kind)(**{name: _decoded(hints[name], each) for name, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_decoded(get_args(kind)[0], each) for each in value)
+    if isinstance(kind, UnionType):
+        return None if value is None else _decoded(get_args(kind)[0], value)
+    return kind(value)
 
 
 def _shortened(text: str) -> str:
@@ -138,15 +106,11 @@ class RunOutcome:
         """True if the logs are kept."""
         return self.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RunOutcome:
-        """Reads the result of ``to_json``."""
-        lines, lost = tuple(map(str, fields["lines"])), tuple(map(int, fields["lost"]))
-        return cls(code=int(fields["code"]), lines=lines, lost=lost, lost_at=fields["lost_at"])
+        """Reads the result of ``asdict``."""
+        outcome: RunOutcome = _decoded(cls, fields)
+        return outcome
 
 
 def decide_outcome(
@@ -173,12 +137,8 @@ def decide_outcome(
         return RunOutcome(code=EXIT_STALLED, lines=tuple(stall), lost=gone)
     if faults:
         code, lines = faults[0]
-        return RunOutcome(
-            code=code,
-            lines=tuple(lines),
-            lost=gone,
-            lost_at=furthest_step(ends) if code == EXIT_RANK else None,
-        )
+        step = furthest_step(ends) if code == EXIT_RANK else None
+        return RunOutcome(code=code, lines=tuple(lines), lost=gone, lost_at=step)
     verdict = judge(ends, reason)
     lines = report(verdict, ends, reason, logs)
     loss = find_lost_ranks(verdict, ends) if reason is StopReason.NONE else None

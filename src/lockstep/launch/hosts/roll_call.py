@@ -25,8 +25,7 @@ _LARGEST_FILE = 4096
 def read_token(file: str, environment: Mapping[str, str]) -> bytes:
     """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from ``~/.config/lockstep/token``.
 
-    Raises:
-        ConfigError: there is none, it is too short, or others may read its file.
+    ``ConfigError`` if there is none, it is too short, or others may read its file.
     """
     if file:
         return _checked(_from_file(Path(file).expanduser()), file)
@@ -118,22 +117,21 @@ class HostOptions:
     @property
     def host(self) -> str:
         """The host of ``master``."""
-        return self._parts[0]
+        return self._parts["six"] or self._parts["host"]
 
     @property
     def port(self) -> int:
         """The port of ``master``, on which the supervisors communicate."""
-        return self._parts[1]
+        return int(self._parts["port"])
 
     @property
-    def _parts(self) -> tuple[str, int]:
-        found = _MASTER.fullmatch(self.master)
-        if found is None:
-            raise ConfigError(
-                f"--master {self.master!r} was given; it must be the address and a free port of the host of "
-                "node-rank 0, as in 10.0.0.1:29500."
-            )
-        return found["six"] or found["host"], int(found["port"])
+    def _parts(self) -> re.Match[str]:
+        if found := _MASTER.fullmatch(self.master):
+            return found
+        raise ConfigError(
+            f"--master {self.master!r} was given; it must be the address and a free port of the host of "
+            "node-rank 0, as in 10.0.0.1:29500."
+        )
 
 
 _MOST_DIFFERENCES = 6
@@ -165,13 +163,8 @@ class Hello:
         if not (isinstance(node, int) and isinstance(ranks, int)) or node < 0 or not 0 < ranks <= 4096:
             raise ValueError
         settings = {str(name): str(value) for name, value in dict(fields["settings"]).items()}
-        return cls(
-            node=node,
-            name=str(fields["name"])[:64],
-            ranks=ranks,
-            instance=str(fields["instance"])[:64],
-            settings=settings,
-        )
+        name, instance = str(fields["name"])[:64], str(fields["instance"])[:64]
+        return cls(node=node, name=name, ranks=ranks, instance=instance, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +200,7 @@ def absent(arrived: Mapping[int, Hello], nodes: int, limit: float) -> RankError:
 
 
 def compare(hellos: Mapping[int, Hello]) -> None:
-    """Checks that all hosts would run the same.
-
-    Raises:
-        ConfigError: names each setting that differs, with the value on each host.
-    """
+    """Checks that all hosts would run the same; ``ConfigError`` names each setting that differs, and its values."""
     first = hellos[min(hellos)]
     differences: list[str] = []
     for name in sorted({name for hello in hellos.values() for name in hello.settings}):
@@ -229,12 +218,3 @@ def compare(hellos: Mapping[int, Hello]) -> None:
         f"The {len(hellos)} hosts have different settings: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}. "
         f"Make them equal ({first.text} has node-rank {first.node})."
     )
-
-
-def first_ranks(hellos: Mapping[int, Hello]) -> dict[int, int]:
-    """Returns the first rank of each host: ranks are numbered host by host."""
-    found, rank = {}, 0
-    for node in sorted(hellos):
-        found[node] = rank
-        rank += hellos[node].ranks
-    return found

@@ -100,16 +100,10 @@ _STATES = {
 def describe(
     verdict: StallVerdict, snapshots: Sequence[RankSnapshot], bundle: Path | None = None
 ) -> list[str]:
-    """Returns the lines for the terminal, at most 25.
-
-    Args:
-        verdict: of these snapshots.
-        snapshots: of all running ranks.
-        bundle: the file with all snapshots.
-    """
+    """Returns the lines for the terminal, at most 25; ``bundle`` is the file with all snapshots."""
     lines = list(_headline(verdict, snapshots))
     shown = sorted(snapshots, key=lambda snapshot: (snapshot.rank not in verdict.culprits, snapshot.rank))
-    lines += [f"  {line}" for snapshot in shown[:_MOST_RANKS] for line in [_line(snapshot)]]
+    lines += [f"  {_line(snapshot)}" for snapshot in shown[:_MOST_RANKS]]
     if len(shown) > _MOST_RANKS:
         lines.append(f"  and {len(shown) - _MOST_RANKS} more ranks")
     if verdict.kind is not StallKind.NETWORK and verdict.culprits:
@@ -130,6 +124,13 @@ def snapshot_lines(snapshots: Sequence[RankSnapshot]) -> list[str]:
             lines.append(f"  child process {number}:")
             lines += [f"    {frame.text}" for frame in stack]
     return lines
+
+
+def report_stall(verdict: StallVerdict, snapshots: Sequence[RankSnapshot], logs: Path) -> list[str]:
+    """Writes all snapshots to ``stall.json`` in the log folder, and returns the lines for the terminal."""
+    bundle = logs / "stall.json"
+    bundle.write_text(as_json(verdict, snapshots))
+    return describe(verdict, snapshots, bundle)
 
 
 def as_json(verdict: StallVerdict, snapshots: Sequence[RankSnapshot]) -> str:

@@ -37,30 +37,17 @@ class Frame:
         return "/site-packages/" in self.file or self.file.startswith(_library_folders())
 
     @property
-    def waits_for_worker(self) -> bool:
-        """True if it waits for a loader worker."""
-        return (
-            mark_of(self.function) is Mark.WAITS_FOR_WORKER
-            or kind_of_frame(self.file, self.function) is FrameKind.WAITS_FOR_WORKER
-        )
-
-    @property
-    def reads_samples(self) -> bool:
-        """True if it is a loader worker that reads."""
-        return (
-            mark_of(self.function) is Mark.READS_SAMPLES
-            or kind_of_frame(self.file, self.function) is FrameKind.READS_SAMPLES
-        )
+    def kind(self) -> FrameKind | Mark | None:
+        """What it means, if it is a marked function of Lockstep or a known one of torch."""
+        return mark_of(self.function) or kind_of_frame(self.file, self.function)
 
     @property
     def operation(self) -> str:
         """The operation in which it waits for other ranks; empty if it does not."""
-        mark, kind = mark_of(self.function), kind_of_frame(self.file, self.function)
+        kind = self.kind
         if kind is FrameKind.COLLECTIVE:
             return self.function.lstrip("_")
-        if kind is FrameKind.RENDEZVOUS:
-            return Mark.WAITS_FOR_RENDEZVOUS.operation
-        return mark.operation if mark is not None else ""
+        return kind.operation if isinstance(kind, Mark) else ""
 
 
 Stack = tuple[Frame, ...]
@@ -82,12 +69,7 @@ def users_frame(stack: Stack) -> Frame | None:
 
 
 def waits_in(stack: Stack, *, collective_pending: bool) -> str:
-    """Returns the operation in which a rank waits for others, such as ``all_reduce``; empty if it does not.
-
-    Args:
-        stack: the main thread's.
-        collective_pending: whether the rank has issued a collective that has not ended.
-    """
+    """Returns the operation in which a rank with this main stack waits for others, such as ``all_reduce``, or ""."""
     operation = ""
     for frame in stack:
         if frame.operation:
@@ -96,15 +78,14 @@ def waits_in(stack: Stack, *, collective_pending: bool) -> str:
             break
     if operation:
         return operation
-    if stack and collective_pending and kind_of_frame(stack[0].file, stack[0].function) is FrameKind.AUTOGRAD:
-        return "a collective in backward"
-    return ""
+    in_backward = stack and stack[0].kind is FrameKind.AUTOGRAD
+    return "a collective in backward" if in_backward and collective_pending else ""
 
 
 def _passed_over(frame: Frame) -> bool:
     """True if a frame may lie between a wait and the innermost line: wrappers of torch and waits of Python."""
-    is_wrapper = kind_of_frame(frame.file, frame.function) is FrameKind.WRAPPER
-    return is_wrapper or (frame.is_library and frame.function in ("wrapper", "wait"))
+    is_wait = frame.is_library and frame.function in ("wrapper", "wait")
+    return is_wait or frame.kind is FrameKind.WRAPPER
 
 
 @cache
@@ -176,7 +157,7 @@ class RankSnapshot:
     @property
     def frame(self) -> Frame | None:
         """The current line of the user's code; that of a loader worker if the rank waits for one."""
-        waits_for_worker = any(frame.waits_for_worker for frame in self.stack[:12])
+        waits_for_worker = any(frame.kind is Mark.WAITS_FOR_WORKER for frame in self.stack[:12])
         for stack in self.workers if waits_for_worker else ():
             inner = users_frame(stack)
             if inner is not None and not inner.is_library:

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.launch.stalls.report import StallKind, StallVerdict, judge_stall
 from lockstep.launch.stalls.snapshot import Collective, RankSnapshot, Stack, main_stack
 from lockstep.runtime.heartbeat import Beat, Membership, read_beat
-from lockstep.runtime.stack_dump import DUMP_SIGNAL, recorder_socket, stack_file
+from lockstep.runtime.stack_dump import DUMP_SIGNAL, Mark, recorder_socket, stack_file
 
 _LEARNED = 5.0
 """A rank may be silent for so many times its longest silence so far."""
@@ -34,13 +34,10 @@ _SLOW_PHASES = ("start", "prepare", "load", "save", "evaluate")
 
 @dataclass
 class SilenceLimit:
-    """Learns from the steps of one rank for how long it may be silent.
-
-    Args:
-        floor: seconds below which no silence is a stall; 0 means that none ever is.
-    """
+    """Learns from the steps of one rank for how long it may be silent."""
 
     floor: float
+    """Seconds below which no silence is a stall; 0 means that none ever is."""
     _last: Beat | None = None
     _longest: float = 0.0
     _moved: float = 0.0
@@ -82,29 +79,20 @@ _REQUEST = b"POST /handler/fr_trace_json HTTP/1.0\r\nContent-Length: 0\r\n\r\n"
 def take_snapshots(
     directory: Path, processes: Mapping[int, int], limits: Mapping[int, SilenceLimit]
 ) -> list[RankSnapshot]:
-    """Returns a snapshot of each rank, by rank.
-
-    Args:
-        directory: the run directory.
-        processes: process id of each running rank.
-        limits: of the silence of each rank.
-    """
-    snapshots = []
-    for rank, pid in sorted(processes.items()):
-        beat = read_beat(directory, rank)
-        if beat is not None:
-            limit = limits.get(rank, SilenceLimit(0.0))
-            snapshots.append(_ask(directory, rank, pid, beat, limit))
-    return snapshots
+    """Returns a snapshot of each rank that has written a heartbeat, by rank; ``processes`` has their process ids."""
+    return [
+        _ask(directory, rank, pid, beat, limits.get(rank, SilenceLimit(0.0)))
+        for rank, pid in sorted(processes.items())
+        if (beat := read_beat(directory, rank)) is not None
+    ]
 
 
 def _ask(directory: Path, rank: int, pid: int, beat: Beat, limit: SilenceLimit) -> RankSnapshot:
     state = process_state(pid)
     answers = state not in ("T", "t", "D", "")
     stack = _stack_of(directory, rank, pid) if answers else ()
-    workers = (
-        [_stack_of(directory, rank, child) for child in children(pid)[:_MOST_WORKERS]] if answers else []
-    )
+    asked = children(pid)[:_MOST_WORKERS] if answers else []
+    workers = [_stack_of(directory, rank, child) for child in asked]
     return RankSnapshot(
         rank=rank,
         pid=pid,
@@ -113,7 +101,7 @@ def _ask(directory: Path, rank: int, pid: int, beat: Beat, limit: SilenceLimit) 
         silence=limit.silence(beat),
         limit=limit.limit(beat),
         stack=stack,
-        workers=tuple(stack for stack in workers if any(frame.reads_samples for frame in stack)),
+        workers=tuple(stack for stack in workers if any(frame.kind is Mark.READS_SAMPLES for frame in stack)),
         collectives=_collectives_of(directory, rank) if answers else (),
     )
 
@@ -196,12 +184,10 @@ class Stall:
 
 
 class StallWatch:
-    """Watches the ranks of one host.
+    """Watches the ranks of one host, whose heartbeats are in the run directory.
 
-    Args:
-        directory: the run directory, with the heartbeats.
-        limit: seconds of silence below which nothing is a stall; 0: never look.
-        is_part: whether the run has ranks on other hosts, so that only node 0 can judge.
+    No silence below ``limit`` seconds is a stall; 0: never look. Where ``is_part``, the run has ranks on other hosts and
+    only node 0 can judge.
     """
 
     def __init__(self, directory: Path, limit: float, *, is_part: bool = False) -> None:
@@ -212,11 +198,7 @@ class StallWatch:
         self._reported: set[tuple[object, ...]] = set()
 
     def look(self, processes: Mapping[int, int]) -> Stall | None:
-        """Returns the stall, if there is one; cheap as long as every rank writes heartbeats.
-
-        Args:
-            processes: process id of each rank that has not ended.
-        """
+        """Returns the stall of the ranks with these process ids, if there is one; cheap while they write heartbeats."""
         if not self._limit:
             return None
         beats = {rank: beat for rank in processes if (beat := read_beat(self._directory, rank)) is not None}
@@ -228,20 +210,16 @@ class StallWatch:
         if now < self._next_look or not any(self._is_due(rank, beat) for rank, beat in beats.items()):
             return None
         self._next_look = now + self._limit / _LOOKS_PER_LIMIT
-        snapshots = [
-            self._without_beats(snapshot)
-            for snapshot in take_snapshots(self._directory, processes, self._limits)
-        ]
+        taken = take_snapshots(self._directory, processes, self._limits)
+        snapshots = tuple(self._without_beats(snapshot) for snapshot in taken)
         if not any(snapshot.is_overdue for snapshot in snapshots):
             return None
         verdict = judge_stall(snapshots)
         if self._is_part:
-            return Stall(verdict or StallVerdict(StallKind.BUSY), tuple(snapshots))
-        return (
-            Stall(verdict, tuple(snapshots))
-            if verdict is not None and self._is_news(verdict, snapshots)
-            else None
-        )
+            return Stall(verdict or StallVerdict(StallKind.BUSY), snapshots)
+        if verdict is None or not self._is_news(verdict, snapshots):
+            return None
+        return Stall(verdict, snapshots)
 
     def _is_due(self, rank: int, beat: Beat) -> bool:
         limit = self._limits[rank]
@@ -258,17 +236,17 @@ class StallWatch:
             self._places[snapshot.rank] = place, since
         return replace(snapshot, silence=time.monotonic() - since, limit=self._limit)
 
-    def _is_news(self, verdict: StallVerdict, snapshots: list[RankSnapshot]) -> bool:
+    def _is_news(self, verdict: StallVerdict, snapshots: Sequence[RankSnapshot]) -> bool:
         """True if the verdict is to be reported: a run that may still continue is reported once for each position.
 
         A script without heartbeats is not reported then: the same line of code is no sign of a stall.
         """
-        if verdict.kind is not StallKind.BUSY:
+        if verdict.is_deadlock:
             return True
-        beats = {
-            snapshot.rank: snapshot.beat for snapshot in snapshots if not _writes_no_beats(snapshot.beat)
-        }
-        place = tuple((rank, beats[rank].position) for rank in verdict.culprits if rank in beats)
+        busy = [
+            each for each in snapshots if each.rank in verdict.culprits and not _writes_no_beats(each.beat)
+        ]
+        place = tuple((each.rank, each.beat.position) for each in busy)
         if not place or place in self._reported:
             return False
         self._reported.add(place)
