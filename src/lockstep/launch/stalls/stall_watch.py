@@ -186,8 +186,7 @@ class Stall:
 class StallWatch:
     """Watches the ranks of one host, whose heartbeats are in the run directory.
 
-    No silence below ``limit`` seconds is a stall; 0: never look. With ranks on other hosts (``is_part``) only node 0 can
-    judge.
+    No silence below ``limit`` seconds is a stall; 0: never look. With ranks on other hosts (``is_part``) node 0 judges.
     """
 
     def __init__(self, directory: Path, limit: float, *, is_part: bool = False) -> None:
