@@ -101,7 +101,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"The rendezvous host {host!r} cannot be resolved on rank 0: {error}.") from error
     try:
-        return socket.create_server(address, family=family, backlog=1024)  # type: ignore[arg-type]  # never bytes
+        return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(
             f"Rank 0 cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Another run may use the port, or "

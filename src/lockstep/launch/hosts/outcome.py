@@ -41,7 +41,7 @@ def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]
 
 def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
     """Reads the result of ``end_to_json``; ``offset`` is added to the other host's ``time.monotonic()``."""
-    end = _decoded(RankEnd, fields)
+    end: RankEnd = _decoded(RankEnd, fields)
     return replace(
         _shifted(end, offset), beat=_shifted(end.beat, offset), record=_shifted(end.record, offset)
     )
@@ -62,7 +62,7 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
     """Reads the result of ``snapshot_to_json``, in this host's time."""
-    snapshot = _decoded(RankSnapshot, fields)
+    snapshot: RankSnapshot = _decoded(RankSnapshot, fields)
     return replace(snapshot, beat=_shifted(snapshot.beat, offset))
 
 
