@@ -91,7 +91,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         timeout=loader.timeout or None,
         batch_size=batches.batch_size,
         device_transform=device_transform_of(inner),
-        notes=(*notes, *_notes_on_loader(loader)),
+        notes=notes if loader.worker_init_fn is None else (*notes, _WORKER_INIT),
     )
 
 
@@ -124,6 +124,12 @@ _WEIGHTS = (
 )
 
 
+_WORKER_INIT = (
+    "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
+    "Move any other setup into the data set."
+)
+
+
 def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
     name = type(sampler).__name__
     return ConfigError(f"The DataLoader's {name} {why}, which a sample plan cannot follow. {instead}")
@@ -151,15 +157,6 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
             "and so does the run's global_batch. Write run.batches(dataset)."
         )
     return loader.batch_sampler
-
-
-def _notes_on_loader(loader: DataLoader[Any]) -> tuple[str, ...]:
-    if loader.worker_init_fn is None:
-        return ()
-    return (
-        "The DataLoader's worker_init_fn is not called: random numbers are keyed by sample. "
-        "Move any other setup into the data set.",
-    )
 
 
 def check_batch_size(source: Source, *, global_batch: int, micro_batch_size: int, holders: int) -> str | None:

@@ -27,13 +27,12 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from lockstep.data.batch import map_leaves
-from lockstep.data.reader import GroupedBatch
+from lockstep.data.reader import ALIGNMENT, GroupedBatch
 
 _SIZE = 256 << 20
 """Bytes of a buffer. Pages that are never written take no memory."""
 _SMALL = 16 << 10
 """Tensors of up to so many bytes are sent by value, so that labels that somebody collects occupy no buffer."""
-_ALIGNMENT = 64
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap does not name
 
 Bytes = npt.NDArray[np.uint8]
@@ -109,13 +108,7 @@ class SharedBuffers:
 
 
 class SharedBuffer:
-    """A buffer in which a worker puts the tensors of one request.
-
-    Args:
-        number: of the room.
-        content: its bytes.
-        taken: the marks of all buffers.
-    """
+    """A buffer in which a worker puts the tensors of one request; ``taken`` are the marks of all buffers."""
 
     def __init__(self, number: int, content: Bytes, taken: Bytes) -> None:
         self._number, self._content, self._taken = number, content, taken
@@ -123,7 +116,7 @@ class SharedBuffer:
 
     def empty(self, *shape: int) -> Tensor | None:
         """A ``uint8`` tensor here that is to be filled; None where it does not fit."""
-        begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        begin = -(-self._used // ALIGNMENT) * ALIGNMENT
         end = begin + int(np.prod(shape, dtype=np.int64))
         if end > _SIZE:
             return None
@@ -159,9 +152,8 @@ def image_buffer(count: int, size: int) -> Tensor:
     worker = get_worker_info()
     if worker is None:
         return torch.empty(shape, dtype=torch.uint8)
-    buffer: SharedBuffer | None = getattr(
-        worker.dataset, "buffer", None
-    )  # of our workers; a DataLoader of the user's has none
+    # a worker of the user's own DataLoader has no buffer
+    buffer: SharedBuffer | None = getattr(worker.dataset, "buffer", None)
     pictures = None if buffer is None else buffer.empty(*shape)
     if pictures is not None:
         return pictures

@@ -20,7 +20,7 @@ from lockstep.config.job import DataConfig, JobConfig
 from lockstep.config.job_file import with_lengths
 from lockstep.core.seeding import derive_seed
 from lockstep.core.world import World
-from lockstep.data import ImageFolder, SkipBroken, StepLoader, check_labels
+from lockstep.data import SkipBroken, StepLoader, check_labels
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
@@ -71,7 +71,7 @@ def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> N
     inner = unwrap_subset(data_set)[0]
     while isinstance(inner, Wrapping):
         inner = unwrap_subset(inner.dataset)[0]
-    if not isinstance(inner, (ImageFolder, EncodedPairs)):
+    if not isinstance(inner, EncodedPairs):
         raise ConfigError(
             f"data.cache is given, and {name} is a {type(inner).__name__}: only photos are kept, of an ImageFolder, "
             "ArrowFiles, HuggingFace or TarShards. Leave data.cache out."

@@ -12,18 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.data.images.encoded import EncodedPairs, Transform
+from lockstep.data.images.encoded import EncodedPairs
+from lockstep.data.images.image_cache import StoredPhotos
+from lockstep.data.images.transforms import Transform
 from lockstep.data.naming import check_labels, class_names
 from lockstep.errors import ConfigError, DataError, nearest
 
 
 def optional_module(name: str, what: str) -> Any:
-    """The module ``name``; ``ConfigError`` where it cannot be imported.
-
-    Args:
-        name: as in an import statement.
-        what: what needs it, for the error.
-    """
+    """The module ``name``, which ``what`` needs; ``ConfigError`` where it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -31,6 +28,24 @@ def optional_module(name: str, what: str) -> Any:
         raise ConfigError(
             f"{what} needs {package}, which cannot be imported here ({error}). Install it: pip install {package}."
         ) from error
+
+
+def files_of_kind(
+    path: str | Path | Sequence[str | Path], suffixes: Sequence[str], hint: str = ""
+) -> list[Path]:
+    """The files of a list, the one file, or those of a folder with one of the suffixes, in the order of their names.
+
+    ``DataError`` with the hint where there are none.
+    """
+    if not isinstance(path, (str, Path)):
+        files = [Path(file) for file in path]
+    elif Path(path).is_dir():
+        files = sorted(file for file in Path(path).iterdir() if file.suffix.lower() in suffixes)
+    else:
+        files = [Path(path)]
+    if not files:
+        raise DataError(f"{path} holds no files that end in {', '.join(suffixes)}. {hint}".rstrip())
+    return files
 
 
 def as_value(cell: Any) -> Any:
@@ -109,7 +124,13 @@ class ArrowFiles(EncodedPairs):
     ) -> None:
         super().__init__(transform)
         self._arrow = optional_module("pyarrow", "ArrowFiles")
-        self.files, self.columns = _files(path), (input, label)
+        self.files, self.columns = files_of_kind(path, _SUFFIXES), (input, label)
+        kinds = sorted({file.suffix.lower() for file in self.files})
+        if len(kinds) > 1 or kinds[0] not in _SUFFIXES:
+            raise ConfigError(
+                f"ArrowFiles reads files of one kind ({', '.join(_SUFFIXES)}) and was given {', '.join(kinds)}. "
+                "Name the files."
+            )
         self._open()
         if classes is not None:
             self.classes = class_names(classes)
@@ -144,8 +165,9 @@ class ArrowFiles(EncodedPairs):
         )
         return f"{self.files[file].name}, row {index - first}"
 
-    def _stored(self) -> tuple[str, list[Path], list[str]]:
-        return self.files[0].parent.name or "tables", self.files, [self.columns[0]]
+    def _photos(self) -> StoredPhotos:
+        name = self.files[0].parent.name or "tables"
+        return StoredPhotos(name, len(self), self.files, [self.columns[0]], self._picture)
 
     def _input(self, index: int) -> Any:
         return as_value(self._cell(index, self.columns[0]))
@@ -235,21 +257,3 @@ class _Mapped:
 
     def rows(self, group: int, columns: list[str]) -> Any:
         return self._batches[group]
-
-
-def _files(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(path, (str, Path)):
-        files = [Path(file) for file in path]
-    elif Path(path).is_dir():
-        files = sorted(file for file in Path(path).iterdir() if file.suffix.lower() in _SUFFIXES)
-    else:
-        files = [Path(path)]
-    if not files:
-        raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}.")
-    kinds = sorted({file.suffix.lower() for file in files})
-    if len(kinds) > 1 or kinds[0] not in _SUFFIXES:
-        raise ConfigError(
-            f"ArrowFiles reads files of one kind ({', '.join(_SUFFIXES)}) and was given {', '.join(kinds)}. "
-            "Name the files."
-        )
-    return files

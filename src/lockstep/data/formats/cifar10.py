@@ -29,11 +29,9 @@ _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 
 
 def files_of(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yields the path and content of each wanted regular file, in no particular order.
+    """Yields the path and content of each wanted regular file of a folder or tar archive, in no particular order.
 
-    Args:
-        source: a folder, or a tar archive (also compressed).
-        wanted: says from a file's path, relative to the folder or as in the archive, whether it is read.
+    Paths are relative to the folder, or as in the archive.
     """
     if source.is_dir():
         for path in source.rglob("*"):
@@ -108,12 +106,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_arrays(data: bytes, name: str) -> dict[str, Any]:
-    """The dictionary in a pickle: arrays of bytes, lists, numbers and texts. ``DataError`` for anything else.
-
-    Args:
-        data: the pickle.
-        name: the file it comes from, for messages.
-    """
+    """The dictionary in a pickle: arrays of bytes, lists, numbers and texts. ``DataError`` for anything else."""
     try:
         found = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:
@@ -121,13 +114,11 @@ def load_arrays(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{name} holds a {type(found).__name__}, not a dictionary. Nothing of it was used.")
     return {
-        key.decode("latin1") if isinstance(key, bytes) else str(key): _plain(value, name)
+        key.decode("latin1") if isinstance(key, bytes) else str(key): (
+            _array(value, name) if isinstance(value, _Array) else value
+        )
         for key, value in found.items()
     }
-
-
-def _plain(value: Any, name: str) -> Any:
-    return _array(value, name) if isinstance(value, _Array) else value
 
 
 def _array(record: _Array, name: str) -> npt.NDArray[np.uint8]:

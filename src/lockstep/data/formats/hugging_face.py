@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data.formats.arrow_files import as_number, as_value, optional_module, whole_numbers
-from lockstep.data.images.encoded import EncodedPairs, Transform
-from lockstep.data.images.transforms import ImageTransform
+from lockstep.data.images.encoded import EncodedPairs
+from lockstep.data.images.image_cache import StoredPhotos
+from lockstep.data.images.transforms import ImageTransform, Transform
 from lockstep.data.naming import check_labels, class_names
 from lockstep.errors import ConfigError, DataError, nearest
 
@@ -74,9 +75,9 @@ class HuggingFace(EncodedPairs):
     def __repr__(self) -> str:
         return f"HuggingFace: {len(self):,} rows, {self.columns[0]} -> {self.columns[1]}"
 
-    def _stored(self) -> tuple[str, list[Path], list[str]]:
+    def _photos(self) -> StoredPhotos:
         files = [Path(each["filename"]) for each in self._inputs.cache_files]
-        return "hugging-face", files, [self._inputs._fingerprint]
+        return StoredPhotos("hugging-face", len(self), files, [self._inputs._fingerprint], self._picture)
 
     def _input(self, index: int) -> Any:
         return as_value(self._inputs[index][self.columns[0]])

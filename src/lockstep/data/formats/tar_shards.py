@@ -1,40 +1,35 @@
 """WebDataset-style tar shards, read by number and without unpacking.
 
-The positions of all members are found once and kept in an index file:
-
-    index file   32 bytes of BLAKE2b over the rest | a ``.npz`` of the arrays of ``TarIndex``
-
-It is written to a temporary name and renamed, so a reader sees a whole one or none. It is used while each shard has the
-name, size and time of change recorded in it and its digest matches; otherwise it is built again. Where the folder is
-read-only, the index is built in memory for each run.
+The positions of all members are found once and kept in an index file, a ``RecordFile`` of the arrays of ``TarIndex``.
+It is used while each shard has the name, size and time of change recorded in it; otherwise it is built again. Where the
+folder is read-only, the index is built in memory for each run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import tarfile
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import NamedTemporaryFile
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.plan import Indices
+from lockstep.data.formats.arrow_files import files_of_kind
+from lockstep.data.images.cache_file import RecordFile, writing
 from lockstep.data.images.encoded import EncodedPairs
-from lockstep.data.images.transforms import ImageTransform
+from lockstep.data.images.image_cache import StoredPhotos
+from lockstep.data.images.transforms import Transform
 from lockstep.data.naming import check_labels, class_names
 from lockstep.errors import ConfigError, DataError
 
-_VERSION = 1
-_DIGEST = 32
 _BLOCK = 512
 Numbers = npt.NDArray[np.int64]
 
@@ -68,22 +63,22 @@ def open_index(shards: Sequence[Path], index_file: Path) -> TarIndex:
 
     ``DataError`` names a shard that is missing, compressed, cut off, or holds links.
     """
-    state = _state(shards)
-    names = np.array([shard.name for shard in shards])
-    found = _read(index_file)
-    if found is not None and np.array_equal(found.names, names) and np.array_equal(found.shards, state):
-        return found
-    index = _scanned(shards, names, state)
-    with suppress(OSError):  # a folder that cannot be written to: the index stays in memory
-        _write(index_file, index)
-    return index
-
-
-def _state(shards: Sequence[Path]) -> Numbers:
     for shard in shards:
         if not shard.is_file():
             raise DataError(f"The shard {shard} does not exist.")
-    return np.array([(shard.stat().st_size, shard.stat().st_mtime_ns) for shard in shards], dtype=np.int64)
+    state = np.array([(shard.stat().st_size, shard.stat().st_mtime_ns) for shard in shards], dtype=np.int64)
+    names = np.array([shard.name for shard in shards])
+    with suppress(
+        OSError, ValueError, TypeError
+    ):  # there is none, or none that is whole, or it has other arrays
+        found = TarIndex(**RecordFile(index_file).arrays)
+        if np.array_equal(found.names, names) and np.array_equal(found.shards, state):
+            return found
+    index = _scanned(shards, names, state)
+    # without the lock of a file beside the shards; in a folder that cannot be written to, the index stays in memory
+    with suppress(OSError), writing(index_file, uuid4().hex) as writer:
+        writer.finish(vars(index))
+    return index
 
 
 def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers) -> TarIndex:
@@ -158,37 +153,6 @@ def _split(name: str) -> tuple[str, str]:
     return str(path.with_name(stem)) if stem else str(path), ending.lower()
 
 
-def _read(index_file: Path) -> TarIndex | None:
-    """The index in a file; nothing where there is none, or none that is whole."""
-    try:
-        content = index_file.read_bytes()
-        if hashlib.blake2b(content[_DIGEST:], digest_size=_DIGEST).digest() != content[:_DIGEST]:
-            return None
-        with np.load(io.BytesIO(content[_DIGEST:]), allow_pickle=False) as arrays:
-            if int(arrays["version"]) != _VERSION:
-                return None
-            return TarIndex(**{name: arrays[name] for name in TarIndex.__dataclass_fields__})
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-
-
-def _write(index_file: Path, index: TarIndex) -> None:
-    buffer = io.BytesIO()
-    arrays: dict[str, Any] = asdict(index)
-    np.savez(buffer, version=np.array(_VERSION), **arrays)
-    content = buffer.getvalue()
-    with NamedTemporaryFile(dir=index_file.parent, prefix=f".{index_file.name}-", delete=False) as file:
-        try:
-            file.write(hashlib.blake2b(content, digest_size=_DIGEST).digest() + content)
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)  # others who may read the shards read the index too
-            Path(file.name).replace(index_file)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-
-
 INDEX_NAME = "lockstep-index"
 _OPEN_SHARDS = 64
 _LONGEST_LABEL = 20
@@ -222,7 +186,7 @@ class TarShards(EncodedPairs):
         *,
         input: str | Sequence[str] = ("jpg", "jpeg", "png", "webp"),
         label: str = "cls",
-        transform: ImageTransform | Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
         decode: Callable[[dict[str, bytes]], Any] | None = None,
         classes: int | Sequence[str] | None = None,
         index: str | Path | None = None,
@@ -232,7 +196,7 @@ class TarShards(EncodedPairs):
                 "TarShards was given decode and transform. decode makes the whole sample; leave one out."
             )
         super().__init__(transform)
-        self.shards = _shards(path)
+        self.shards = files_of_kind(path, [".tar"], "Unpack .tar.gz shards to .tar: they are read by place.")
         self.decode = decode
         self._files: OrderedDict[int, int] = OrderedDict()
         index_file = Path(index) if index is not None else self.shards[0].parent / INDEX_NAME
@@ -274,9 +238,10 @@ class TarShards(EncodedPairs):
         shard = self.shards[int(self._index.shard[index])].name
         return f"{shard}, {self._index.keys[index].decode()}"
 
-    def _stored(self) -> tuple[str, list[Path], list[str]]:
+    def _photos(self) -> StoredPhotos:
+        name = self.shards[0].parent.name or "shards"
         chosen = hashlib.blake2b(self._inputs.tobytes(), digest_size=16).hexdigest()
-        return self.shards[0].parent.name or "shards", self.shards, [chosen]
+        return StoredPhotos(name, len(self), self.shards, [chosen], self._picture)
 
     def _input(self, index: int) -> bytes:
         return self._content(index, int(self._inputs[index]))
@@ -328,17 +293,3 @@ class TarShards(EncodedPairs):
                 os.close(self._files.popitem(last=False)[1])
         self._files.move_to_end(shard)
         return self._files[shard]
-
-
-def _shards(path: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(path, (str, Path)):
-        shards = [Path(each) for each in path]
-    elif Path(path).is_dir():
-        shards = sorted(each for each in Path(path).iterdir() if each.suffix.lower() == ".tar")
-    else:
-        shards = [Path(path)]
-    if not shards:
-        raise DataError(
-            f"{path} holds no files that end in .tar. Unpack .tar.gz shards to .tar: they are read by place."
-        )
-    return shards

@@ -1,4 +1,4 @@
-"""The file of a photo cache: its records, and the two formats in which photos are kept in them.
+"""Files of records with an index, and the two formats in which a photo cache keeps photos in them.
 
     records, one after the other | index: an ``.npz`` of arrays | footer: offset, size and BLAKE2b of the index, mark
 
@@ -26,15 +26,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from lockstep.data.images.decoding import Photo, Pixels, pixels_digest, reduced, reduction
-from lockstep.data.images.transforms import CenterCrop, ImageTransform, Resize, Squeeze, Uniforms, cut_into
+from lockstep.data.images.transforms import CenterCrop, ImageTransform, Resize, Squeeze, Transform, cut_into
 
 ALIGNMENT = 64
 """Records are of a multiple of this many bytes, padded by the caller."""
@@ -49,12 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 class RecordFile:
     """The records of a file, by number. Processes that are forked, and others that open it, share its memory.
 
-    Args:
-        path: the file.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is none of these files, or its index was altered or cut off.
+    ``ValueError`` if it is none of these files, or its index was altered or cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,12 +111,15 @@ class RecordWriter:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[RecordWriter]:
+def writing(path: Path, aside_as: str = "partial") -> Iterator[RecordWriter]:
     """Writes the file ``path`` anew; it appears if the block ends after ``finish``, and else stays as it was.
 
-    Only one process at a time may write a file: hold ``lock_file``.
+    Args:
+        path: the file.
+        aside_as: ends the hidden name that it has until then. Only one process at a time may write to one name: hold
+            ``lock_file``, or give each its own.
     """
-    aside = path.with_name(f".{path.name}.partial")
+    aside = path.with_name(f".{path.name}.{aside_as}")
     try:
         with aside.open("wb") as file:
             writer = RecordWriter(file)
@@ -155,37 +152,19 @@ ABSENT: Row = (0, 0, 0, 0)
 """Of a photo that cannot be decoded: it is read from its file, which says why."""
 
 
-class CacheFormat(Protocol):
-    """The format in which photos are kept."""
+@dataclass(frozen=True)
+class WholePhotos:
+    """Keeps decoded photos."""
+
+    size: int
+    """Of the pictures that are cut; 0 to keep full scale only."""
 
     def settings(self) -> dict[str, Any]:
         """Everything beside the file that the kept bytes depend on."""
-
-    def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
-        """The arrays to keep of a photo, one after the other, and the photo's row in the index."""
-
-    def cut_into(
-        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
-    ) -> bool:
-        """Writes the picture that ``transform`` cuts into ``out``; False if the kept bytes do not suffice."""
-
-
-@dataclass(frozen=True)
-class WholePhotos:
-    """Keeps decoded photos.
-
-    Args:
-        size: of the pictures that are cut; 0 to keep full scale only.
-    """
-
-    size: int
-
-    def settings(self) -> dict[str, Any]:
-        """See ``CacheFormat``."""
         return {"form": "photos", "size": self.size, "pixels": pixels_digest()}
 
     def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
-        """See ``CacheFormat``."""
+        """The arrays to keep of a photo, one after the other, and the photo's row in the index."""
         width, height = photo.width, photo.height
         kept, scalable = [photo.pixels()], True
         excess = min(width, height) // self.size if self.size else 1
@@ -197,29 +176,15 @@ class WholePhotos:
             factor *= 2
         return kept, (width, height, len(kept), int(scalable))
 
-    def cut_into(
-        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
-    ) -> bool:
-        """See ``CacheFormat``."""
-        try:
-            cut_into(CachedImage(kept, row), transform, uniforms, out)
-        except _NotKept:
-            return False
-        return True
-
 
 @dataclass(frozen=True)
 class FinishedPictures:
-    """Keeps the pictures of a transform without random numbers.
-
-    Args:
-        transform: one of ours, which its settings describe whole.
-    """
+    """Keeps the pictures of a transform without random numbers, which its settings describe whole."""
 
     transform: CenterCrop | Resize
 
     def settings(self) -> dict[str, Any]:
-        """See ``CacheFormat``."""
+        """Everything beside the file that the kept bytes depend on."""
         kernel = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
         return {
             "form": "pictures",
@@ -229,27 +194,21 @@ class FinishedPictures:
         }
 
     def encode(self, photo: Photo) -> tuple[list[Pixels], Row]:
-        """See ``CacheFormat``."""
+        """The picture, and the photo's row in the index."""
         size = self.transform.size
         picture = torch.empty(3, size, size, dtype=torch.uint8)
         cut_into(photo, self.transform, np.empty(0), picture)
         return [picture.numpy()], (photo.width, photo.height, 1, 0)
 
-    def cut_into(
-        self, kept: Pixels, row: Row, transform: ImageTransform, uniforms: Uniforms, out: Tensor
-    ) -> bool:
-        """See ``CacheFormat``."""
-        if type(transform) is not type(self.transform) or transform != self.transform:
-            return False
-        np.copyto(out.numpy(), kept[: out.numel()].reshape(out.shape))
-        return True
+
+CacheFormat = WholePhotos | FinishedPictures
 
 
 class CachedImage:
-    """A photo whose pixels are in the cache file."""
+    """A photo whose pixels are in the cache file; ``opened`` opens it itself, for a scale that was not kept."""
 
-    def __init__(self, kept: Pixels, row: Row) -> None:
-        self._kept = kept
+    def __init__(self, kept: Pixels, row: Row, opened: Callable[[], Photo]) -> None:
+        self._kept, self._opened = kept, opened
         self.width, self.height, self._scales, self._scalable = row
 
     def pixels(self, factor: int = 1) -> Pixels:
@@ -262,21 +221,11 @@ class CachedImage:
             if scale == wanted:
                 return self._kept[start : start + length].reshape(shape)
             start, scale = start + length, 2 * scale
-        raise _NotKept
+        return self._opened().pixels(factor)
 
 
-class _NotKept(Exception):
-    """This scale was not kept when the photos were decoded."""
-
-
-def cache_format(transform: ImageTransform | Callable[[Any], Any]) -> CacheFormat:
+def cache_format(transform: Transform | None) -> CacheFormat:
     """The format for a transform."""
     if isinstance(transform, (CenterCrop, Resize)) and type(transform) in (CenterCrop, Resize, Squeeze):
         return FinishedPictures(transform)
     return WholePhotos(transform.size if isinstance(transform, ImageTransform) else 0)
-
-
-def joined(parts: list[Pixels], alignment: int) -> npt.NDArray[np.uint8]:
-    """The bytes of all parts, filled up with zeros to a multiple of ``alignment``."""
-    content = np.concatenate([part.reshape(-1) for part in parts])
-    return np.pad(content, (0, -len(content) % alignment))

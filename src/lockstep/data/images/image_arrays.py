@@ -44,6 +44,7 @@ class PadCropFlip:
 
     padding: int = 4
     flip: float = 0.5
+    draws = 3  # two for the place, one for mirroring
 
     def __post_init__(self) -> None:
         if self.padding < 0 or not 0 <= self.flip <= 1:
@@ -52,24 +53,13 @@ class PadCropFlip:
                 "padding must not be negative, and flip is a probability."
             )
 
-    @property
-    def draws(self) -> int:
-        """Two for the place, one for mirroring."""
-        return 3
-
     def transform(self, images: Tensor, uniforms: Uniforms) -> Tensor:
         """The windows, of the same shape as the images."""
-        count, channels, height, width = images.shape
+        count, _, height, width = images.shape
         padded = torch.nn.functional.pad(images, [self.padding] * 4).numpy()
-        n, c, h, w = padded.strides
-        windows = np.lib.stride_tricks.as_strided(
-            padded,
-            (count, 2 * self.padding + 1, 2 * self.padding + 1, channels, height, width),
-            (n, h, w, c, h, w),
-            writeable=False,
-        )
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
         places = (uniforms[:, :2] * (2 * self.padding + 1)).astype(np.int64)
-        cut = windows[np.arange(count), places[:, 0], places[:, 1]]
+        cut = windows[np.arange(count), :, places[:, 0], places[:, 1]]
         mirrored = uniforms[:, 2] < self.flip
         cut[mirrored] = cut[mirrored][..., ::-1]
         return torch.from_numpy(cut)

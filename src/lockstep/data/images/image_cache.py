@@ -12,12 +12,12 @@ import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +32,17 @@ from lockstep.data.images.cache_file import (
     ALIGNMENT,
     CachedImage,
     CacheFormat,
+    FinishedPictures,
     RecordFile,
     RecordWriter,
-    Row,
     WholePhotos,
     cache_format,
-    joined,
     writing,
 )
 from lockstep.data.images.decoding import Photo, open_photo
-from lockstep.data.images.transforms import ImageTransform, Uniforms, cut_into
-from lockstep.data.keyed import EVALUATION_EPOCH, SampleKeys
-from lockstep.data.reader import Request
-from lockstep.data.workers import open_reading
+from lockstep.data.images.transforms import ImageTransform, Transform, Uniforms, cut_into
+from lockstep.data.keyed import SampleKeys
+from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, DataError
 from lockstep.text import format_bytes
 
@@ -54,64 +52,31 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def lock_file(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock of a file within the block; whoever dies gives it up.
+    """Holds the lock of a file, made where it is absent, within the block; whoever dies gives it up.
 
-    Args:
-        path: the file; made where it is absent, and left.
-        waiting: called ten times a second while another process holds the lock.
-
-    Raises:
-        ConfigError: the file cannot be written to, or its file system has no locks.
+    Calls ``waiting`` ten times a second while another process holds the lock. ``ConfigError`` if the file cannot be
+    written to, or its file system has no locks.
     """
     lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
-    try:
-        while not _taken(lock, path):
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_LOOK_EVERY, poll_interval=_LOOK_EVERY)
+        except Timeout:
             waiting()
-            time.sleep(_LOOK_EVERY)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                raise ConfigError(
+                    f"The file system of {path.parent} has no locks ({error}). Give a folder on a local disk."
+                ) from error
+            raise ConfigError(f"Cannot write to {path.parent}: {error}. Give another folder.") from error
+    try:
         yield
     finally:
         lock.release()
 
 
-def _taken(lock: FileLock, path: Path) -> bool:
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            raise ConfigError(
-                f"The file system of {path.parent} has no locks ({error}). Give a folder on a local disk."
-            ) from error
-        raise ConfigError(f"Cannot write to {path.parent}: {error}. Give another folder.") from error
-    return True
-
-
 States = npt.NDArray[np.int64]
 """Of shape (photos, 2): a size and a time of change of what holds each photo; -1 where there is nothing."""
-
-
-class PhotoStore(Protocol):
-    """Encoded photos."""
-
-    @property
-    def name(self) -> str:
-        """Begins the name of the file that they are kept in."""
-
-    def __len__(self) -> int:
-        """The number of photos."""
-
-    def identity(self) -> list[str]:
-        """The names of the photos, independent of their content and folder."""
-
-    def states(self) -> States:
-        """The current state; another size means another photo, another time means that contents must be compared."""
-
-    def source(self, index: int) -> bytes | Path:
-        """The encoded photo, or its path."""
-
-    def content(self, index: int) -> bytes:
-        """The same as bytes. May raise anything that is wrong with the photo."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +89,18 @@ class FolderPhotos:
 
     @property
     def name(self) -> str:
-        """See ``PhotoStore``."""
+        """Begins the name of the cache file."""
         return self.root.name or "photos"
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def identity(self) -> list[str]:
-        """See ``PhotoStore``."""
+        """The names of the photos, independent of their content and folder."""
         return list(self.paths)
 
     def states(self) -> States:
-        """See ``PhotoStore``."""
+        """The current state; another size means another photo, another time means that contents must be compared."""
         found = np.full((len(self.paths), 2), -1, dtype=np.int64)
         for row, path in zip(found, self.paths, strict=True):
             try:
@@ -146,11 +111,11 @@ class FolderPhotos:
         return found
 
     def source(self, index: int) -> Path:
-        """See ``PhotoStore``."""
+        """The path of a photo."""
         return self.root / self.paths[index]
 
     def content(self, index: int) -> bytes:
-        """See ``PhotoStore``."""
+        """The encoded photo. May raise anything that is wrong with it."""
         return self.source(index).read_bytes()
 
 
@@ -159,25 +124,25 @@ class StoredPhotos:
     """Many photos in each of some files, such as shards."""
 
     name: str
-    """See ``PhotoStore``."""
+    """Begins the name of the cache file."""
     count: int
     """Of photos."""
     files: Sequence[Path]
     """All that hold them; none where they are in memory."""
     words: Sequence[str]
     """Further words that identify the selected contents."""
-    read: Callable[[int], bytes | Path]
+    source: Callable[[int], bytes | str | Path]
     """Gives an encoded photo, or where it lies outside of these files."""
 
     def __len__(self) -> int:
         return self.count
 
     def identity(self) -> list[str]:
-        """See ``PhotoStore``."""
+        """The names of the files and what is selected of them."""
         return [str(self.count), *(file.name for file in self.files), *self.words]
 
     def states(self) -> States:
-        """See ``PhotoStore``: the files together, so that a change of one asks for a look at every photo."""
+        """Those of the files together, so that a change of one asks for a look at every photo."""
         try:
             found = [file.stat() for file in self.files]
         except OSError:
@@ -188,19 +153,20 @@ class StoredPhotos:
             np.array([sum(state.st_size for state in found), time], dtype=np.int64), (self.count, 1)
         )
 
-    def source(self, index: int) -> bytes | Path:
-        """See ``PhotoStore``."""
-        return self.read(index)
-
     def content(self, index: int) -> bytes:
-        """See ``PhotoStore``; what lies outside could change unseen, so it is not kept."""
-        found = self.read(index)
-        if isinstance(found, Path):
+        """The encoded photo; what lies outside could change unseen, so it is not kept."""
+        found = self.source(index)
+        if not isinstance(found, bytes):
             raise DataError(f"the photo is outside of the set, in {found}")
         return found
 
 
+PhotoStore = FolderPhotos | StoredPhotos
+
 logger = logging.getLogger(__name__)
+
+Tell = Callable[[int, int], None]
+"""Called with the numbers of decoded photos and of all; (0, all) while another process decodes them."""
 
 _AT_ONCE = 8
 _DIGEST = 16
@@ -208,43 +174,31 @@ _RESERVE, _LARGEST_RESERVE = 0.05, 10e9
 """Part of a disk that is left free, and bytes that suffice on a large one."""
 
 
-def build_cache(
-    file: Path,
-    photos: PhotoStore,
-    kept_as: CacheFormat,
-    *,
-    workers: int,
-    tell: Callable[[int, int], None],
-) -> None:
-    """Writes the file for some photos.
-
-    Args:
-        file: appears when it is whole.
-        photos: where they are found.
-        kept_as: what is kept of each.
-        workers: processes that decode; 0 decodes here.
-        tell: called with the number of photos done and of all.
-
-    Raises:
-        ConfigError: the disk has not enough room.
-    """
+def _build(file: Path, photos: PhotoStore, kept_as: CacheFormat, workers: int, tell: Tell) -> None:
+    """Writes the file, which appears when it is whole; ``ConfigError`` where the disk has not enough room."""
     state, count = photos.states(), len(photos)
     rows: list[npt.NDArray[np.int64]] = []
     digests: list[npt.NDArray[np.uint8]] = []
     logger.info("%d photos are decoded once, into %s", count, file)
-    reading = open_reading(_Decoded(photos, kept_as), seed=0, workers=workers)
+    loader = EvaluationLoader(_Decoded(photos, kept_as), micro_batch_size=_AT_ONCE, workers=workers)
     try:
         with writing(file) as writer:
-            for content, sizes, table, digest in reading.read(_requests(count)):
+            for content, sizes, table, digest in (part.data for part in loader):
                 _check_room(file, writer, sum(map(len, rows)), count)
-                _append(writer, content.numpy(), sizes.tolist(), file)
+                try:
+                    writer.append(content.numpy(), sizes.tolist())
+                except OSError as error:
+                    raise ConfigError(
+                        f"Cannot write the decoded photos to {file}: {error}. Give data.cache a folder with more "
+                        "room, or false."
+                    ) from error
                 rows.append(table.numpy())
                 digests.append(digest.numpy())
                 tell(sum(map(len, rows)), count)
             writer.finish({"rows": np.concatenate(rows), "digests": np.concatenate(digests), "states": state})
             logger.info("The decoded photos take %s", format_bytes(writer.written))
     finally:
-        reading.close()
+        loader.close()
 
 
 def content_digest(content: bytes) -> npt.NDArray[np.uint8]:
@@ -263,16 +217,10 @@ class _Decoded(Dataset[Any]):
 
     def get_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, ...]:
         """All bytes; their number, row and digest for each photo."""
-        kept, rows, digests = [], [], []
-        for index in indices.tolist():
-            content, row, digest = self._decode(index)
-            kept.append(content)
-            rows.append(row)
-            digests.append(digest)
-        sizes = torch.tensor([len(content) for content in kept], dtype=torch.int64)
+        kept, rows, digests = zip(*map(self._decode, indices.tolist()), strict=True)
         return (
             torch.from_numpy(np.concatenate(kept)),
-            sizes,
+            torch.tensor([len(content) for content in kept], dtype=torch.int64),
             torch.tensor(rows, dtype=torch.int64),
             torch.from_numpy(np.stack(digests)),
         )
@@ -286,22 +234,8 @@ class _Decoded(Dataset[Any]):
             raise
         except Exception:  # whatever is wrong with the photo, who reads it from its store will be told
             return np.zeros(0, dtype=np.uint8), ABSENT, content_digest(content)
-        return joined(parts, ALIGNMENT), row, content_digest(content)
-
-
-def _requests(count: int) -> Iterator[Request]:
-    for first in range(0, count, _AT_ONCE):
-        yield Request(EVALUATION_EPOCH, np.arange(first, min(first + _AT_ONCE, count), dtype=np.int64))
-
-
-def _append(writer: RecordWriter, content: npt.NDArray[np.uint8], sizes: list[int], file: Path) -> None:
-    try:
-        writer.append(content, sizes)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot write the decoded photos to {file}: {error}. Give data.cache a folder with more room, or "
-            "false."
-        ) from error
+        kept = np.concatenate([part.reshape(-1) for part in parts])
+        return np.pad(kept, (0, -len(kept) % ALIGNMENT)), row, content_digest(content)
 
 
 def _check_room(file: Path, writer: RecordWriter, done: int, count: int) -> None:
@@ -319,20 +253,11 @@ def _check_room(file: Path, writer: RecordWriter, done: int, count: int) -> None
         )
 
 
-Tell = Callable[[int, int], None]
-"""Called with the numbers of decoded photos and of all; (0, all) while another process decodes them."""
-
 _VERSION = 1
 
 
 class ImageCache:
-    """The decoded photos of a set, by number.
-
-    Args:
-        records: the file.
-        kept_as: what it keeps.
-        photos: where those are found that are not kept.
-    """
+    """The decoded photos of a set, by number; ``photos`` are read where something is not kept."""
 
     def __init__(self, records: RecordFile, kept_as: CacheFormat, photos: PhotoStore) -> None:
         self.file = records.path
@@ -341,47 +266,37 @@ class ImageCache:
 
     def photo(self, index: int) -> Photo:
         """The whole photo; from its file where that is not kept."""
-        row = self._row(index)
-        if row[2] and isinstance(self._kept_as, WholePhotos):
-            return CachedImage(self._records[index], row)
-        return open_photo(self._photos.source(index))
+        width, height, scales, scalable = self._rows[index].tolist()
+        if scales and isinstance(self._kept_as, WholePhotos):
+            return CachedImage(
+                self._records[index], (width, height, scales, scalable), partial(self._opened, index)
+            )
+        return self._opened(index)
 
     def cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
         """Makes the picture that ``transform`` cuts out of a photo, as ``decode_into`` makes it of the file."""
-        row = self._row(index)
-        if not row[2] or not self._kept_as.cut_into(self._records[index], row, transform, uniforms, out):
-            cut_into(open_photo(self._photos.source(index)), transform, uniforms, out)
+        kept_as = self._kept_as
+        if isinstance(kept_as, FinishedPictures) and kept_as.transform == transform and self._rows[index, 2]:
+            np.copyto(out.numpy(), self._records[index][: out.numel()].reshape(out.shape))
+        else:
+            cut_into(self.photo(index), transform, uniforms, out)
 
-    def _row(self, index: int) -> Row:
-        width, height, scales, scalable = self._rows[index].tolist()
-        return width, height, scales, scalable
+    def _opened(self, index: int) -> Photo:
+        return open_photo(self._photos.source(index))
 
 
 def open_cache(
-    photos: PhotoStore,
-    transform: ImageTransform | Callable[[Any], Any],
-    folder: Path,
-    *,
-    workers: int = 0,
-    tell: Tell = lambda done, count: None,
+    photos: PhotoStore, transform: Transform | None, folder: Path, *, workers: int, tell: Tell
 ) -> ImageCache:
     """The decoded photos, from the file in ``folder`` that was made of them with these settings, else a new one.
 
     One process makes it and others wait. A file is made anew once a photo's content has changed; where only times have,
-    the contents are compared.
-
-    Args:
-        photos: where they are found.
-        transform: what is done to them.
-        folder: where the file is kept; made where it is absent.
-        workers: processes that decode; 0 decodes here.
-        tell: see ``Tell``.
-
-    Raises:
-        ConfigError: the folder cannot be written to, or has not enough room.
+    the contents are compared. See ``EncodedPairs.use_cache`` for the arguments and errors.
     """
     kept_as = cache_format(transform)
-    file = folder / f"{photos.name}-{_key(photos, kept_as)}.photos"
+    settings = json.dumps([_VERSION, kept_as.settings(), photos.identity()], sort_keys=True)
+    key = hashlib.blake2b(settings.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+    file = folder / f"{photos.name}-{key}.photos"
     records = _current(file, photos)
     if records is None:
         try:
@@ -391,7 +306,7 @@ def open_cache(
         with lock_file(file.with_suffix(".lock"), lambda: tell(0, len(photos))):
             records = _current(file, photos)
             if records is None:
-                build_cache(file, photos, kept_as, workers=workers, tell=tell)
+                _build(file, photos, kept_as, workers, tell)
                 records = RecordFile(file)
     return ImageCache(records, kept_as, photos)
 
@@ -399,11 +314,6 @@ def open_cache(
 def default_folder() -> Path:
     """The user's folder for things that can be made again, after the XDG rules."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
-
-
-def _key(photos: PhotoStore, kept_as: CacheFormat) -> str:
-    settings = json.dumps([_VERSION, kept_as.settings(), photos.identity()], sort_keys=True)
-    return hashlib.blake2b(settings.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def _current(file: Path, photos: PhotoStore) -> RecordFile | None:

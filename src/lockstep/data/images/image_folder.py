@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from PIL import Image
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from lockstep.core.plan import Indices
-from lockstep.data.images.image_cache import FolderPhotos, ImageCache, Tell, default_folder, open_cache
-from lockstep.data.images.transforms import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    SUFFIXES,
-    CenterCrop,
-    DeviceTransform,
-    FinishAlias,
-    ImageTransform,
-    Normalize,
-    RandomResizedCrop,
-    Uniforms,
-    decode_into,
-    decode_rgb,
-)
-from lockstep.data.keyed import SampleKeys
+from lockstep.data.images.encoded import EncodedPairs
+from lockstep.data.images.image_cache import FolderPhotos
+from lockstep.data.images.transforms import SUFFIXES, CenterCrop, RandomResizedCrop, Transform, decode_rgb
 from lockstep.data.naming import held_out
-from lockstep.data.reader import BrokenSample
-from lockstep.data.shared_buffers import image_buffer
 from lockstep.errors import ConfigError, DataError, nearest
 
 Split = Literal["train", "validation", "all"]
@@ -41,30 +22,18 @@ _TRAIN = ("train", "training")
 _VALIDATION = ("validation", "val", "valid", "test")
 
 
-@dataclass(frozen=True)
-class FoundPhotos:
-    """The photos of a split: the same on every machine that holds the same files."""
-
-    classes: tuple[str, ...]
-    """Class names; a label is a position here."""
-    paths: list[str]
-    """Photos below the root, with forward slashes, sorted."""
-    labels: list[int]
-    """The label of each photo."""
-
-
-def find_photos(
+def _find_photos(
     root: Path,
     split: Split,
-    *,
-    classes: Sequence[str] | str | Path | None = None,
-    held_out_part: float = 0.2,
-    seed: int = 0,
-    split_by: Literal["auto", "folders", "seed"] = "auto",
-) -> FoundPhotos:
-    """Lists the photos of a split; ``DataError`` for a missing folder, an empty class, or unequal splits.
+    classes: Sequence[str] | str | Path | None,
+    fraction: float,
+    seed: int,
+    split_by: Literal["auto", "folders", "seed"],
+) -> tuple[tuple[str, ...], list[tuple[str, int]]]:
+    """The class names, and the path below the root and the label of each photo of the split, sorted by path.
 
-    See ``ImageFolder`` for the arguments.
+    The same on every machine that holds the same files. ``DataError`` for a missing folder, an empty class, or splits
+    with different classes.
     """
     if split not in ("train", "validation", "all"):
         raise ConfigError(
@@ -86,11 +55,10 @@ def find_photos(
         found = _scan(root, root)
         names = _class_names(root, found, classes)
         _check_classes(root, found, names)
-        parts = [_divided(found, split, held_out_part, seed)]
-    labelled = sorted(
+        parts = [_divided(found, split, fraction, seed)]
+    return names, sorted(
         (path, names.index(name)) for part in parts for name, paths in part.items() for path in paths
     )
-    return FoundPhotos(names, [path for path, _ in labelled], [label for _, label in labelled])
 
 
 def _parts_in_folders(
@@ -181,7 +149,7 @@ def _divided(found: dict[str, list[str]], split: Split, fraction: float, seed: i
     return result
 
 
-class ImageFolder(FinishAlias, Dataset[Any]):
+class ImageFolder(EncodedPairs):
     """Photos under ``root/<class>/``, at any depth, in any file format that Pillow reads.
 
     ``dataset[i]`` is the pair ``(picture, label)``. With the transforms of ``lockstep.data`` a picture is
@@ -202,14 +170,15 @@ class ImageFolder(FinishAlias, Dataset[Any]):
         split_by: ``auto`` as said under ``root``, or ``folders`` or ``seed`` to insist on one.
     """
 
-    rows_independent = True
+    get_batch = EncodedPairs.get_batch
+    rows_independent = True  # of this get_batch
 
     def __init__(
         self,
         root: str | Path,
         split: Split = "all",
         *,
-        transform: ImageTransform | Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
         size: int = 224,
         classes: Sequence[str] | str | Path | None = None,
         held_out: float = 0.2,
@@ -217,89 +186,39 @@ class ImageFolder(FinishAlias, Dataset[Any]):
         split_by: Literal["auto", "folders", "seed"] = "auto",
     ) -> None:
         self.root = Path(root)
-        found = find_photos(
-            self.root, split, classes=classes, held_out_part=held_out, seed=seed, split_by=split_by
-        )
-        self.classes = found.classes
-        self.paths = found.paths
-        self.labels = torch.tensor(found.labels, dtype=torch.int64)
+        self.classes, labelled = _find_photos(self.root, split, classes, held_out, seed, split_by)
+        self.paths = [path for path, _ in labelled]
+        self.labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
         self.split = split
         if transform is None:
             transform = RandomResizedCrop(size) if split == "train" else CenterCrop(size)
-        self.transform = transform
-        own = isinstance(transform, ImageTransform)
-        self.device_transform: DeviceTransform | None = (
-            Normalize(IMAGENET_MEAN, IMAGENET_STD) if own else None
-        )
-        self.cache: ImageCache | None = None
-        self.decodes_photos = True
+        super().__init__(transform)
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        """The picture and its label. Random numbers come from torch's generator."""
-        label = int(self.labels[index])
-        transform = self.transform
-        if not isinstance(transform, ImageTransform):
-            return transform(self._photo(index)), label
-        uniforms = torch.rand(transform.draws, dtype=torch.float64).numpy()
-        picture = torch.empty(3, transform.size, transform.size, dtype=torch.uint8)
-        self._cut_into(index, transform, uniforms, picture)
-        return picture, label
-
     def __repr__(self) -> str:
         return f"ImageFolder {self.root.name}, {self.split}: {len(self)} photos, {len(self.classes)} classes"
 
-    def use_cache(
-        self, folder: str | Path | None = None, *, workers: int = 0, tell: Tell = lambda done, count: None
-    ) -> Self:
-        """Reads decoded photos from a file from now on, and makes that file if it is not there; no bit changes.
-
-        The file is found by the names of the photos and the settings, and made anew when a photo has changed. For
-        ``CenterCrop`` and ``Resize`` it holds the pictures, for other transforms the whole photos.
-
-        Args:
-            folder: where the file is kept; ``None`` for ``lockstep`` in the user's cache folder.
-            workers: processes that decode; 0 decodes here. Other processes that ask for the same file wait.
-            tell: called now and then with the number of photos that are done and of all.
-
-        Raises:
-            ConfigError: the folder cannot be written to, or has not enough room.
-        """
-        place = default_folder() if folder is None else Path(folder).expanduser()
-        photos = FolderPhotos(self.root, self.paths)
-        self.cache = open_cache(photos, self.transform, place, workers=workers, tell=tell)
-        return self
+    @property
+    def decodes_photos(self) -> bool:
+        """Always true."""
+        return True
 
     def sample_path(self, index: int) -> str:
         """The photo's path below ``root``."""
         return self.paths[index]
 
-    @property
-    def get_batch(self) -> Callable[[Indices, SampleKeys], tuple[Tensor, Tensor]] | None:
-        """Decodes a whole micro-batch; ``None`` with a transform that takes one photo at a time."""
-        return self._read_batch if isinstance(self.transform, ImageTransform) else None
+    def _photos(self) -> FolderPhotos:
+        return FolderPhotos(self.root, self.paths)
 
-    def _read_batch(self, indices: Indices, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        transform = self.transform
-        assert isinstance(transform, ImageTransform)
-        uniforms = keys.uniforms(transform.draws)
-        pictures = image_buffer(len(indices), transform.size)
-        for position, (index, numbers) in enumerate(zip(indices.tolist(), uniforms, strict=True)):
-            try:
-                self._cut_into(index, transform, numbers, pictures[position])
-            except Exception as error:
-                raise BrokenSample(position) from error
-        return pictures, self.labels.index_select(0, torch.from_numpy(indices))
+    def _picture(self, index: int) -> str:
+        return f"{self.root}/{self.paths[index]}"
 
-    def _cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
+    def _input(self, index: int) -> Image.Image:
         if self.cache is None:
-            decode_into(f"{self.root}/{self.paths[index]}", transform, uniforms, out)
-        else:
-            self.cache.cut_into(index, transform, uniforms, out)
-
-    def _photo(self, index: int) -> Image.Image:
-        if self.cache is None:
-            return decode_rgb(f"{self.root}/{self.paths[index]}")
+            return decode_rgb(self._picture(index))
         return Image.fromarray(self.cache.photo(index).pixels())
+
+    def _target(self, index: int) -> int:
+        return int(self.labels[index])

@@ -48,10 +48,8 @@ def device_transform_of(dataset: Any) -> DeviceTransform | None:
     """The ``device_transform`` of a data set, or what an older one calls ``finish``; None where it has neither."""
     if hasattr(dataset, "device_transform"):
         found = dataset.device_transform
-    else:
-        found = getattr(dataset, "finish", None)
-        if callable(found):
-            warn_renamed(f"the attribute finish of {type(dataset).__name__}", "device_transform")
+    elif callable(found := getattr(dataset, "finish", None)):
+        warn_renamed(f"the attribute finish of {type(dataset).__name__}", "device_transform")
     return found if callable(found) else None
 
 
@@ -150,6 +148,10 @@ class ImageTransform(Protocol):
         """The cut for a photo of that size; ``uniforms`` are ``draws`` numbers in [0, 1)."""
 
 
+Transform = ImageTransform | Callable[[Any], Any]
+"""Of a photo: one of ours, or any callable of a photo."""
+
+
 @dataclass(frozen=True)
 class RandomResizedCrop:
     """Cuts a random part, resizes it to a square, and mirrors half of the photos.
@@ -170,6 +172,8 @@ class RandomResizedCrop:
     flip: float = 0.5
 
     _TRIES = 10
+    draws = 2 * _TRIES + 3
+    """Two for each try, two for the place, one for mirroring."""
 
     def __post_init__(self) -> None:
         _check_size(self.size)
@@ -178,11 +182,6 @@ class RandomResizedCrop:
                 raise ConfigError(f"RandomResizedCrop {name}=({low:g}, {high:g}) must rise from above 0.")
         if not 0 <= self.flip <= 1:
             raise ConfigError(f"RandomResizedCrop flip={self.flip:g} is a probability: 0 to 1.")
-
-    @property
-    def draws(self) -> int:
-        """Two for each try, two for the place, one for mirroring."""
-        return 2 * self._TRIES + 3
 
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """The random part of one photo."""
@@ -200,7 +199,11 @@ class RandomResizedCrop:
             w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
                 return w, h
-        return _fitting(width, height, narrow, wide)
+        if width / height < narrow:  # no try fits: the largest part of an allowed ratio
+            return width, min(height, round(width / narrow))
+        if width / height > wide:
+            return min(width, round(height * wide)), height
+        return width, height
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,7 @@ class CenterCrop:
 
     size: int = 224
     resize: int | None = None
+    draws = 0  # the same picture every time
 
     def __post_init__(self) -> None:
         _check_size(self.size)
@@ -222,11 +226,6 @@ class CenterCrop:
                 f"CenterCrop cannot cut size={self.size} out of photos resized to {self.resize}. "
                 f"Choose resize of at least {self.size}."
             )
-
-    @property
-    def draws(self) -> int:
-        """None: the same picture every time."""
-        return 0
 
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """The central square of one photo."""
@@ -248,14 +247,10 @@ class Resize:
     """
 
     size: int
+    draws = 0  # the same picture every time
 
     def __post_init__(self) -> None:
         _check_size(self.size)
-
-    @property
-    def draws(self) -> int:
-        """None: the same picture every time."""
-        return 0
 
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """All of the photo."""
@@ -273,15 +268,6 @@ class Squeeze(Resize):
 def _check_size(size: int) -> None:
     if size < 1:
         raise ConfigError(f"Pictures of size={size} were asked for; it must be at least 1.")
-
-
-def _fitting(width: int, height: int, narrow: float, wide: float) -> tuple[int, int]:
-    """The largest part of an allowed ratio; where tries fail it takes the place of a random one."""
-    if width / height < narrow:
-        return width, min(height, round(width / narrow))
-    if width / height > wide:
-        return min(width, round(height * wide)), height
-    return width, height
 
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
