@@ -47,8 +47,7 @@ class SampleKeys:
         sequence of SplitMix64 (Steele, Lea and Flood 2014) that starts at the sample's seed.
         """
         seeds = np.array(self.seeds(), dtype=np.uint64)[:, None]
-        x = seeds + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        x = mix(x)
+        x = mix(seeds + np.arange(1, draws + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
         return np.asarray((x >> np.uint64(11)) * 2.0**-53, dtype=np.float64)
 
 

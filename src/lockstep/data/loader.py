@@ -2,16 +2,14 @@
 
 Planner      computes the steps of the plan, many at a time: the keyed permutation costs about 100 microseconds a
              call, nearly the same for 16 samples as for 1,000
-Prefetched   keeps an iteration that was started early until it is asked for
 StepLoader, EvaluationLoader   read what the rank's share of the plan names
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, tee
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, Unpack
 
 import numpy as np
 
@@ -19,9 +17,8 @@ from lockstep.core.plan import Indices, SamplePlan, Share, StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import EVALUATION_EPOCH
 from lockstep.data.naming import require_map_style, unwrap_subset
-from lockstep.data.read_trace import ReadTrace
-from lockstep.data.reader import Collate, Reading, Request
-from lockstep.data.workers import open_reading
+from lockstep.data.reader import Request
+from lockstep.data.workers import Reading, ReadingOptions, open_reading
 from lockstep.data.wrappers.skipping import SkipBroken
 from lockstep.errors import ConfigError
 
@@ -61,30 +58,32 @@ Position = TypeVar("Position")
 Opened = TypeVar("Opened")
 
 
-class Prefetched(Generic[Position, Opened]):
-    """At most one iteration that was started before it is asked for.
-
-    Args:
-        reading: what reads.
-    """
+class _Prefetching(Generic[Position, Opened]):
+    """A loader, and at most one iteration of it that was started before it was asked for."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._kept: tuple[Position, Opened] | None = None
 
-    def keep(self, position: Position, begin: Callable[[], Opened]) -> None:
+    def _keep(self, position: Position) -> None:
         """Starts to read at a position, unless that was done already."""
         if self._kept is None or self._kept[0] != position:
-            self._kept = position, begin()
+            self._kept = position, self._open(position)
 
-    def take(self, position: Position) -> Opened | None:
-        """The iteration started at this position; None if there is none, or a worker has died since."""
+    def _take(self, position: Position) -> Opened:
+        """The iteration started at this position; a new one if there is none, or a worker has died since."""
         kept, self._kept = self._kept, None
-        return kept[1] if kept is not None and kept[0] == position and self._reading.sound else None
+        if kept is not None and kept[0] == position and self._reading.sound:
+            return kept[1]
+        return self._open(position)
 
-    def forget(self) -> None:
-        """Drops the iteration."""
+    def _open(self, position: Position) -> Opened:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the worker processes, if any. The loader can be used again."""
         self._kept = None
+        self._reading.close()
 
 
 _ALL = Share()
@@ -92,20 +91,16 @@ _Held = tuple[StepPlan, list[tuple[int, Indices]]]
 """A step, and number and samples of each of a holder's micro-batches; a spare has the samples of micro-batch 0."""
 
 
-class StepLoader:
+class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[Any]]]):
     """Reads this rank's micro-batches of each training step.
 
     Args:
         dataset: any map-style data set.
         plan: which samples each micro-batch of each step holds.
         share: which micro-batches of each step are this rank's.
-        seed: the run's seed; with epoch and index it decides every random draw of a sample.
-        workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
-        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
         prefetch: steps that may be read ahead.
-        pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
-        timeout: seconds to wait for one micro-batch of a worker.
-        clock: notes when each micro-batch is read.
+        options: who reads and how: ``seed``, ``workers``, ``collate``, ``pin_memory``, ``timeout`` and ``clock``, see
+            ``lockstep.data.workers.ReadingOptions``.
     """
 
     def __init__(
@@ -114,13 +109,8 @@ class StepLoader:
         plan: SamplePlan,
         *,
         share: Share = _ALL,
-        seed: int = 0,
-        workers: int = 0,
-        collate: Collate | None = None,
         prefetch: int = 2,
-        pin_memory: bool = False,
-        timeout: float = 120.0,
-        clock: ReadTrace | None = None,
+        **options: Unpack[ReadingOptions],
     ) -> None:
         require_map_style(dataset, "StepLoader")
         if len(dataset) != plan.samples:
@@ -131,21 +121,9 @@ class StepLoader:
         self.counts_skipped = isinstance(unwrap_subset(dataset)[0], SkipBroken)
         """True if broken samples are skipped and counted, epoch by epoch."""
         self._plan, self._share, self._planner = plan, share, Planner(plan)
-        per_step = len(share.of(plan.shape.micro_batches))
-        self._reading = open_reading(
-            dataset,
-            seed=seed,
-            workers=workers,
-            collate=collate,
-            prefetch=prefetch * per_step,
-            per_step=max(1, per_step),
-            rows=plan.shape.micro_batch_size,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            clock=clock,
-        )
-        self._prefetched: Prefetched[tuple[int, int], tuple[Iterator[_Held], Iterator[Any]]] = Prefetched(
-            self._reading
+        count, rows = len(share.of(plan.shape.micro_batches)), plan.shape.micro_batch_size
+        super().__init__(
+            open_reading(dataset, prefetch=prefetch * count, per_step=max(1, count), rows=rows, **options)
         )
 
     def batches(
@@ -163,7 +141,7 @@ class StepLoader:
         if self._share.holder is None:
             yield from (Batch(step, ()) for step in self._planner.steps(epoch, first))
             return  # and start no workers
-        steps, results = self._prefetched.take((epoch, first)) or self._open(epoch, first)
+        steps, results = self._take((epoch, first))
         last = self._plan.steps_per_epoch - 1
         for step, held in steps:
             parts = tuple([MicroBatch(k, indices, next(results)) for k, indices in held])
@@ -174,19 +152,14 @@ class StepLoader:
     def begin(self, epoch: int, first: int = 0) -> None:
         """Lets the workers, which must be free, read the beginning of an epoch before it is asked for."""
         if self._share.holder is not None:
-            self._prefetched.keep((epoch, first), lambda: self._open(epoch, first))
+            self._keep((epoch, first))
 
-    def _open(self, epoch: int, first: int) -> tuple[Iterator[_Held], Iterator[Any]]:
-        ahead, steps = tee(_held(self._planner.steps(epoch, first), self._share))
+    def _open(self, position: tuple[int, int]) -> tuple[Iterator[_Held], Iterator[Any]]:
+        ahead, steps = tee(_held(self._planner.steps(*position), self._share))
         return steps, self._reading.read(_requests(ahead, self._reading.at_a_time))
 
-    def close(self) -> None:
-        """Ends the worker processes, if any. The loader can be used again."""
-        self._prefetched.forget()
-        self._reading.close()
 
-
-class EvaluationLoader:
+class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
     """Reads every sample exactly once, in index order, each rank its share of the micro-batches.
 
     The random draws of a sample are keyed without the epoch, so every evaluation sees the same samples.
@@ -195,13 +168,8 @@ class EvaluationLoader:
         dataset: any map-style data set.
         micro_batch_size: samples of a micro-batch; the last one of the set may be smaller.
         share: which micro-batches of the set are this rank's; there may be none.
-        seed: the run's seed.
-        workers: processes that read ahead; 0 reads when asked. A data set in memory is never read by workers.
-        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
         prefetch: micro-batches that each worker may be ahead.
-        pin_memory: deliver tensors in page-locked memory, for asynchronous copies to CUDA.
-        timeout: seconds to wait for one micro-batch of a worker.
-        clock: notes when each micro-batch is read.
+        options: who reads and how, as for ``StepLoader``.
     """
 
     def __init__(
@@ -210,13 +178,8 @@ class EvaluationLoader:
         *,
         micro_batch_size: int,
         share: Share = _ALL,
-        seed: int = 0,
-        workers: int = 0,
-        collate: Collate | None = None,
         prefetch: int = 2,
-        pin_memory: bool = False,
-        timeout: float = 120.0,
-        clock: ReadTrace | None = None,
+        **options: Unpack[ReadingOptions],
     ) -> None:
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
@@ -226,17 +189,7 @@ class EvaluationLoader:
         self.count = -(-self._samples // micro_batch_size)
         """Micro-batches of the set, over all ranks."""
         self._held = share.of(self.count)
-        self._reading = open_reading(
-            dataset,
-            seed=seed,
-            workers=workers,
-            collate=collate,
-            prefetch=prefetch * workers,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            clock=clock,
-        )
-        self._prefetched: Prefetched[None, Iterator[Any]] = Prefetched(self._reading)
+        super().__init__(open_reading(dataset, prefetch=prefetch * options.get("workers", 0), **options))
 
     def __len__(self) -> int:
         return len(self._held)
@@ -245,40 +198,27 @@ class EvaluationLoader:
         """Yields this rank's micro-batches; ``k`` numbers those of the set, and spares from ``count`` on."""
         if not len(self):
             return  # and start no workers
-        results = self._prefetched.take(None) or self._open()
-        for part in self._parts():
-            yield MicroBatch(part.k, part.indices, next(results))
+        results = self._take(None)
+        for k, indices in self._parts():
+            yield MicroBatch(k, indices, next(results))
 
     def begin(self) -> None:
         """Lets the workers, which must be free, read the first micro-batches before they are asked for."""
         if len(self):
-            self._prefetched.keep(None, self._open)
+            self._keep(None)
 
-    def _open(self) -> Iterator[Any]:
-        return self._reading.read(Request(EVALUATION_EPOCH, part.indices) for part in self._parts())
+    def _open(self, position: None) -> Iterator[Any]:
+        return self._reading.read(Request(EVALUATION_EPOCH, indices) for _, indices in self._parts())
 
-    def _parts(self) -> list[_Slice]:
-        return [_Slice(k, self._micro_batch_size, self._samples, k >= self.count) for k in self._held]
-
-    def close(self) -> None:
-        """Ends the worker processes, if any. The loader can be used again."""
-        self._prefetched.forget()
-        self._reading.close()
+    def _parts(self) -> Iterator[tuple[int, Indices]]:
+        return _in_order(self._held, self._micro_batch_size, self._samples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """Micro-batch ``k`` of a set that is read in order."""
-
-    k: int
-    size: int
-    samples: int
-    spare: bool = False
-
-    @property
-    def indices(self) -> Indices:
-        first = 0 if self.spare else self.k * self.size
-        return np.arange(first, min(first + self.size, self.samples), dtype=np.int64)
+def _in_order(numbers: Sequence[int], size: int, samples: int) -> Iterator[tuple[int, Indices]]:
+    """The samples of some micro-batches of a set that is read in order; a spare has those of micro-batch 0."""
+    for k in numbers:
+        first = k * size if k * size < samples else 0
+        yield k, np.arange(first, min(first + size, samples), dtype=np.int64)
 
 
 def _held(steps: Iterator[StepPlan], share: Share) -> Iterator[_Held]:

@@ -122,14 +122,8 @@ def known_labels(dataset: Any) -> npt.NDArray[np.int64] | None:
 def held_out(names: Sequence[str], fraction: float, seed: int, what: str) -> set[str]:
     """The names that are for validation: the ``fraction`` with the smallest keys ``(seed, name)``, rounded.
 
-    At least one is held out and at least one is left. A name's key depends on no other name, so a few files
-    more or less move few others.
-
-    Args:
-        names: all names, each once.
-        fraction: how many of them to hold out, between 0 and 1.
-        seed: another seed gives another choice.
-        what: names the group in the error that says it is too small.
+    At least one is held out and at least one is left; ``what`` names the group in the error that says it is too small.
+    A name's key depends on no other name, so a few files more or less move few others.
     """
     if not 0.0 < fraction < 1.0:
         raise ConfigError(f"A held-out fraction of {fraction:g} was asked for; it must lie between 0 and 1.")

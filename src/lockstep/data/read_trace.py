@@ -3,26 +3,25 @@
 Workers are forked and send micro-batches only; a record written here reaches the training process without a message,
 also from a worker that is in the middle of reading or was killed. The newest records of each process are kept.
 
-    process | count | began, ended, epoch, first sample, samples | ... | of the next process
+    process | 0, 0, 0, 0, count | began, ended, epoch, first sample, samples | ... | of the next process
 """
 
 from __future__ import annotations
 
+import math
 import mmap
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from torch.utils.data import get_worker_info
 
 from lockstep.core.plan import Indices
 
 _KEPT = 1024
-_COUNT = struct.Struct("<q")
-_NOTE = struct.Struct("<qqqqq")
-_SIZE = _COUNT.size + _KEPT * _NOTE.size
+_FIELDS = 5
 
 
 @dataclass(frozen=True)
@@ -42,42 +41,29 @@ class ReadSpan:
 
 
 class ReadTrace:
-    """The notes of all processes that read one data set.
-
-    Args:
-        name: what is read, for people.
-        workers: how many processes beside this one may read.
-    """
+    """The notes of all processes that read one data set: this one and some workers. ``name`` is for people."""
 
     def __init__(self, name: str, workers: int) -> None:
         self.name = name
-        self._processes = workers + 1
-        self._memory = mmap.mmap(-1, self._processes * _SIZE)
+        shape = (workers + 1, 1 + _KEPT, _FIELDS)
+        memory = mmap.mmap(-1, math.prod(shape) * 8)
+        self._notes = np.frombuffer(memory, dtype=np.int64).reshape(shape)
 
     @contextmanager
     def noting(self, epoch: int, indices: Indices) -> Iterator[None]:
         """Notes that the samples are read inside, in whichever process that is."""
         began = time.perf_counter_ns()
         yield
-        self._note(began, time.perf_counter_ns(), epoch, int(indices[0]), len(indices))
+        info = get_worker_info()
+        notes = self._notes[0 if info is None else info.id + 1]
+        count = int(notes[0, -1])
+        notes[1 + count % _KEPT] = began, time.perf_counter_ns(), epoch, indices[0], len(indices)
+        notes[0, -1] = count + 1
 
     def spans(self) -> list[ReadSpan]:
         """The micro-batches that were read, worker by worker; the last 1,024 of each."""
         found = []
-        for process in range(self._processes):
-            (count,) = _COUNT.unpack_from(self._memory, process * _SIZE)
-            for number in range(max(0, count - _KEPT), count):
-                note = _NOTE.unpack_from(self._memory, _place(process, number))
-                found.append(ReadSpan(process - 1, *note))
+        for worker, (head, *notes) in enumerate(self._notes.tolist(), start=-1):
+            count = head[-1]
+            found += [ReadSpan(worker, *notes[n % _KEPT]) for n in range(max(0, count - _KEPT), count)]
         return found
-
-    def _note(self, *note: int) -> None:
-        info = get_worker_info()
-        process = 0 if info is None else info.id + 1
-        (count,) = _COUNT.unpack_from(self._memory, process * _SIZE)
-        _NOTE.pack_into(self._memory, _place(process, count), *note)
-        _COUNT.pack_into(self._memory, process * _SIZE, count + 1)
-
-
-def _place(process: int, number: int) -> int:
-    return process * _SIZE + _COUNT.size + number % _KEPT * _NOTE.size

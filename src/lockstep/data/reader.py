@@ -22,7 +22,7 @@ is asked for; ``lockstep.data.workers`` reads ahead in processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -149,17 +149,20 @@ class BrokenSample(Exception):
         super().__init__(f"row {position} of the micro-batch")
         self.position = position
 
+    @property
+    def cause(self) -> BaseException:
+        """The real error."""
+        return self.__cause__ or self
+
 
 class SampleReader:
     """Reads micro-batches of one data set, the same bits whoever reads them and in whatever order.
 
     Args:
         dataset: a map-style data set; ``Subset`` is looked through.
-        seed: the run's seed.
-        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+        seed, collate, clock: see ``lockstep.data.workers.ReadingOptions``.
         keep_generators: give torch, NumPy and ``random`` their state back after each micro-batch, so that
             reading in the training process disturbs nobody's random numbers.
-        clock: notes when each micro-batch is read; None: nothing is noted.
     """
 
     def __init__(
@@ -208,10 +211,8 @@ class SampleReader:
 
     def read(self, epoch: int, indices: Indices) -> Any:
         """The samples ``indices``, collated; a ``DataError`` names the one that cannot be read."""
-        if self._clock is None:
-            return self._read(SampleKeys(self._seed, epoch, indices))
-        with self._clock.noting(epoch, indices):
-            return self._read(SampleKeys(self._seed, epoch, indices))
+        with self._generators():
+            return self._read_noted(epoch, indices)
 
     @stack_marker(Mark.READS_SAMPLES)
     def read_grouped(self, epoch: int, indices: Indices, sizes: tuple[int, ...] = ()) -> GroupedBatch:
@@ -226,18 +227,27 @@ class SampleReader:
             return GroupedBatch([self.read(epoch, indices)], None)
         if self.rows_independent:
             return GroupedBatch(self.read(epoch, indices), sizes)
-        with self._kept_over_all():
+        with self._generators():
             parts = np.split(indices, np.cumsum(sizes)[:-1])
-            return GroupedBatch([self.read(epoch, part) for part in parts], None)
+            return GroupedBatch([self._read_noted(epoch, part) for part in parts], None)
+
+    def _read_noted(self, epoch: int, indices: Indices) -> Any:
+        if self._clock is None:
+            return self._read(SampleKeys(self._seed, epoch, indices))
+        with self._clock.noting(epoch, indices):
+            return self._read(SampleKeys(self._seed, epoch, indices))
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
+        self._seeds = False
         tensors = plain_tensors(self._dataset) if self._collate is None else None
         if tensors is not None:
-            self.rows_independent = all(_is_ordinary(tensor) for tensor in tensors)
+            # rows can then be split without a copy, and torch counts writes to the tensor
+            self.rows_independent = all(t.layout is torch.strided and not t.is_inference() for t in tensors)
             return self._read_tensors
         if self._collate is None and getattr(self._dataset, "get_batch", None) is not None:
             self.rows_independent = rows_independent(self._dataset)
             return self._read_whole
+        self._seeds = True
         if getattr(self._dataset, "__getitems__", None) is not None:
             return self._read_items
         return self._read_each
@@ -249,7 +259,8 @@ class SampleReader:
         tensors = plain_tensors(self._dataset)
         if tensors is None:  # its owner has given it a transform since
             self._read = self._choose()
-            return self._read(keys)
+            with self._generators():
+                return self._read(keys)
         self._seen = [(tensor, tensor._version) for tensor in tensors] if self.rows_independent else []
         rows = torch.from_numpy(self._rows(keys))
         return tuple(tensor.index_select(0, rows) for tensor in tensors)
@@ -259,49 +270,34 @@ class SampleReader:
         try:
             return get_batch(self._rows(keys), keys)
         except BrokenSample as broken:
-            cause = broken.__cause__ or broken
-            raise sample_error(self._given, int(keys.indices[broken.position]), cause) from cause
+            index = int(keys.indices[broken.position])
+            raise sample_error(self._given, index, broken.cause) from broken.cause
         except DataError:
             raise
         except Exception as error:
             raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
 
     def _read_items(self, keys: SampleKeys) -> Any:
-        rows = self._rows(keys).tolist()
-        with self._generators():
-            seed_generators(keys.seeds()[0])
-            try:
-                samples = self._dataset.__getitems__(rows)
-            except Exception as error:
-                raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
-            return self._collated(list(samples), keys)
+        seed_generators(keys.seeds()[0])
+        try:
+            samples = self._dataset.__getitems__(self._rows(keys).tolist())
+        except Exception as error:
+            raise DataError(f"{_named(keys)} cannot be read: {_told(error)}") from error
+        return self._collated(list(samples), keys)
 
     def _read_each(self, keys: SampleKeys) -> Any:
         samples = []
-        with self._generators():
-            for position, (row, seed) in enumerate(zip(self._rows(keys).tolist(), keys.seeds(), strict=True)):
-                seed_generators(seed)
-                try:
-                    samples.append(self._dataset[row])
-                except Exception as error:
-                    raise sample_error(self._given, int(keys.indices[position]), error) from error
-            return self._collated(samples, keys)
-
-    @contextmanager
-    def _kept_over_all(self) -> Iterator[None]:
-        """Restores the generators after all micro-batches that are read inside, instead of after each."""
-        if not self._keep or self._read not in (self._read_items, self._read_each):
-            yield
-            return
-        with generators_kept():
-            self._keep = False
+        for position, (row, seed) in enumerate(zip(self._rows(keys).tolist(), keys.seeds(), strict=True)):
+            seed_generators(seed)
             try:
-                yield
-            finally:
-                self._keep = True
+                samples.append(self._dataset[row])
+            except Exception as error:
+                raise sample_error(self._given, int(keys.indices[position]), error) from error
+        return self._collated(samples, keys)
 
     def _generators(self) -> AbstractContextManager[None]:
-        return generators_kept() if self._keep else nullcontext()
+        """Restores the generators afterwards, where reading seeds them."""
+        return generators_kept() if self._keep and self._seeds else nullcontext()
 
     def _collated(self, samples: list[Any], keys: SampleKeys) -> Any:
         try:
@@ -323,11 +319,6 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """True if rows can be split without a copy, and torch counts writes to the tensor."""
-    return tensor.layout is torch.strided and not tensor.is_inference()
-
-
 @dataclass(frozen=True)
 class Request:
     """One micro-batch that is to be read, or several of a step."""
@@ -338,52 +329,30 @@ class Request:
     sizes: tuple[int, ...] = ()
     """Samples of each micro-batch; empty for a single one."""
 
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches."""
-        return len(self.sizes) or 1
-
-
-class Reading(Protocol):
-    """Reads micro-batches here, or in worker processes."""
-
-    def read(self, requests: Iterator[Request]) -> Iterator[Any]:
-        """Yields the collated samples of each micro-batch, in the order of the requests."""
-
-    @property
-    def at_a_time(self) -> int:
-        """Micro-batches per request: some of a step, or those of several steps."""
-
-    @property
-    def sound(self) -> bool:
-        """True while every process that was started is alive."""
-
-    def close(self) -> None:
-        """Ends the processes that were started. Reading again starts new ones."""
-
 
 class InlineReading:
     """No processes and no threads: right where the samples are in memory.
 
-    Args:
-        reader: reads the micro-batches.
-        per_step: how many of them a step has here.
-        steps: how many steps are read together, unless somebody writes into the set meanwhile.
-        pin_memory: deliver tensors in page-locked memory.
+    A step has ``per_step`` micro-batches here; ``steps`` of them are read together, unless somebody writes into the set
+    meanwhile.
     """
+
+    sound = True
 
     def __init__(
         self, reader: SampleReader, *, per_step: int = 1, steps: int = 1, pin_memory: bool = False
     ) -> None:
         self._reader = reader
-        self._per_step, self.at_a_time = per_step, per_step * steps
+        self._per_step = per_step
+        self.at_a_time = per_step * steps
+        """Micro-batches per request: those of a step, or of several steps."""
         self._pin_memory = pin_memory
 
     def read(self, requests: Iterator[Request]) -> Iterator[Any]:
         """Yields the collated samples of each micro-batch, in the order of the requests."""
         for request in requests:
             parts = self._parts(request)
-            for number in range(request.micro_batches):
+            for number in range(len(request.sizes) or 1):
                 if number and number % self._per_step == 0 and not self._reader.unchanged:
                     parts = self._parts(request)
                 yield parts[number]
@@ -391,11 +360,6 @@ class InlineReading:
     def _parts(self, request: Request) -> Sequence[Any]:
         found = self._reader.read_grouped(request.epoch, request.indices, request.sizes)
         return (found.map(pinned) if self._pin_memory else found).apart()
-
-    @property
-    def sound(self) -> bool:
-        """Always: nothing was started."""
-        return True
 
     def close(self) -> None:
         """Does nothing: nothing was started."""

@@ -12,13 +12,13 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from lockstep.data.read_trace import ReadTrace
-from lockstep.data.reader import Collate, GroupedBatch, InlineReading, Reading, Request, SampleReader
+from lockstep.data.reader import Collate, GroupedBatch, InlineReading, Request, SampleReader
 from lockstep.data.worker_process import (
     Failure,
     InWorker,
@@ -45,11 +45,9 @@ class WorkerReading:
 
     Args:
         reader: reads one micro-batch; used in the workers only.
-        workers: number of processes, at least 1.
+        workers: number of processes, at least 1; see ``ReadingOptions`` for it and for the rest.
         prefetch: requests each worker may be ahead of what was asked for.
         at_a_time: how many micro-batches of a step one request should ask for.
-        pin_memory: deliver tensors in page-locked memory.
-        timeout: seconds to wait for the answer to one request before the loader counts as stuck.
     """
 
     def __init__(
@@ -63,6 +61,7 @@ class WorkerReading:
         timeout: float = 120.0,
     ) -> None:
         self.at_a_time = at_a_time
+        """Micro-batches per request."""
         self._requests = _Requests()
         self._stacks = WorkerStacks(workers)
         self._timeout = timeout
@@ -74,7 +73,7 @@ class WorkerReading:
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=workers,
-                collate_fn=_unchanged,
+                collate_fn=lambda data: data,
                 pin_memory=pin_memory,
                 timeout=min(timeout, _LOOK_EVERY),
                 worker_init_fn=self._stacks.prepare_worker,
@@ -153,7 +152,9 @@ class WorkerReading:
 
     def _explained(self, error: Exception) -> Exception:
         workers = list(getattr(self._loader._iterator, "_workers", ()))
-        reading = _described(self._requests.waiting)
+        waiting, reading = self._requests.waiting, "nothing"
+        if waiting:
+            reading = f"samples {shorten(waiting[0].indices.tolist(), 8)} of epoch {waiting[0].epoch}"
         if LOADER_TIMED_OUT.is_in(str(error)):
             found: Exception = StallError(
                 f"The data loader returned nothing for {self._timeout:g} s while it read {reading}. "
@@ -192,17 +193,6 @@ class _Requests(Sampler[Request]):
             yield request
 
 
-def _described(waiting: deque[Request]) -> str:
-    if not waiting:
-        return "nothing"
-    request = waiting[0]
-    return f"samples {shorten(request.indices.tolist(), 8)} of epoch {request.epoch}"
-
-
-def _unchanged(data: Any) -> Any:
-    return data
-
-
 @contextmanager
 def _hints_silenced() -> Iterator[None]:
     """Hides general advice of torch and Python about starting processes."""
@@ -214,38 +204,44 @@ def _hints_silenced() -> Iterator[None]:
         yield
 
 
+Reading = InlineReading | WorkerReading
+
 _READ_AT_ONCE = 1 << 19
 """Bytes of small steps that are taken from memory at once; what is read fits into a core's cache."""
 
 
+class ReadingOptions(TypedDict, total=False):
+    """Who reads a data set, and how."""
+
+    seed: int
+    """The run's seed (0); with epoch and index it decides every random draw of a sample."""
+    workers: int
+    """Processes that read ahead; 0, the default, reads when asked. A data set in memory is never read by workers."""
+    collate: Collate | None
+    """Makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``."""
+    pin_memory: bool
+    """Deliver tensors in page-locked memory, for asynchronous copies to CUDA."""
+    timeout: float
+    """Seconds (120) to wait for one answer of a worker: a micro-batch, or its part of a step that is read together."""
+    clock: ReadTrace | None
+    """Notes when each micro-batch is read."""
+
+
 def open_reading(
-    dataset: Any,
-    *,
-    seed: int,
-    workers: int = 0,
-    collate: Collate | None = None,
-    prefetch: int = 2,
-    per_step: int = 1,
-    rows: int = 1,
-    pin_memory: bool = False,
-    timeout: float = 120.0,
-    clock: ReadTrace | None = None,
+    dataset: Any, *, prefetch: int = 2, per_step: int = 1, rows: int = 1, **options: Unpack[ReadingOptions]
 ) -> Reading:
     """The way to read a data set: in worker processes if there are any and the set is not in memory, else here.
 
     Args:
         dataset: any map-style data set.
-        seed: the run's seed.
-        workers: number of worker processes.
-        collate: makes one micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
         prefetch: micro-batches that may be read ahead by all workers together; each is kept busy with two at
             least.
-        pin_memory: deliver tensors in page-locked memory.
-        per_step: micro-batches of a step that this process reads; see ``Reading.at_a_time``.
+        per_step: micro-batches of a step that this process reads; a request asks for several of them.
         rows: samples of a micro-batch.
-        timeout: seconds to wait for one answer of a worker: a micro-batch, or its part of a step that is read together.
-        clock: notes when each micro-batch is read.
+        options: see ``ReadingOptions``.
     """
+    seed, collate, clock = options.get("seed", 0), options.get("collate"), options.get("clock")
+    workers, pin_memory = options.get("workers", 0), options.get("pin_memory", False)
     if workers < 0:
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
     reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
@@ -262,7 +258,7 @@ def open_reading(
         prefetch=max(2, -(-prefetch // (workers * at_a_time))),
         at_a_time=at_a_time,
         pin_memory=pin_memory,
-        timeout=timeout,
+        timeout=options.get("timeout", 120.0),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,13 +38,9 @@ class Differences:
 
     def describe(self) -> str:
         """One line per kind of difference, with at most 20 names each and the number of the others."""
-        kinds = [
-            ("missing", self.missing),
-            ("unexpected", self.unexpected),
-            ("other shape", self.reshaped),
-            ("other dtype", self.retyped),
-        ]
-        return "\n".join(f"  {kind} ({len(names)}): {shorten(names, 20)}" for kind, names in kinds if names)
+        kinds = ("missing", "unexpected", "other shape", "other dtype")
+        found = zip(kinds, (self.missing, self.unexpected, self.reshaped, self.retyped), strict=True)
+        return "\n".join(f"  {kind} ({len(names)}): {shorten(names, 20)}" for kind, names in found if names)
 
 
 def compare(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, dtypes: bool = True) -> Differences:
@@ -94,21 +90,16 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
             f"freeze={list(patterns)} leaves nothing to train. Thaw a part, for example with '!fc'."
         )
     if freeze_statistics:
-        for module in _frozen_norms(model):
-            module.register_forward_pre_hook(_stay_in_evaluation)
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if isinstance(module, _BatchNorm) and own and not any(p.requires_grad for p in own):
+                module.register_forward_pre_hook(_stay_in_evaluation)
     return trained
 
 
 def _matches(name: str, pattern: str) -> bool:
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
-
-
-def _frozen_norms(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, _BatchNorm) and own and not any(p.requires_grad for p in own):
-            yield module
 
 
 def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) -> None:

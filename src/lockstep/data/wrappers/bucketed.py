@@ -74,13 +74,6 @@ class Bucketed(Wrapping):
         self.collate: Collate = PadSequences() if collate is None else collate
         self._kept: OrderedDict[tuple[int, int, int], Indices] = OrderedDict()
 
-    def __getitem__(self, index: int) -> Any:
-        """Refused: a place means a sample only within an epoch."""
-        raise ConfigError(
-            "Bucketed is read in micro-batches of an epoch. Give it to run.batches as it is, and your collate function "
-            "to it: Bucketed(dataset, lengths, group, collate=...)."
-        )
-
     def __repr__(self) -> str:
         return f"Bucketed: groups of {self.group} from {self.dataset!r}"
 

@@ -44,6 +44,7 @@ class RandomErasing:
     scale: tuple[float, float] = (0.02, 0.33)
     ratio: tuple[float, float] = (0.3, 3.3)
     fill: float = 0
+    draws = 5  # whether, area, ratio, and two for the place
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:
@@ -53,11 +54,6 @@ class RandomErasing:
                 raise ConfigError(
                     f"RandomErasing {name}=({low:g}, {high:g}) must rise from above 0, an area up to 1."
                 )
-
-    @property
-    def draws(self) -> int:
-        """Whether, area, ratio, and two for the place."""
-        return 5
 
     def transform(self, images: Tensor, uniforms: Uniforms) -> Tensor:
         """New images of shape (n, channels, height, width)."""

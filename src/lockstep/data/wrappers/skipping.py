@@ -124,8 +124,8 @@ class SkipBroken(Wrapping):
             except BrokenSample as broken:
                 place = broken.position
                 if tries[place] == _TRIES - 1:
-                    raise self._hopeless(int(indices[place])) from broken.__cause__
-                numbers[place] = self._replaced(int(indices[place]), tries[place], broken.__cause__ or broken)
+                    raise self._hopeless(int(indices[place])) from broken.cause
+                numbers[place] = self._replaced(int(indices[place]), tries[place], broken.cause)
                 tries[place] += 1
 
     def _replaced(self, asked: int, attempt: int, error: BaseException) -> int:

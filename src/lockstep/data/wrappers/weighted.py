@@ -59,18 +59,12 @@ class Weighted(Wrapping):
         if isinstance(weights, str):
             if weights != "balanced":
                 raise ConfigError(f"Weighted has weights={weights!r}; give numbers, or 'balanced'.")
-            weights = _balanced(dataset)
+            labels = _labels(dataset)
+            weights = 1.0 / np.bincount(labels)[labels]
         self._bounds = _bounds(np.asarray(weights, dtype=np.float64), len(dataset))
 
     def __len__(self) -> int:
         return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        """Refused: a place means a sample only within an epoch."""
-        raise ConfigError(
-            "Weighted is read in micro-batches of an epoch. Give it to run.batches as it is, and your collate function "
-            "to it: Weighted(dataset, weights, collate=...)."
-        )
 
     def __repr__(self) -> str:
         return f"Weighted: {self.samples} draws from {self.dataset!r}"
@@ -89,9 +83,8 @@ class Weighted(Wrapping):
         try:
             return read(drawn, keys)
         except BrokenSample as broken:
-            cause = broken.__cause__ or broken
             number = int(drawn[broken.position])
-            raise BrokenSample(broken.position) from sample_error(self.dataset, number, cause)
+            raise BrokenSample(broken.position) from sample_error(self.dataset, number, broken.cause)
 
 
 def class_weights(dataset: Any, classes: int) -> Tensor:
@@ -109,11 +102,6 @@ def class_weights(dataset: Any, classes: int) -> Tensor:
             f"Class weights were asked for {classes} classes, and {what}. Give the classes that occur."
         )
     return torch.from_numpy(len(labels) / (classes * counts)).to(torch.float32)
-
-
-def _balanced(dataset: Any) -> npt.NDArray[np.float64]:
-    labels = _labels(dataset)
-    return np.asarray(1.0 / np.bincount(labels)[labels], dtype=np.float64)
 
 
 def _labels(dataset: Any) -> npt.NDArray[np.int64]:

@@ -19,11 +19,7 @@ BatchRead = Callable[[Indices, SampleKeys], Any]
 
 
 class Wrapping(FinishAlias, Dataset[Any]):
-    """A data set that reads another one in its own way.
-
-    Args:
-        dataset: a map-style data set; ``Subset`` is looked through.
-    """
+    """A data set that reads another map-style one, also within ``Subset``, in its own way."""
 
     outermost = False
     """True for a set that may not be wrapped by another one."""
@@ -41,6 +37,14 @@ class Wrapping(FinishAlias, Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Refused: a place means a sample only within an epoch."""
+        name = type(self).__name__
+        raise ConfigError(
+            f"{name} is read in micro-batches of an epoch. Give it to run.batches as it is, and your collate function "
+            f"to it: {name}(dataset, ..., collate=...)."
+        )
 
     @property
     def device_transform(self) -> DeviceTransform | None:
