@@ -21,7 +21,7 @@ def partial_sums(strategy: Any) -> list[Tensor]:
     """The nodes of the gradient tree that this rank holds now, of all parameters."""
     if isinstance(strategy, FullyShardedDataParallel):
         return [node for exchange in strategy._exchanges for node in exchange._stack]
-    return [node for slot in strategy._tree.slots for node in slot.stack]
+    return [node for slot in strategy._sums.tree.slots for node in slot.stack]
 
 
 def main() -> None:

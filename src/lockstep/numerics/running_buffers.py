@@ -151,6 +151,11 @@ class RunningBuffers:
         """Type of the values: float32, or float64 for a model of float64."""
         self.device = self._flat.device
 
+    def tensors(self) -> list[Tensor]:
+        """The values and the integer counters, each as the one flat tensor that the model's buffers are views of."""
+        self._take_back(keep=True)
+        return [self._flat, self._counts]
+
     def new_rows(self, count: int) -> Tensor:
         """Zeros for the values of ``count`` micro-batches, shape (count, numel)."""
         return torch.zeros(count, self.numel, dtype=self.dtype, device=self.device)

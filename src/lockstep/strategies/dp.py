@@ -170,7 +170,7 @@ class DataParallel(Replicated):
         model = model.to(self.device)
         copies = [copy_model(model, device, self._declared) for device in self.devices[1:]]
         placed = super().setup_model(model)
-        self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._tree)]
+        self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._sums.tree)]
         self._replicas += [
             Replica(model, device, self._declared) for model, device in zip(copies, self.devices[1:])
         ]
@@ -180,7 +180,7 @@ class DataParallel(Replicated):
         """Runs the micro-batches on the replicas and adds their gradients. See ``Strategy.backward``."""
         leaves, count = batch.plan.leaves, len(self._replicas)
         shares = [share(leaves, count, number) for number in range(count)]
-        self._begin(shares[0], leaves)
+        self._sums.begin(shares[0], leaves)
         with compute.autocast():
             self._takes_turns = self._alone or torch.is_autocast_enabled(self.device.type)
         for replica, part in zip(self._replicas[1:], shares[1:]):
@@ -194,16 +194,11 @@ class DataParallel(Replicated):
         wait(futures)  # no thread may still be at work when the first error is raised
         computed = [each for future in futures for each in future.result()]
         self._collect(shares, leaves)
-        running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
-        advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self.device)
         for each in computed:
             if each.running is not None:
-                running.push_leaf(each.k, each.running.to(self.device))
-                advanced += each.advanced.to(self.device)
+                self._sums.add_running(each.k, each.running.to(self.device), each.advanced.to(self.device))
         losses = [each.loss.to(self.device) for each in computed]
-        weights = [each.weight.to(self.device) for each in computed]
-        header = self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
-        return self._finish(self._reduce(header, running.take()), leaves, nodes=leaves)
+        return self._sums.reduce(losses, [each.weight.to(self.device) for each in computed], stop)
 
     def release(self) -> None:
         """Ends the threads."""
@@ -250,7 +245,7 @@ class DataParallel(Replicated):
             return compute.loss(output, target, micro_batch)
 
     def _collect(self, shares: Sequence[range], leaves: int) -> None:
-        """Adds all replicas' tree nodes of each parameter on device 0, for ``_finish``."""
+        """Adds all replicas' tree nodes of each parameter on device 0, for ``StepSums.reduce``."""
         nodes = [nodes_within(part.start, part.stop, leaves) for part in shares]
         for slots in zip(*(replica.tree.slots for replica in self._replicas)):
             stack = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))

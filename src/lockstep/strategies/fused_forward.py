@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import Node
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import RankRows, synchronise
@@ -115,24 +114,22 @@ class _FusedForward(Replicated):
         micro_batches = [each for each in batch.micro_batches if each.k < batch.plan.leaves]
         counts = bool(micro_batches)
         holder, holders = self.share.holder or 0, self.share.holders
-        self._begin(range(holder, holder + 1), holders)
-        self._buffers.begin_micro_batch()
+        self._sums.begin(range(holder, holder + 1), holders)
+        self._sums.begin_forward()
         for norm in self._norms:
             norm.counts = counts
         results = self._forward(micro_batches or list(batch.micro_batches[:1]), compute)
-        values, advanced = self._buffers.take()
+        self._sums.end_forward(holder)
         total = torch.stack([loss for loss, _ in results]).sum() * (scale if counts else 0.0)
         total.backward()  # type: ignore[no-untyped-call]  # torch's stub
-        self._tree.end_micro_batch()
+        self._sums.end_backward()
         self._keys.end()
         for micro_batch in micro_batches:
             for call in self.events.micro_batch_end:
                 call(micro_batch)
         counted = results if counts else []
         losses, weights = [loss.detach() for loss, _ in counted], [weight for _, weight in counted]
-        header = self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
-        headers = self._reduce(header, {Node(holder, holder + 1): values})
-        return self._finish(headers, batch.plan.leaves, nodes=holders)
+        return self._sums.reduce(losses, weights, stop, batch.plan.leaves)
 
     def _forward(self, micro_batches: Sequence[MicroBatch], compute: Compute) -> list[tuple[Tensor, Tensor]]:
         """The forward pass over all rows; sum and weight of the loss of each micro-batch."""

@@ -1,9 +1,10 @@
-"""Gradients of micro-batches, added along the gradient tree, and the header that ranks exchange beside them.
+"""Gradients of micro-batches, added along the gradient tree, and what ranks exchange beside them.
 
 Autograd alone would add micro-batches as they come, and so in another order on every number of ranks. Here a hook takes
 a parameter's gradient as soon as it is complete, pushes it on the parameter's stack, and merges the nodes of the tree
 that are now whole. During a rank's last micro-batch the finished nodes go to the reducer's staging memory; a bucket
-whose parameters are complete is reduced while backward goes on with the others.
+whose parameters are complete is reduced while backward goes on with the others. ``StepSums`` adds losses and running
+statistics to that, for a model or one stage of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import merges_after_leaf
+from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf
 from lockstep.errors import ConfigError
+from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
+from lockstep.reduce.reducer import most_slots
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.strategy import StepResult
 
 _BUCKET_BYTES = 8 << 20
 _FIRST_BUCKET_BYTES = 1 << 20
@@ -280,6 +284,119 @@ class GradientTree:
             call(self._started)
         reducer.start(self._started)
         self._started += 1
+
+
+class StepSums:
+    """The sums over the micro-batches of a step: gradients, running statistics, losses and weights.
+
+    Args:
+        parameters: trainable parameters by name; the same on every holder.
+        buffers: that the forward pass changes.
+        reducer: sums over the holders; None for one.
+        share: which micro-batches this holder runs.
+        micro_batches: K of the recipe.
+        device: of the losses.
+        held: see ``GradientTree``.
+        events: whose callbacks are told of buckets and exchanges.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: RunningBuffers,
+        reducer: Reducer | None,
+        share: Share,
+        micro_batches: int,
+        device: torch.device,
+        held: Mapping[str, nn.Parameter] | None = None,
+        events: StepEvents = NO_EVENTS,
+    ) -> None:
+        self.tree = GradientTree(parameters, reducer, held, events)
+        self._buffers, self._reducer, self._device, self._events = buffers, reducer, device, events
+        self._header = StepHeader(share, micro_batches, len(parameters), buffers.counters, flags=1)
+        if reducer is not None:
+            shapes = self.tree.bucket_shapes
+            self._buffer_bucket = len(shapes)
+            if buffers.numel:
+                shapes = [*shapes, BucketShape(buffers.numel, buffers.dtype)]
+            reducer.allocate(shapes, self._header.size, micro_batches)
+            self.tree.connect(most_slots(micro_batches, share.holders))
+
+    def begin(self, mine: range, leaves: int) -> None:
+        """Starts a step in which this holder runs the micro-batches ``mine`` of ``leaves``."""
+        if self._reducer is not None:
+            self._reducer.begin(leaves)
+        self.tree.begin(mine.start, mine.stop, leaves)
+        self._buffers.begin_step()
+        self._buffers.remember_others()
+        self._leaves = leaves
+        self._running = TreeStack[Tensor](leaves, lambda left, right: left.add_(right))
+        self._advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self._device)
+
+    def begin_forward(self) -> None:
+        """Puts the step's old buffers in place before a forward pass."""
+        self._buffers.begin_micro_batch()
+
+    def end_forward(self, k: int) -> None:
+        """Takes what the forward pass of micro-batch ``k`` left in the buffers."""
+        if self._buffers.numel:
+            self.add_running(k, *self._buffers.take())
+
+    def add_running(self, k: int, values: Tensor, advanced: Tensor) -> None:
+        """Adds what ``RunningBuffers.take`` gave for micro-batch ``k``."""
+        self._running.push_leaf(k, values)
+        self._advanced += advanced
+
+    def end_backward(self) -> None:
+        """Ends the backward pass of a micro-batch; they run in order of ``k``."""
+        self.tree.end_micro_batch()
+
+    def reduce(
+        self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int, leaves: int | None = None
+    ) -> StepResult:
+        """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.
+
+        Args:
+            losses: sums of this holder's micro-batches, 0-dim.
+            weights: of them, 0-dim.
+            stop: see ``Strategy.backward``.
+            leaves: micro-batches of the step, where they are not the leaves of the tree.
+        """
+        running = list(self._running.take().values())
+        header = self._header.pack(losses, weights, self.tree.used(), self._advanced, [stop])
+        headers = header.unsqueeze(0)
+        if self._reducer is not None:
+            headers = self._exchange(self._reducer, header, running)
+            running = [self._reducer.total(self._buffer_bucket)] if self._buffers.numel else []
+        sums = self._header.losses(headers, leaves or self._leaves)
+        weight = fold_rows(self._header.weights(headers, leaves or self._leaves))
+        used, advanced = self._header.counts(headers)
+        if running:
+            self._buffers.finish_step(running[0], self._leaves, advanced)
+        parts = self.tree.finish(self._used(used), weight.float())
+        self._buffers.refuse_changed_others()
+        finite = torch.stack([sums.sum().float(), *parts]).isfinite().all()
+        return StepResult(fold_rows(sums) / weight, sums, self._header.flag(headers), finite)
+
+    def _exchange(self, reducer: Reducer, header: Tensor, running: Sequence[Tensor]) -> Tensor:
+        self.tree.start_all()
+        if self._buffers.numel:
+            for slot, value in enumerate(running):
+                reducer.staging(self._buffer_bucket, slot).copy_(value)
+            for call in self._events.bucket_start:
+                call(self._buffer_bucket)
+            reducer.start(self._buffer_bucket)
+        for waits in self._events.exchange_begin:
+            waits()
+        headers = reducer.finish(header)
+        for ends in self._events.exchange_end:
+            ends()
+        return headers
+
+    def _used(self, everyones: Tensor) -> list[int]:
+        """Uses of each parameter over all holders; read back from the device only where this one left one unused."""
+        mine = self.tree.used()
+        return mine if all(mine) else [int(count) for count in everyones.tolist()]
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class ModelParallel(Replicated):
             for link in part:
                 link.module.to(device)
         for part, device in zip(parts[1:], self.devices[1:]):
-            _first_module(part).register_forward_pre_hook(_Move(device), with_kwargs=True)
-        model.register_forward_hook(_Return(self.device))
+            _first_module(part).register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
+        model.register_forward_hook(partial(_move_output, self.device))
         begins = ", ".join(
             f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
         )
@@ -89,24 +90,12 @@ def _first_module(part: Sequence[ChainLink]) -> nn.Module:
     return next(link.module for link in part if not isinstance(link.module, FunctionLink))
 
 
-class _Move:
-    """Brings the inputs of a layer to its device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, module: nn.Module, arguments: Any, named: Any) -> Any:
-        return _moved(arguments, self._device), _moved(named, self._device)
+def _move_inputs(device: torch.device, module: nn.Module, arguments: Any, named: Any) -> Any:
+    return _moved(arguments, device), _moved(named, device)
 
 
-class _Return:
-    """Brings the output of the model back."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, module: nn.Module, arguments: Any, output: Any) -> Any:
-        return _moved(output, self._device)
+def _move_output(device: torch.device, module: nn.Module, arguments: Any, output: Any) -> Any:
+    return _moved(output, device)
 
 
 def _moved(values: Any, device: torch.device) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -22,7 +21,8 @@ from lockstep.strategies.hybrid import ShardedPipeline
 from lockstep.strategies.hybrid.sharded_stages import OrderedRowReducer
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.parameter_server import ParameterServer
-from lockstep.strategies.pipeline import Pipeline, open_pipeline
+from lockstep.strategies.pipeline import Pipeline
+from lockstep.strategies.pipeline.stage import another_group
 from lockstep.strategies.strategy import Strategy
 from lockstep.strategies.tensor import TensorParallel
 
@@ -132,12 +132,21 @@ def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.de
     return ParameterServer(device, options.micro_batches, group, table.servers, buffers)
 
 
-def _open_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+def _open_pipeline(
+    options: RunOptions, groups: Groups, device: torch.device, kind: type[Pipeline] = Pipeline
+) -> Strategy:
     if groups.along("pipeline") is None:
         return _open_ddp(options, groups, device)
-    k, buffers = options.micro_batches, options.running_buffers
-    make_reducer = partial(_open_reducer, options, device=device)
-    return open_pipeline(Pipeline, options.pipeline, groups, device, k, buffers, make_reducer)
+    holders, lines = groups.along(kind.axis), []
+    if holders is not None:
+        # Stages finish in another order on every holder, so each has a group of its own.
+        more = range(1, options.pipeline.stages_of_a_rank)
+        lines = [holders, *(another_group(groups, kind.axis) for _ in more)]
+    reducers: list[Reducer] = [
+        OrderedRowReducer(line, device) if kind is ShardedPipeline else _open_reducer(options, line, device)
+        for line in lines
+    ]
+    return kind(device, options.micro_batches, groups, reducers, options.pipeline, options.running_buffers)
 
 
 def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -154,9 +163,7 @@ def _open_sharded_pipeline(options: RunOptions, groups: Groups, device: torch.de
         return _open_pipeline(options, groups, device)
     if groups.along("pipeline") is None:
         return _open_fsdp(options, groups, device)
-    k, buffers = options.micro_batches, options.running_buffers
-    make_reducer = partial(OrderedRowReducer, device=device)
-    return open_pipeline(ShardedPipeline, options.pipeline, groups, device, k, buffers, make_reducer)
+    return _open_pipeline(options, groups, device, ShardedPipeline)
 
 
 def _open_hybrid(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:

@@ -16,9 +16,8 @@ from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerMessage,
     ServerTransport,
+    authenticate,
     connect,
-    prove_to_client,
-    prove_to_server,
     receive,
     send,
 )
@@ -114,7 +113,7 @@ def test_both_sides_must_know_the_token(pair, wrong):
 
     def listen():
         try:
-            prove_to_client(pair[0], tokens["server"])
+            authenticate(pair[0], tokens["server"], "server")
         except (Refused, ConnectionError) as error:
             found.append(error)
         pair[0].shutdown(socket.SHUT_RDWR)
@@ -122,10 +121,10 @@ def test_both_sides_must_know_the_token(pair, wrong):
     listener = threading.Thread(target=listen)
     listener.start()
     with pytest.raises((Refused, ConnectionError)):
-        prove_to_server(pair[1], tokens["client"])
+        authenticate(pair[1], tokens["client"], "client")
     listener.join()
     assert isinstance(found[0], Refused)
-    assert "without the run's token" in str(found[0])
+    assert "does not know the run's token" in str(found[0])
 
 
 def test_an_inbox_takes_messages_and_says_who_has_gone(transport):

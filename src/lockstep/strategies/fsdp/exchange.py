@@ -10,6 +10,7 @@ itself receives a reduced gradient of zeros; the sums are set after the step's l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -125,8 +126,7 @@ class OrderedReduceScatter:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
         self._stack: list[Tensor] = []
-        self._merges: tuple[int, ...] = ()
-        self._next = 0
+        self._merges: Iterator[int] = iter(())
         self.output: Tensor | None = None
         """The last output, until it has been looked at; the gradients of FSDP2's parameters are views of it."""
         self.bytes_sent = 0
@@ -141,8 +141,7 @@ class OrderedReduceScatter:
 
     def begin(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
-        self._stack, self._next = [], 0
-        self._merges = merges_after_leaf(0, leaves, leaves)
+        self._stack, self._merges = [], iter(merges_after_leaf(0, leaves, leaves))
 
     def take(self) -> Tensor | None:
         """The sum over the step's micro-batches, flat as ``output`` is; None if no backward pass came here."""
@@ -164,20 +163,15 @@ class OrderedReduceScatter:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=self._group)
         self.bytes_sent += input_tensor.nbytes * (self._ranks - 1) // self._ranks
-        for leaf in received.view(self._ranks, -1):
-            if self._next < len(self._merges):  # what comes after is of spares
-                self._push(leaf)
+        for leaf, merges in zip(
+            received.view(self._ranks, -1), self._merges
+        ):  # what comes after is of spares
+            self._stack.append(leaf)
+            for _ in range(merges):
+                right = self._stack.pop()
+                self._stack[-1].add_(right)
         # What stays must not keep the other ranks' leaves alive.
-        self._stack = [node.clone() if _is_part_of(node, received) else node for node in self._stack]
+        memory = received.untyped_storage().data_ptr()
+        own = [node.untyped_storage().data_ptr() == memory for node in self._stack]
+        self._stack = [node.clone() if part else node for node, part in zip(self._stack, own)]
         self.output = output_tensor.zero_()
-
-    def _push(self, leaf: Tensor) -> None:
-        self._stack.append(leaf)
-        for _ in range(self._merges[self._next]):
-            right = self._stack.pop()
-            self._stack[-1].add_(right)
-        self._next += 1
-
-
-def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Pipeline stages whose parameters are sharded by rows: gathered for a step, reduced to rows, and saved.
+"""Pipeline stages whose parameters are sharded by rows: gathered for a step, and reduced to rows.
 
 ``StageRows`` holds this rank's rows between steps and gathers whole parameters while the stage computes:
 
@@ -19,7 +19,7 @@ after each step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -32,9 +32,7 @@ from lockstep.core.summation_tree import fold
 from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.strategies.pipeline.stage import PipelineChannels
-from lockstep.strategies.pipeline.totals import StageState
-from lockstep.strategies.sharding import gather_rows, rows_of, squares_of_rows
+from lockstep.strategies.sharding import rows_of
 
 _BUCKET_BYTES = 8 << 20
 """About so much is gathered at once."""
@@ -46,17 +44,11 @@ class _Parameter:
 
     whole: nn.Parameter
     held: nn.Parameter
-    most: int
-    """The most rows of any rank."""
+    padded: int
+    """Numbers that each rank gives to the others: as many as the one with the most rows."""
     users: list[tuple[nn.Module, str]]
 
-    @property
-    def padded(self) -> int:
-        """Numbers that each rank gives to the others: as many as the one with the most rows."""
-        return self.most * prod(self.whole.shape[1:])
-
     def put(self, parameter: nn.Parameter) -> None:
-        """Makes the modules use ``whole`` or ``held``."""
         for module, key in self.users:
             setattr(module, key, parameter)
 
@@ -104,7 +96,7 @@ class StageRows:
         return _Parameter(
             nn.Parameter(values.clone(), requires_grad=trained),
             nn.Parameter(values[rows].clone(), requires_grad=trained),
-            -(-parameter.shape[0] // self._ranks),
+            -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:]),
             users,
         )
 
@@ -195,16 +187,13 @@ class _RowBucket(OrderedBucket):
         self._nodes.untyped_storage().resize_(self._bytes)
 
     def staging(self, slot: int) -> Tensor:
-        """The memory into which this rank writes its node number ``slot``."""
         return self._nodes[slot]
 
     def bytes_sent(self, nodes: int) -> int:
-        """Bytes that a rank with so many nodes gives to others."""
         others: int = sum(self._sizes) - self._own
         return nodes * others * self.total.element_size()
 
     def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
-        """Begins [1] for the nodes of this rank; does not wait."""
         counts = [len(nodes) for nodes in layout.ranks]
         parts = [
             node[piece] for pieces in self._pieces for node in self._nodes[: counts[rank]] for piece in pieces
@@ -246,48 +235,3 @@ def _pieces(members: tuple[tuple[int, ...], ...], ranks: int, rank: int) -> Iter
         rows, width = rows_of(shape[0], ranks, rank), prod(shape[1:])
         yield slice(offset + rows.start * width, offset + rows.stop * width)
         offset += prod(shape)
-
-
-class ShardedStageState(StageState):
-    """The tensors of a whole model: buffers as in a pipeline, of each parameter this rank's rows."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parts: Sequence[Sequence[nn.Module]],
-        mine: range,
-        channels: PipelineChannels,
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(model, parts, mine, channels)
-        self._group = group
-        self._shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-    def give(self, name: str, part: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See ``StageState.give``; the rows of a stage's ranks are put together first. Collective over all ranks."""
-        if self.is_mine(name) and name in self._shared and part is not None:
-            part = gather_rows(part.detach().to(device), self._specs[name].shape, self._group)
-        return super().give(name, part, dtype, device)
-
-    def own_rows(self, holder: int) -> dict[str, Tensor]:
-        """See ``StageState.own_rows``; each of the ranks writes its rows of parameters."""
-        return {n: t for n, t in self._held.items() if holder == 0 or (n in self._shared and t.numel())}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copies what is held here from whole tensors."""
-        super().load({name: self.local_shard(name, state[name]) for name in self._held})
-
-    def local_shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor that belongs to a parameter; a buffer as it is."""
-        if name not in self._shared:
-            return whole
-        return whole[rows_of(whole.shape[0], dist.get_world_size(self._group), dist.get_rank(self._group))]
-
-    def squares(self, trainable: Mapping[str, nn.Parameter], device: torch.device) -> Tensor:
-        """See ``StageState.squares``. Collective over the ranks of a stage."""
-        mine = [name for name in self._trained if name in trainable]
-        gradients = [trainable[name].grad for name in mine]
-        rows = [self._specs[name].shape[0] for name in mine]
-        sums = dict(zip(mine, squares_of_rows(gradients, rows, device, self._group)))
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([sums.get(name, zero) for name in self._trained] or [zero])

@@ -29,15 +29,14 @@ from lockstep.distributed.collectives import drop_process_groups, gather_json
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.parameter_server.asynchronous_participant import Participant
-from lockstep.strategies.parameter_server.asynchronous_server import Server, Service
-from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, GradientAccumulator
+from lockstep.strategies.parameter_server.asynchronous_server import Server
+from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
 from lockstep.strategies.parameter_server.asynchronous_transport import (
-    ModelBuffers,
     ServerTransport,
     as_bytes,
     from_bytes,
 )
-from lockstep.strategies.parameter_server.asynchronous_worker import Worker, get_values
+from lockstep.strategies.parameter_server.asynchronous_worker import Worker
 from lockstep.strategies.parameter_server.shards import ParameterShards
 from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, IndependentStrategy, StepResult
@@ -100,32 +99,25 @@ class AsynchronousParameterServer(IndependentStrategy):
     def leave_process_group(self, step: int) -> None:
         """Connects workers with servers. Collective, the last one over the process group."""
         token = bytes.fromhex(gather_json(secrets.token_hex(32), self._group, self.device)[0])
-        self._participant = self._connect(token, ModelBuffers(self._model, self._declared), step)
+        self._participant = self._connect(token, step)
         self._participant.events = self.events
         dist.barrier(self._group)
         drop_process_groups(self)
 
-    def _connect(self, token: bytes, sent: ModelBuffers, step: int) -> Participant:
+    def _connect(self, token: bytes, step: int) -> Participant:
         """This process's part in the run, connected. Collective."""
         shards, buffers, rank, timeout = self._shards, self._buffers, self._rank, self._timeout
-        largest = max(shards.numel(server) for server in range(len(shards.keys))) * 8 + sent.nbytes + _SMALL
+        sent = sum(tensor.nbytes for tensor in buffers.tensors())
+        largest = max(shards.numel(server) for server in range(len(shards.keys))) * 8 + sent + _SMALL
         transport = ServerTransport(token, rank, largest, timeout) if rank in self._servers else None
         ports = gather_json(transport.port if transport is not None else 0, self._group, self.device)
         if transport is None:
             served = {server: ports[server] for server in self._servers}
-            return Worker(rank, served, token, timeout, shards, buffers, sent, step)
+            return Worker(rank, served, token, timeout, shards, buffers, step)
         for other in self._servers[:rank]:
             transport.join(other, ports[other])
-        statistics, counters = (buffers.numel, buffers.counters) if rank == 0 else (0, 0)
-        service = Service(
-            transport,
-            self._servers,
-            rank,
-            Clock(self._members, self._options.staleness, step),
-            lambda: GradientAccumulator(shards, statistics, counters, buffers.dtype),
-            lambda: get_values(shards, sent),
-        )
-        return Server(service, self._servers, shards, buffers, sent, step, self._options.staleness)
+        clock = Clock(self._members, self._options.staleness, step)
+        return Server(transport, self._servers, rank, clock, shards, buffers, step)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs a worker's part of a step, or collects the pushes of a server's update."""

@@ -116,7 +116,13 @@ class Participant(ABC):
 
     @abstractmethod
     def barrier(self, label: str, value: Any, body: bytes | memoryview = b"") -> Barrier:
-        """Waits for all living processes and exchanges a value of each. Collective; see ``Service.barrier``."""
+        """Waits for all living processes and exchanges a value of each. Collective.
+
+        Args:
+            label: names the barrier; must be the same on every rank.
+            value: must survive JSON.
+            body: sent to the first server only.
+        """
 
     @abstractmethod
     def fetch(self) -> None:

@@ -1,4 +1,4 @@
-"""The counts of an asynchronous server: pushes, the progress of each worker, staleness, and lost workers.
+"""The counts of an asynchronous server: pushes, the progress of each worker, and staleness.
 
 The clock is that of stale synchronous parallel training:
 
@@ -12,20 +12,16 @@ staleness of 0 all compute on the same values.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.distributed.authentication import Refused
-from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous_transport import ServerMessage, from_bytes
 from lockstep.strategies.parameter_server.shards import ParameterShards
-
-logger = logging.getLogger(__name__)
 
 
 class Clock:
@@ -39,7 +35,7 @@ class Clock:
 
     def __init__(self, workers: Iterable[int], staleness: int, step: int = 0) -> None:
         self._done = dict.fromkeys(workers, step)
-        self._staleness = staleness
+        self.staleness = staleness
 
     @property
     def living(self) -> list[int]:
@@ -67,7 +63,7 @@ class Clock:
 
     def may_go_on(self, worker: int) -> bool:
         """Returns whether a worker may begin its next step now."""
-        return self.lead(worker) <= self._staleness
+        return self.lead(worker) <= self.staleness
 
 
 class Staleness:
@@ -84,10 +80,6 @@ class Staleness:
             self._count, self._recent_count = self._count + 1, self._recent_count + 1
             self._total, self._recent_total = self._total + number, self._recent_total + number
             self.most, self._recent_most = max(self.most, number), max(self._recent_most, number)
-
-    def add_lead(self, steps: int) -> None:
-        """Adds how far a worker is ahead of the slowest after a push."""
-        self.lead = max(self.lead, steps)
 
     @property
     def mean(self) -> float:
@@ -175,60 +167,3 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(count, int) for count in content["counters"]):
         raise Refused("the push has counters that are not integers")
     return content
-
-
-class ServerState:
-    """The state of a server between updates."""
-
-    def __init__(self, clock: Clock, new_accumulator: Callable[[], GradientAccumulator]) -> None:
-        self.clock, self._new_accumulator = clock, new_accumulator
-        self._accumulator = new_accumulator()
-        self.version = 0
-        """Updates so far."""
-        self.lost: dict[int, int] = {}
-        """Lost workers, and the update after which each was lost."""
-        self.staleness = Staleness()
-        self.counts: list[float] = []
-        """Sum of the counts that workers sent since the last reading."""
-
-    @property
-    def is_full(self) -> bool:
-        """True if as many pushes have arrived as there are living workers."""
-        return self._accumulator.pushes >= len(self.clock.living)
-
-    def add(self, rank: int, push: ServerMessage) -> None:
-        """Adds a push. Raises ``Refused`` where a worker of this run would not send it."""
-        if rank not in self.clock.living:
-            raise Refused("it is not a worker")
-        self._accumulator.add(push)
-        self.staleness.add_lead(self.clock.advance(rank))
-
-    def take(self) -> GradientAccumulator:
-        """Returns the pushes since the last call."""
-        found, self._accumulator = self._accumulator, self._new_accumulator()
-        self.staleness.add(self.version - version for version in found.versions)
-        return found
-
-    def sum_counts(self, row: list[float]) -> None:
-        """Adds up counts that workers send."""
-        former = self.counts or [0.0] * len(row)
-        self.counts = [mine + theirs for mine, theirs in zip(former, row, strict=True)]
-
-    def lose(self, rank: int) -> None:
-        """Removes a process that ended, if it was a worker."""
-        if self.clock.lose(rank):
-            self.lost[rank] = self.version
-            logger.warning(
-                "The worker on rank %d ended after update %d. Its samples are skipped until the next epoch, which is "
-                "shared by the %d remaining workers.",
-                *(rank, self.version, len(self.clock.living)),
-            )
-
-    def require_workers(self) -> None:
-        """Raises ``RankError`` where none is left."""
-        if not self.clock.living:
-            lost = ", ".join(f"rank {rank} after update {update}" for rank, update in self.lost.items())
-            raise RankError(
-                f"All workers of the parameter server have ended ({lost}), so there are no gradients. Find out why "
-                "they ended, then resume the run from its last checkpoint."
-            )

@@ -18,17 +18,15 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.distributed.authentication import NONCE_BYTES, PROOF_BYTES, Handshake, Refused
 from lockstep.errors import RankError
-from lockstep.numerics.running_buffers import RunningBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,6 @@ _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"LSPS"
 _LARGEST_JSON = 1 << 26
 _AT_ONCE = 1 << 22
-_HANDSHAKE_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
 LOST = "Connection closed by peer"
 """Start of the message of a lost connection; the supervisor takes it for the consequence of another rank's end."""
@@ -92,24 +89,20 @@ def receive(connection: socket.socket, largest: int) -> ServerMessage:
     return ServerMessage(kind, content, _exactly(connection, body_size))
 
 
-def prove_to_client(connection: socket.socket, token: bytes) -> None:
-    """Authenticates the connecting side, then this one, which listens. Raises ``Refused``."""
-    handshake = Handshake(token, "server", "client")
+def authenticate(connection: socket.socket, token: bytes, side: str) -> None:
+    """Proves to the other process, and has it prove, that both know the token. Raises ``Refused``.
+
+    Args:
+        connection: connected.
+        token: the run's.
+        side: ``server`` where this process listened, ``client`` where it connected.
+    """
+    handshake = Handshake(token, side, "client" if side == "server" else "server")
     connection.sendall(handshake.nonce)
-    answer = bytes(_exactly(connection, NONCE_BYTES + PROOF_BYTES))
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not handshake.accepts(theirs, proof):
-        raise Refused("a process without the run's token tried to connect")
-    connection.sendall(handshake.proof(theirs))
-
-
-def prove_to_server(connection: socket.socket, token: bytes) -> None:
-    """Authenticates this side, which connects, then the listening one. Raises ``Refused``."""
-    handshake = Handshake(token, "client", "server")
     theirs = bytes(_exactly(connection, NONCE_BYTES))
-    connection.sendall(handshake.nonce + handshake.proof(theirs))
+    connection.sendall(handshake.proof(theirs))
     if not handshake.accepts(theirs, bytes(_exactly(connection, PROOF_BYTES))):
-        raise Refused("the process at the parameter server's address does not know the run's token")
+        raise Refused("the other process does not know the run's token")
 
 
 def _wait(connection: socket.socket) -> None:
@@ -131,11 +124,6 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
             raise ConnectionResetError(f"{LOST}.")
         done += count
     return found
-
-
-_HANDSHAKE_SECONDS = 10.0
-_LONGEST_GREETING = 1 << 10
-_WAITING = 64
 
 
 class ServerTransport:
@@ -213,7 +201,7 @@ class ServerTransport:
         """Accepts a process that knows the token and sends its rank."""
         try:
             connection.settimeout(_HANDSHAKE_SECONDS)
-            prove_to_client(connection, self._token)
+            authenticate(connection, self._token, "server")
             hello = receive(connection, 1 << 10)
             rank = hello.content.get("rank")
             if hello.kind != "hello" or not isinstance(rank, int):
@@ -261,7 +249,7 @@ def connect(port: int, token: bytes, rank: int, timeout: float) -> socket.socket
         try:
             connection = socket.create_connection(("127.0.0.1", port), timeout=_HANDSHAKE_SECONDS)
             stack.enter_context(connection)
-            prove_to_server(connection, token)
+            authenticate(connection, token, "client")
             send(connection, ServerMessage("hello", {"rank": rank}))
             _prepare(connection, timeout)
             stack.pop_all()
@@ -293,27 +281,3 @@ def from_bytes(body: bytearray | memoryview, dtype: torch.dtype, device: torch.d
     if not len(body):
         return torch.empty(0, dtype=dtype, device=device)
     return torch.frombuffer(body, dtype=dtype).to(device)
-
-
-class ModelBuffers:
-    """The running buffers of a model as bytes, of any types."""
-
-    def __init__(self, model: nn.Module, declared: Sequence[str]) -> None:
-        self._model, self._names = model, sorted(RunningBuffers.names(model, declared))
-        self.nbytes = sum(buffer.nbytes for buffer in self._held())
-
-    def as_bytes(self) -> bytes:
-        """Their values."""
-        return b"".join(bytes(as_bytes(buffer)) for buffer in self._held())
-
-    def set(self, body: memoryview) -> None:
-        """Sets their values from the result of ``as_bytes``."""
-        place = 0
-        for buffer in self._held():
-            part = bytearray(body[place : place + buffer.nbytes])
-            buffer.copy_(from_bytes(part, buffer.dtype, buffer.device).view(buffer.shape))
-            place += buffer.nbytes
-
-    def _held(self) -> list[Tensor]:
-        named = dict(self._model.named_buffers())
-        return [named[name] for name in self._names]

@@ -17,7 +17,6 @@ from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.gradients import GradientTree
 from lockstep.strategies.parameter_server.asynchronous_participant import Barrier, Participant, Stop
 from lockstep.strategies.parameter_server.asynchronous_transport import (
-    ModelBuffers,
     ServerMessage,
     as_bytes,
     connect,
@@ -30,19 +29,20 @@ from lockstep.strategies.parameter_server.shards import ParameterShards
 from lockstep.strategies.strategy import Compute, StepResult
 
 
-def set_values(shards: ParameterShards, buffers: ModelBuffers, server: int, body: Any) -> None:
+def get_values(shards: ParameterShards, buffers: RunningBuffers) -> bytes:
+    """The body of a server's answer to a pull: its values, on the first server the running buffers too."""
+    sent = buffers.tensors() if shards.server == 0 else []
+    return b"".join(map(as_bytes, [shards.flat(shards.server, shards.parameters), *sent]))
+
+
+def set_values(shards: ParameterShards, buffers: RunningBuffers, server: int, body: Any) -> None:
     """Sets the model to a server's answer to a pull."""
     size = shards.numel(server) * shards.dtype.itemsize
     view = memoryview(body)
     shards.set_values(server, from_bytes(view[:size], shards.dtype, shards.device))
-    if server == 0:
-        buffers.set(view[size:])
-
-
-def get_values(shards: ParameterShards, buffers: ModelBuffers) -> bytes:
-    """The body of a server's answer to a pull: its values, on the first server the running buffers too."""
-    body = bytes(as_bytes(shards.flat(shards.server, shards.parameters)))
-    return body + buffers.as_bytes() if shards.server == 0 else body
+    for tensor in buffers.tensors() if server == 0 else []:
+        part, size = view[size : size + tensor.nbytes], size + tensor.nbytes
+        tensor.copy_(from_bytes(bytearray(part), tensor.dtype, tensor.device))
 
 
 class Worker(Participant):
@@ -55,7 +55,6 @@ class Worker(Participant):
         timeout: seconds that a message may take once it has begun.
         shards: which server holds what.
         buffers: the model's running buffers.
-        sent: the same buffers as they are sent.
         step: steps that the run has done.
     """
 
@@ -67,10 +66,10 @@ class Worker(Participant):
         timeout: float,
         shards: ParameterShards,
         buffers: RunningBuffers,
-        sent: ModelBuffers,
         step: int,
     ) -> None:
-        self._shards, self._parameters, self._buffers, self._sent = shards, shards.parameters, buffers, sent
+        self._shards, self._parameters, self._buffers = shards, shards.parameters, buffers
+        self._buffer_bytes = sum(tensor.nbytes for tensor in buffers.tensors())
         self._servers = list(ports)
         self._connections = [connect(port, token, rank, timeout) for port in ports.values()]
         self._tree = GradientTree(self._parameters, None)
@@ -143,7 +142,7 @@ class Worker(Participant):
             values = self._ask(server, ServerMessage("pull"))
             if server == 0:
                 self._version = int(values.content["version"])
-            set_values(self._shards, self._sent, server, values.body)
+            set_values(self._shards, self._buffers, server, values.body)
 
     def sum_counts(self, row: Tensor) -> Tensor:
         """Sends the row; the first server adds them up."""
@@ -182,7 +181,7 @@ class Worker(Participant):
 
     def _ask(self, server: int, message: ServerMessage) -> ServerMessage:
         self._send(server, message)
-        largest = self._shards.numel(server) * self._shards.dtype.itemsize + self._sent.nbytes
+        largest = self._shards.numel(server) * self._shards.dtype.itemsize + self._buffer_bytes
         try:
             answer = receive(self._connections[server], largest)
         except (OSError, Refused) as error:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.plan import share
-from lockstep.core.summation_tree import fold_rows, row_squares, sum_of_squares
+from lockstep.core.summation_tree import fold_rows, row_squares
 from lockstep.errors import ConfigError
 
 
@@ -136,31 +136,28 @@ class ParameterShards:
         return next((key.of(whole) for key in self.own_keys if key.name == name), None)
 
     def squares(self) -> Tensor:
-        """Squares of this server's gradients, for ``folded``; zeros for what others hold.
+        """Squares of each row of this server's gradients, for ``folded``; zeros for what others hold.
 
         Returns:
-            float64, one entry for each parameter in name order, and one for each row of those that are cut.
+            float64, one entry for each row of the parameters in name order.
         """
-        parts = []
-        for name in sorted(self.parameters):
-            held, (_, first) = self.own.get(name), self.holders(name)[0]
-            rows = self.parameters[name].shape[0] if first.rows is not None else 1
-            part = torch.zeros(rows, dtype=torch.float64, device=self.device)
-            if held is not None and held.grad is not None:
-                if first.rows is None:
-                    part[0] = sum_of_squares(held.grad)
-                else:
-                    start, stop = next(key.rows for key in self.own_keys if key.name == name) or (0, rows)
-                    part[start:stop] = row_squares(held.grad)
-            parts.append(part)
-        return torch.cat(parts)
+        rows = self._rows()
+        found = torch.zeros(sum(rows.values()), dtype=torch.float64, device=self.device)
+        parts = dict(zip(rows, torch.split(found, list(rows.values()))))
+        for key in self.own_keys:
+            gradient = self.own[key.name].grad
+            if gradient is not None:
+                start, stop = key.rows or (0, None)
+                parts[key.name][start:stop] = row_squares(gradient)
+        return found
 
     def folded(self, squares: Tensor) -> Tensor:
         """The sum of squares of each whole gradient, in name order, from the servers' squares added up."""
-        names = sorted(self.parameters)
-        cut = [self.holders(name)[0][1].rows is not None for name in names]
-        sizes = [self.parameters[name].shape[0] if rows else 1 for name, rows in zip(names, cut)]
-        return torch.stack([fold_rows(part) for part in torch.split(squares, sizes)])
+        return torch.stack([fold_rows(part) for part in torch.split(squares, list(self._rows().values()))])
+
+    def _rows(self) -> dict[str, int]:
+        """The rows of each parameter, in name order."""
+        return {name: max(1, p.shape[0]) if p.dim() else 1 for name, p in sorted(self.parameters.items())}
 
     def _held(self, key: Key) -> nn.Parameter:
         parameter = self.parameters[key.name]

@@ -29,67 +29,6 @@ from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
-class Store:
-    """One rank's end of the store."""
-
-    def __init__(self, group: dist.ProcessGroup, shards: ParameterShards) -> None:
-        self._group, self._shards = group, shards
-        self._ranks = dist.get_process_group_ranks(group)
-        self._workers = len(self._ranks) - len(shards.keys)
-        self.bytes_sent = 0
-
-    def push(self, stacks: Mapping[str, Sequence[Tensor]], nodes: int) -> None:
-        """Sends this worker's tree nodes to the servers. The servers call ``receive``."""
-        pending: list[tuple[dist.Work | None, Tensor]] = []
-        for server, keys in enumerate(self._shards.keys):
-            for number in range(nodes if keys else 0):
-                flat = self._shards.flat(server, {key.name: stacks[key.name][number] for key in keys})
-                pending.append((dist.isend(flat, self.rank_of(server), self._group), flat))
-                self.bytes_sent += flat.nbytes
-        for work, _ in pending:
-            if work is not None:
-                work.wait()
-
-    def receive(self, nodes: Sequence[Sequence[Node]]) -> list[tuple[Node, Tensor]]:
-        """The nodes of all workers for this server's keys, flat."""
-        shards, found = self._shards, []
-        for worker, own in enumerate(nodes):
-            for node in own if shards.own else ():
-                flat = torch.empty(shards.numel(shards.server), dtype=shards.dtype, device=shards.device)
-                dist.recv(flat, self._ranks[worker], self._group)
-                found.append((node, flat))
-        return found
-
-    def pull(self) -> None:
-        """Gives every rank the values that the servers hold. Collective."""
-        shards = self._shards
-        for server, keys in enumerate(shards.keys):
-            if not keys:
-                continue
-            flat = shards.flat(server, shards.parameters)
-            dist.broadcast(flat, self.rank_of(server), self._group)
-            if server == shards.server:
-                self.bytes_sent += flat.nbytes * (len(self._ranks) - 1)
-            else:
-                shards.set_values(server, flat)
-
-    def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A tensor that is held as a parameter is, on every rank. Collective; see ``Strategy.gather_full``."""
-        shards = self._shards
-        found = torch.empty(shards.parameters[name].shape, dtype=dtype, device=shards.device)
-        for server, key in shards.holders(name):
-            rows = torch.empty(key.of(found).shape, dtype=dtype, device=shards.device)
-            if server == shards.server and part is not None:
-                rows.copy_(part)
-            dist.broadcast(rows, self.rank_of(server), self._group)
-            key.of(found).copy_(rows)
-        return found
-
-    def rank_of(self, server: int) -> int:
-        """The global rank of a server."""
-        return self._ranks[self._workers + server]
-
-
 class ParameterServer(Strategy):
     """Shares micro-batches out over workers, and parameters over servers.
 
@@ -116,8 +55,9 @@ class ParameterServer(Strategy):
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
-        workers = ranks - servers
+        self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
+        self._bytes_sent = 0
         self._micro_batches = micro_batches
         self._declared = running_buffers
 
@@ -128,7 +68,6 @@ class ParameterServer(Strategy):
         server = dist.get_rank(self._group) - self.share.holders
         self._shards = ParameterShards(self._model, self._servers, server)
         self._names, self._own = list(self._shards.parameters), self._shards.own
-        self._store = Store(self._group, self._shards)
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
@@ -162,11 +101,20 @@ class ParameterServer(Strategy):
 
     def after_step(self) -> None:
         """Gives the servers' new values to all. Collective."""
-        self._store.pull()
+        shards = self._shards
+        for server, keys in enumerate(shards.keys):
+            if not keys:
+                continue
+            flat = shards.flat(server, shards.parameters)
+            dist.broadcast(flat, self._rank_of(server), self._group)
+            if server == shards.server:
+                self._bytes_sent += flat.nbytes * (len(self._ranks) - 1)
+            else:
+                shards.set_values(server, flat)
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, self._store)
+        drop_process_groups(self)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """A server's keys; none on a worker."""
@@ -191,7 +139,15 @@ class ParameterServer(Strategy):
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``: the servers that hold a parameter give their rows to all."""
-        return self._store.gather_full(name, part, dtype)
+        shards = self._shards
+        found = torch.empty(shards.parameters[name].shape, dtype=dtype, device=shards.device)
+        for server, key in shards.holders(name):
+            rows = torch.empty(key.of(found).shape, dtype=dtype, device=shards.device)
+            if server == shards.server and part is not None:
+                rows.copy_(part)
+            dist.broadcast(rows, self._rank_of(server), self._group)
+            key.of(found).copy_(rows)
+        return found
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
         """The part that this server holds: all of it, or the rows of a large one."""
@@ -200,7 +156,7 @@ class ParameterServer(Strategy):
     @property
     def bytes_sent(self) -> int:
         """Bytes of gradients that a worker has pushed, or of parameters that a server has given."""
-        return self._store.bytes_sent
+        return self._bytes_sent
 
     def _compute(self, batch: Batch, compute: Compute, scale: float, stop: int, values: Tensor) -> Tensor:
         """A worker's micro-batches; gives its header, and a server's, which has none."""
@@ -227,11 +183,29 @@ class ParameterServer(Strategy):
 
     def _push(self, leaves: int) -> None:
         """Sends this worker's tree nodes to the servers, who wait for them now."""
-        mine = self.share.of(leaves)
+        mine, pending = self.share.of(leaves), []
         stacks = {slot.name: slot.stack for slot in self._tree.slots}
-        self._store.push(stacks, len(nodes_within(mine.start, mine.stop, leaves)))
+        for server, keys in enumerate(self._shards.keys):
+            for number in range(len(nodes_within(mine.start, mine.stop, leaves)) if keys else 0):
+                flat = self._shards.flat(server, {key.name: stacks[key.name][number] for key in keys})
+                pending.append((dist.isend(flat, self._rank_of(server), self._group), flat))
+                self._bytes_sent += flat.nbytes
+        for work, _ in pending:
+            if work is not None:
+                work.wait()
         for slot in self._tree.slots:
             slot.stack = []
+
+    def _receive(self, leaves: int) -> list[tuple[Node, Tensor]]:
+        """The nodes of all workers for this server's keys, flat."""
+        shards, found = self._shards, []
+        for worker in range(self.share.holders):
+            part = self.share.of(leaves, worker)
+            for node in nodes_within(part.start, part.stop, leaves):
+                flat = torch.empty(shards.numel(shards.server), dtype=shards.dtype, device=shards.device)
+                dist.recv(flat, self._ranks[worker], self._group)
+                found.append((node, flat))
+        return found
 
     def _set_gradients(
         self, leaves: int, uses: list[float], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
@@ -241,16 +215,17 @@ class ParameterServer(Strategy):
         if self.share.holder is not None:
             self._push(leaves)
         if self._own:
-            shares = (self.share.of(leaves, worker) for worker in range(self.share.holders))
-            nodes = [nodes_within(part.start, part.stop, leaves) for part in shares]
-            received = self._store.receive(nodes)
-            total = fold(received, leaves, lambda left, right: left.add_(right)).div_(weight)
+            total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
             flag[0] = float(not bool(total.sum().isfinite()))
             used = dict(zip(self._names, uses))
             for name, gradient in self._shards.views(total).items():
                 self._own[name].grad = gradient if used[name] else None
             add_prior(prior)
         return self.all_reduce_max(flag)[0] == 0
+
+    def _rank_of(self, server: int) -> int:
+        """The global rank of a server."""
+        return self._ranks[self.share.holders + server]
 
     def _gather_all(self, row: Tensor) -> Tensor:
         return all_gather_rows(row, self._group)

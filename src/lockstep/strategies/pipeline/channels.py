@@ -197,24 +197,19 @@ class PipelineChannel:
 
     def _receive_description(self) -> Description:
         length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._wait_for(length)
+        self._start_receive(length).wait()
         text = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
-        self._wait_for(text)
+        self._start_receive(text).wait()
         return Description.decode(bytes(text.tolist()))
 
-    def _wait_for(self, tensor: Tensor) -> None:
+    def _post(self, description: Description) -> list[tuple[dist.Work, Tensor]]:
+        places = [spec.empty(self._device) for spec in description.specs]
+        return [(self._start_receive(flat), whole) for whole, flat in places]
+
+    def _start_receive(self, tensor: Tensor) -> dist.Work:
         work = dist.irecv(tensor, self._peer, group=self._group, tag=self._tag)
         assert work is not None
-        work.wait()
-
-    def _post(self, description: Description) -> list[tuple[dist.Work, Tensor]]:
-        parts = []
-        for spec in description.specs:
-            whole, flat = spec.empty(self._device)
-            work = dist.irecv(flat, self._peer, group=self._group, tag=self._tag)
-            assert work is not None
-            parts.append((work, whole))
-        return parts
+        return work
 
     def _start_send(self, tensor: Tensor) -> None:
         work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)

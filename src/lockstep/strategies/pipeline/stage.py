@@ -212,7 +212,6 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, inlet: _Inlet) -> tuple[Tensor, ...]:
-        """The tensors, which now require gradients."""
         ctx.inlet = inlet
         ctx.set_materialize_grads(False)
         tensors, inlet.tensors = tuple(inlet.tensors), []
@@ -220,7 +219,6 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
-        """Keeps the gradients, to be sent."""
         ctx.inlet.gradients = gradients
         return None, None
 
@@ -233,13 +231,11 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *roots: Tensor) -> Tensor:
-        """A scalar that depends on all roots."""
         ctx.gradients = gradients
         return roots[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients that were received."""
         gradients, ctx.gradients = ctx.gradients, None
         return (None, *gradients)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,13 @@ from torch.utils._pytree import tree_flatten
 
 from lockstep.config.strategy_options import Level, PipelineOptions
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import fold_rows
+from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
+from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
@@ -35,10 +37,8 @@ from lockstep.strategies.pipeline.stage import (
     Passes,
     PipelineChannels,
     Stage,
-    another_group,
     refusing_backward,
 )
-from lockstep.strategies.pipeline.totals import Losses, StageState, Totals
 from lockstep.strategies.sharding import explain_missing_parameters
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
@@ -95,17 +95,6 @@ class PlacedPipeline(nn.Module):
         return refusing_backward(output)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """One action of the schedule, with what it is done on."""
-
-    action: Action
-    micro_batch: MicroBatch
-    kind: tuple[object, ...]
-    received: Callable[[], None]
-    """To be called when the pass has its input."""
-
-
 class Pipeline(Strategy):
     """Trains the stages of one model on the ranks of a pipeline, and replicas of the pipeline along a data axis.
 
@@ -154,21 +143,20 @@ class Pipeline(Strategy):
         names = [part[-1].name for part in parts]
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
-        self._state = self._make_state(model, modules, mine)
+        self._note_state(model, modules)
         self._passes: dict[int, Passes] = {}
-        self._totals: dict[int, Totals] = {}
-        answers = channels.answers(names[-1])
-        self._losses = Losses(
-            *(self.share, self._micro_batches, self.device, list(answers.values())),
-            is_last=channels.place == channels.length - 1,
-        )
+        self._sums: dict[int, StepSums] = {}
+        self._trainable: dict[str, nn.Parameter] = {}
+        self._answers = channels.answers(names[-1])
         for local, number in enumerate(mine):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
-            self._totals[number] = self._make_totals(stage, local)
-        self._state.keep([each.stage for each in self._passes.values()])
-        self._trainable = {n: p for totals in self._totals.values() for n, p in totals.trainable.items()}
-        return PlacedPipeline(self._passes, answers, self._whole_stages)
+            self._sums[number] = self._make_sums(stage, local)
+            self._held |= {n: tensor.detach() for n, tensor in stage.state_dict(keep_vars=True).items()}
+        for number, others in enumerate(modules):
+            for module in others if number not in mine else ():
+                module.to("meta")
+        return PlacedPipeline(self._passes, self._answers, self._whole_stages)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -176,10 +164,12 @@ class Pipeline(Strategy):
         order = order_of(
             self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine)
         )
-        for number, totals in self._totals.items():
-            totals.begin(mine, leaves)
+        for number, sums in self._sums.items():
+            sums.begin(mine, leaves)
             self._passes[number].forget()
-        self._losses.begin(len(mine))
+        self._losses = torch.zeros(
+            2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
+        )
         kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
@@ -190,15 +180,23 @@ class Pipeline(Strategy):
                 compute.begin(micro_batch)
             else:
                 compute.resume(micro_batch, "forward" if action.forward else "backward")
+            passes, sums = self._passes[action.stage], self._sums[action.stage]
             if action.forward:
-                self._forward(_Pass(action, micro_batch, kind, received), compute, scale)
+                sums.begin_forward()
+                output, target = passes.run(micro_batch, kind, compute, received)
+                sums.end_forward(micro_batch.k)
+                if passes.is_last:
+                    loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
+                    passes.end_in(micro_batch.k, loss if scale == 1.0 else loss * scale)
+                else:
+                    passes.pass_on(micro_batch.k, kind, output)
             else:
-                self._passes[action.stage].run_back(micro_batch.k, kind, received)
-                self._totals[action.stage].end_backward()
+                passes.run_back(micro_batch.k, kind, received)
+                sums.end_backward()
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
-        return self._finish(leaves, stop)
+        return self._finish(len(mine), stop)
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
@@ -217,7 +215,8 @@ class Pipeline(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each stage's, added to the others' zeros."""
-        found = self._state.squares(self._trainable, self.device)
+        own, zero = self._own_squares(), torch.zeros((), dtype=torch.float64, device=self.device)
+        found = torch.stack([own.get(name, zero) for name in self._trained] or [zero])
         dist.all_reduce(found, group=self._channels.group)
         return found
 
@@ -227,39 +226,71 @@ class Pipeline(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Strategy.state``: each tensor from the rank of its stage."""
-        return self._state.state(self.device)
+        for name, spec in self._specs.items():
+            yield name, self.gather_full(name, self._held.get(name), spec.dtype)
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """The tensors of this rank's stages, from the first of their replicas."""
-        return self._state.own_rows(self._groups.coordinate(self.axis))
+        return self._held if self._groups.coordinate(self.axis) == 0 else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into this rank's stages."""
-        self._state.load(state)
+        with torch.no_grad():
+            for name, tensor in self._held.items():
+                tensor.copy_(state[name])
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``: what the stage's rank holds, given to all."""
-        return self._state.give(name, part, dtype, self.device)
+        if not self._is_mine(name):
+            part = torch.empty(self._specs[name].shape, dtype=dtype, device=self.device)
+        assert part is not None, f"the rank of the stage of {name!r} holds it"
+        packed = part.detach().contiguous()
+        dist.broadcast(packed, self._channels.ranks[self._keeper[name]], group=self._channels.group)
+        return part.detach() if self._is_mine(name) else packed
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
         """The tensor itself where the parameter's stage is, None elsewhere."""
-        return whole if self._state.is_mine(name) else None
+        return whole if self._is_mine(name) else None
 
     @property
     def bytes_sent(self) -> int:
         """See ``Strategy.bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
         return self._channels.bytes_sent + sum(reducer.bytes_sent for reducer in self._reducers)
 
-    def _make_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]], mine: range) -> StageState:
-        return StageState(model, parts, mine, self._channels)
+    def _note_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> None:
+        """Notes the tensors of the whole model, and the place of the rank that keeps each."""
+        stage_of = {
+            id(tensor): number
+            for number, modules in enumerate(parts)
+            for module in modules
+            for tensor in (*module.parameters(), *module.buffers())
+        }
+        state = model.state_dict(keep_vars=True)
+        self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
+        self._specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+        self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
+        self._held: dict[str, Tensor] = {}
 
-    def _make_totals(
+    def _is_mine(self, name: str) -> bool:
+        """Returns whether a parameter or buffer is held here."""
+        return self._keeper[name] == self._channels.place
+
+    def _own_squares(self) -> dict[str, Tensor]:
+        """The sum of squares of the gradients of this rank's stages."""
+        found = {name: parameter.grad for name, parameter in self._trainable.items()}
+        return {name: sum_of_squares(gradient) for name, gradient in found.items() if gradient is not None}
+
+    def _make_sums(
         self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
-    ) -> Totals:
-        """The totals of this rank's stage number ``local``."""
+    ) -> StepSums:
+        """The sums of this rank's stage number ``local``; ``held`` as in ``GradientTree``."""
+        names = [name for name, _ in stage.named_buffers()]
+        here = [pattern for pattern in self._declared if any(fnmatchcase(name, pattern) for name in names)]
+        trained = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        self._trainable |= {name: p if held is None else held[name] for name, p in trained.items()}
         reducer = self._reducers[local] if self._reducers else None
-        k, size = self._micro_batches, self._losses.size
-        return Totals(stage, reducer, self.share, k, self._declared, self.device, size, held)
+        k, buffers = self._micro_batches, RunningBuffers(stage, here)
+        return StepSums(trained, buffers, reducer, self.share, k, self.device, held)
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
@@ -273,53 +304,33 @@ class Pipeline(Strategy):
             k = micro_batches[action.place].k
             self._passes[action.stage].expect(kinds[action.place], k, forward=action.forward)
 
-    def _forward(self, turn: _Pass, compute: Compute, scale: float) -> None:
-        place, k = turn.action.place, turn.micro_batch.k
-        passes, totals = self._passes[turn.action.stage], self._totals[turn.action.stage]
-        totals.begin_forward()
-        output, target = passes.run(turn.micro_batch, turn.kind, compute, turn.received)
-        totals.end_forward(k)
-        if not passes.is_last:
-            passes.pass_on(k, turn.kind, output)
-            return
+    def _end(
+        self, place: int, count: int, output: Any, target: Any, micro_batch: MicroBatch, compute: Compute
+    ) -> Tensor:
+        """The loss of the holder's micro-batch number ``place``; the last one's sends those of all to all stages."""
         with explain_missing_parameters(self.name):
-            loss, weight = compute.loss(output, target, turn.micro_batch)
-            self._losses.put(place, loss, weight)
-        passes.end_in(k, loss if scale == 1.0 else loss * scale)
-        self._losses.tell(place)
+            loss, weight = compute.loss(output, target, micro_batch)
+            self._losses[0, place], self._losses[1, place] = loss.detach(), weight
+        if place == count - 1:
+            for channel in self._answers.values():
+                channel.send("losses", self._losses)
+        return loss
 
-    def _finish(self, leaves: int, stop: int) -> StepResult:
-        row = self._losses.told()
+    def _finish(self, count: int, stop: int) -> StepResult:
+        if count and self._channels.place < self._channels.length - 1:
+            (channel,) = self._answers.values()
+            self._losses = channel.receive("losses")[1][0]
+        losses, weights = self._losses[:, :count]
         for waits in self.events.exchange_begin:
             waits()
-        rows, *_ = [totals.reduce(row) for totals in self._totals.values()]
+        results = [sums.reduce(list(losses), list(weights), stop) for sums in self._sums.values()]
         for ends in self.events.exchange_end:
             ends()
-        losses, weight = self._losses.of_all(rows, leaves)
-        parts = [part for totals in self._totals.values() for part in totals.finish(weight.float())]
-        sums = torch.stack([losses.sum().float(), *(part.float() for part in parts)])
-        flags = torch.stack([(~sums.isfinite().all()).long(), torch.tensor(stop, device=self.device)])
+        finite = torch.stack([result.finite for result in results]).all()
+        flags = torch.stack([(~finite).long(), torch.tensor(stop, device=self.device)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         for passes in self._passes.values():
             passes.neighbours.flush()
-        self._losses.flush()
-        return StepResult(fold_rows(losses) / weight, losses, flags[1], flags[0] == 0)
-
-
-def open_pipeline(
-    kind: type[Pipeline],
-    options: PipelineOptions,
-    groups: Groups,
-    device: torch.device,
-    micro_batches: int,
-    running_buffers: Sequence[str],
-    make_reducer: Callable[[dist.ProcessGroup], Reducer],
-) -> Pipeline:
-    """The strategy for a mesh with more than one rank along ``pipeline``, and maybe along ``kind.axis``. Collective."""
-    holders = groups.along(kind.axis)
-    reducers = []
-    if holders is not None:
-        # Stages finish in another order on every holder, so each has a group of its own.
-        lines = [holders, *(another_group(groups, kind.axis) for _ in range(1, options.stages_of_a_rank))]
-        reducers = [make_reducer(line) for line in lines]
-    return kind(device, micro_batches, groups, reducers, options, running_buffers)
+        for channel in self._answers.values():
+            channel.flush()
+        return replace(results[0], stop=flags[1], finite=flags[0] == 0)

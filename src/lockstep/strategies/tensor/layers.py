@@ -7,7 +7,7 @@ A layer gets another class and keeps its name, its hooks and its position in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -69,7 +69,6 @@ class _Column(_Layer):
     exchange: Exchange
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """Maps the whole input to this rank's outputs."""
         return super().forward(self.exchange.enter(input))
 
 
@@ -79,7 +78,6 @@ class _Row(_Layer):
     exchange: Exchange
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """Maps this rank's part of the input to the whole output."""
         convolve = getattr(self, "_conv_forward", None)
         # An image may come without its batch: channels are counted from the end.
         dim = 1 - self.weight.dim() if convolve is not None else -1
@@ -99,38 +97,6 @@ class _Row(_Layer):
         return total + (bias.view(-1, *[1] * (self.weight.dim() - 2)) if convolve is not None else bias)
 
 
-class ColumnLinear(_Column, nn.Linear):
-    """A Linear with some of its output features."""
-
-
-class RowLinear(_Row, nn.Linear):
-    """A Linear with some of its input features."""
-
-
-class ColumnConv1d(_Column, nn.Conv1d):  # type: ignore[misc]  # _Column is a Linear to the checker only
-    """A Conv1d with some of its output channels."""
-
-
-class ColumnConv2d(_Column, nn.Conv2d):  # type: ignore[misc]  # as above
-    """A Conv2d with some of its output channels."""
-
-
-class ColumnConv3d(_Column, nn.Conv3d):  # type: ignore[misc]  # as above
-    """A Conv3d with some of its output channels."""
-
-
-class RowConv1d(_Row, nn.Conv1d):  # type: ignore[misc]  # as above
-    """A Conv1d with some of its input channels."""
-
-
-class RowConv2d(_Row, nn.Conv2d):  # type: ignore[misc]  # as above
-    """A Conv2d with some of its input channels."""
-
-
-class RowConv3d(_Row, nn.Conv3d):  # type: ignore[misc]  # as above
-    """A Conv3d with some of its input channels."""
-
-
 class _Part(nn.modules.dropout._DropoutNd):
     """Draws the mask of the whole activation, as one device does, and applies this rank's part of it."""
 
@@ -139,7 +105,6 @@ class _Part(nn.modules.dropout._DropoutNd):
     """The dim of the activation that is split: -1 for features, 1 for channels."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """Maps this rank's part of an activation to its part of what is kept."""
         if not self.training or self.p == 0:
             return input
         shape = list(input.shape)
@@ -152,40 +117,14 @@ class _Part(nn.modules.dropout._DropoutNd):
         return input * mask.chunk(self.exchange.ranks, self.split_dim)[self.exchange.rank]
 
 
-class PartDropout(_Part, nn.Dropout):
-    """A Dropout of a split activation."""
+def _kinds(split: type, layers: Iterable[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
+    """A class for each class of layers, which computes as ``split`` does: ``ColumnLinear`` for ``Linear``."""
+    return {layer: type(f"{split.__name__[1:]}{layer.__name__}", (split, layer), {}) for layer in layers}
 
 
-class PartDropout1d(_Part, nn.Dropout1d):
-    """A Dropout1d of a split activation."""
-
-
-class PartDropout2d(_Part, nn.Dropout2d):
-    """A Dropout2d of a split activation."""
-
-
-class PartDropout3d(_Part, nn.Dropout3d):
-    """A Dropout3d of a split activation."""
-
-
-COLUMNS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: ColumnLinear,
-    nn.Conv1d: ColumnConv1d,
-    nn.Conv2d: ColumnConv2d,
-    nn.Conv3d: ColumnConv3d,
-}
-ROWS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: RowLinear,
-    nn.Conv1d: RowConv1d,
-    nn.Conv2d: RowConv2d,
-    nn.Conv3d: RowConv3d,
-}
-DROPOUTS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Dropout: PartDropout,
-    nn.Dropout1d: PartDropout1d,
-    nn.Dropout2d: PartDropout2d,
-    nn.Dropout3d: PartDropout3d,
-}
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+COLUMNS, ROWS = _kinds(_Column, _LAYERS), _kinds(_Row, _LAYERS)
+DROPOUTS = _kinds(_Part, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 

@@ -1,7 +1,7 @@
 """Plans of tensor parallelism: found in built-in models and chains, or given by the user and then checked.
 
 A plan that splits an activation which some module needs whole (a softmax over features, a dropout that was not named)
-would silently train another model. So in the first step ``PlanCheck`` runs the split and the whole model on the same
+would silently train another model. So in the first step ``check_plan`` runs the split and the whole model on the same
 micro-batches, with the same random numbers. Plans that were found are tested and need no check.
 """
 
@@ -25,69 +25,51 @@ from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
 
 
-class PlanCheck:
-    """Compares the split model with the whole one, once."""
+@torch.no_grad()
+def check_plan(
+    whole: nn.Module,
+    split: nn.Module,
+    exchange: Exchange,
+    buffers: RunningBuffers,
+    micro_batches: Sequence[MicroBatch],
+    compute: Compute,
+) -> None:
+    """Runs the whole and the split model on a few micro-batches; leaves buffers as they were. Collective.
 
-    def __init__(self, whole: nn.Module, exchange: Exchange) -> None:
-        self._whole, self._exchange = whole, exchange
+    All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance drop
+    what is zero anyway.
 
-    @torch.no_grad()
-    def check(
-        self,
-        split: nn.Module,
-        buffers: RunningBuffers,
-        micro_batches: Sequence[MicroBatch],
-        compute: Compute,
-    ) -> None:
-        """Runs both on a few micro-batches; leaves buffers as they were. Collective.
-
-        All of a step are better than one: with few samples, a dropout that each rank draws for itself may by chance
-        drop what is zero anyway.
-
-        Raises:
-            ConfigError: their outputs differ by more than rounding, or the split model does not run.
-        """
-        self._whole.train(split.training)
-        differences, close = [0.0], _CLOSE
-        for micro_batch in micro_batches:
-            inputs, named, _ = compute.inputs(micro_batch)
-            with compute.autocast():
-                if torch.is_autocast_enabled(self._device(inputs)):
-                    close = _CLOSE_IN_HALF
-                compute.begin(micro_batch)
-                expected = _numbers(self._whole(*inputs, **named))
-                compute.begin(micro_batch)
-                buffers.begin_step()
-                found = self._run_split(split, inputs, named)
-                buffers.begin_micro_batch()
-            differences += map(_difference, expected, found)
-        self._require_close(max(differences), close, expected[0].device)
-
-    def _run_split(
-        self, split: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
-    ) -> list[Tensor]:
-        try:
-            return _numbers(split(*inputs, **named))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"The model split by tensor.plan fails, while the whole model runs: {error}. {_ADVICE}"
-            ) from error
-
-    def _require_close(self, worst: float, close: float, device: torch.device) -> None:
-        rows = self._exchange.gather(torch.tensor([worst], dtype=torch.float64, device=device))
-        largest = float(rows.max())
-        if largest > close:
-            raise ConfigError(
-                "The model split by tensor.plan returns another output than the whole model (relative difference "
-                f"{largest:.2g}). {_ADVICE}"
-            )
-
-    @staticmethod
-    def _device(inputs: tuple[object, ...]) -> str:
-        tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
-        return tensors[0].device.type if tensors else "cpu"
+    Raises:
+        ConfigError: their outputs differ by more than rounding, or the split model does not run.
+    """
+    whole.train(split.training)
+    differences, close = [0.0], _CLOSE
+    for micro_batch in micro_batches:
+        inputs, named, _ = compute.inputs(micro_batch)
+        with compute.autocast():
+            compute.begin(micro_batch)
+            expected = _numbers(whole(*inputs, **named))
+            if torch.is_autocast_enabled(expected[0].device.type):
+                close = _CLOSE_IN_HALF
+            compute.begin(micro_batch)
+            buffers.begin_step()
+            try:
+                found = _numbers(split(*inputs, **named))
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"The model split by tensor.plan fails, while the whole model runs: {error}. {_ADVICE}"
+                ) from error
+            buffers.begin_micro_batch()
+        differences += map(_difference, expected, found)
+    worst = torch.tensor([max(differences)], dtype=torch.float64, device=expected[0].device)
+    largest = float(exchange.gather(worst).max())
+    if largest > close:
+        raise ConfigError(
+            "The model split by tensor.plan returns another output than the whole model (relative difference "
+            f"{largest:.2g}). {_ADVICE}"
+        )
 
 
 _ADVICE = (

@@ -30,7 +30,7 @@ from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.exchange import Exchange
 from lockstep.strategies.tensor.layers import Splitter
-from lockstep.strategies.tensor.plans import PlanCheck, plan_of
+from lockstep.strategies.tensor.plans import check_plan, plan_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,15 +64,15 @@ class TensorParallel(Replicated):
         group = groups.along("tensor")
         assert group is not None, "one rank is no tensor parallel"
         self._exchange, self._options = Exchange(group), options
-        self._plan_check: PlanCheck | None = None
+        self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
-        if self._plan_check is not None and batch.micro_batches:
-            self._plan_check.check(self._model, self._buffers, batch.micro_batches, compute)
-            self._plan_check = None
+        if self._whole is not None and batch.micro_batches:
+            check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
+            self._whole = None
         return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class TensorParallel(Replicated):
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
         if self._options.plan:
-            self._plan_check = PlanCheck(deepcopy(model).to(self.device), self._exchange)
+            self._whole = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange).split(plan)
         return model.to(self.device)
 

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from lockstep.strategies.parameter_server.asynchronous_server import Service
-from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, GradientAccumulator
+from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.parameter_server.asynchronous_server import Server
+from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
 from lockstep.strategies.parameter_server.asynchronous_transport import ServerMessage
 from lockstep.strategies.parameter_server.shards import ParameterShards
 
@@ -50,19 +51,16 @@ def at_barrier(number, label="synchronize", value=None):
     return ServerMessage("barrier", {"label": label, "number": number, "value": value})
 
 
-def a_service(workers=(1, 2), staleness=1, servers=(0,)):
+def a_server(workers=(1, 2), staleness=1, servers=(0,), step=0):
     model = nn.Linear(3, 1, bias=False)
     holding = ParameterShards(model, 1, 0)
     script = Script()
-    service = Service(
-        script,
-        list(servers),
-        0,
-        Clock(workers, staleness),
-        lambda: GradientAccumulator(holding, 0, 0, torch.float32),
-        lambda: b"values",
+    nothing = nn.Identity()
+    server = Server(
+        *(script, list(servers), 0, Clock(workers, staleness), holding),
+        *(RunningBuffers(nothing), step),
     )
-    return service, script, holding
+    return server, script, holding
 
 
 def answered(script):
