@@ -89,6 +89,19 @@ def test_what_a_rank_waits_for_others_and_how_many_micro_batches_it_has_do_not_c
     assert totals == pytest.approx([4 * 0.5, 4 * 0.5])
 
 
+def test_what_a_parameter_server_does_is_no_work_on_micro_batches(take):
+    """A server was named as slow: it updates all keys, has no micro-batch, and waits for the workers."""
+    work = {}
+    for rank, micro_batches in enumerate((4, 4, 0)):
+        meter, now = StepTimer(), 0.0
+        for step in range(20):
+            meter.enter("data", step, now)
+            now = run_step(meter, step, now + 0.01, micro_batches, wait=0.5) + (0 if micro_batches else 3.0)
+        work[rank] = meter.enter("data", 20, now) / 20
+    assert work == pytest.approx({0: 0.5025, 1: 0.5025, 2: 0.0})
+    assert [take(*work.values()) for _ in range(4)] == [""] * 4
+
+
 def test_saving_and_evaluating_are_no_work_on_a_step():
     meter = StepTimer()
     now = run_step(meter, 0, 0.0, 1)

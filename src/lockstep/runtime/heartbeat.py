@@ -155,7 +155,8 @@ _WAIT = frozenset({"reduce", "wait"})
 class StepTimer:
     """Measures the seconds of work of a rank on one micro-batch, added up over all steps so far.
 
-    Work is divided by the number of micro-batches, which may differ by one among ranks that are equally fast. A step
+    Work is divided by the number of micro-batches, which may differ by one among ranks that are equally fast. A rank
+    without any, such as a parameter server, does other work, which is compared with nobody's and counts as none. A step
     that is not timed counts as much as the timed step before or after it, whichever took less, so a pause in a timed
     step counts once.
     """
@@ -193,7 +194,7 @@ class StepTimer:
     def _begin(self, phase: str, step: int, now: float) -> None:
         if self.is_timed:
             untimed = self._step - self._counted - 1
-            work, idle = self._worked / max(1, self.micro_batches), self._idle
+            work, idle = self._worked / self.micro_batches if self.micro_batches else 0.0, self._idle
             self.seconds += work + untimed * min(work, self._timed[0])
             self.waited += idle + untimed * min(idle, self._timed[1])
             self._timed, self.latest, self._counted = (work, idle), now - self._began, self._step

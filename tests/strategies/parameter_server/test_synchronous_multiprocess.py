@@ -9,6 +9,7 @@ from tests.run.jobs import begin, correct, dataset, network
 from torch import nn
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.events import Callback
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
 
@@ -70,6 +71,36 @@ def test_servers_give_their_values_to_each_other_too():
     for held, _, sent, *_ in ranks[2:]:
         assert sent == steps * 3 * sum(held.values())
     assert sum(each[2] for each in ranks[2:]) == steps * 3 * sum(sizes.values())
+
+
+class Phases(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_phase(self, phase, epoch, step, micro_batch):
+        self.seen.append(phase)
+
+
+def phases_of_a_step(world):
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run, _, optimizer = begin(strategy="parameter_server")
+    phases = Phases()
+    for batch in run.batches(dataset(72)):
+        with run.add_callback(phases):
+            phases.seen.clear()
+            run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return phases.seen
+
+
+def test_waiting_for_the_other_ranks_is_no_work_of_a_worker_or_a_server():
+    """The time was counted as that of the last backward pass, and a server's as that of reading data."""
+    first, second, server = run_ranks(phases_of_a_step, 3)
+    assert first[-3:] == second[-3:] == ["backward", "reduce", "update"]
+    assert server == ["reduce", "update"]
 
 
 class Versioned(nn.Module):

@@ -78,6 +78,14 @@ def test_a_model_without_a_plan_is_told_what_would_work():
         plan_of(lstm(num_classes=3, in_features=4), ())
 
 
+def test_the_pattern_of_the_hint_matches_in_the_model_itself_and_below():
+    """``*.fc1`` matched nothing in a model that holds its layers itself."""
+    block = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
+    hint = ("*.fc1=column", "*.fc2=row")
+    assert plan_of(block, hint) == {"fc1": "column", "fc2": "row"}
+    assert plan_of(nn.ModuleDict({"block": block}), hint) == {"block.fc1": "column", "block.fc2": "row"}
+
+
 def test_a_given_plan_is_completed_in_a_chain():
     model = chain(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 4), nn.Dropout(0.1))
     assert plan_of(model, ("0=column", "3=row")) == {

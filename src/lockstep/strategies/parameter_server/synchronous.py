@@ -81,7 +81,9 @@ class ParameterServer(Strategy):
         values = self._buffers.new_rows(self.share.longest(self._micro_batches))
         self._buffers.begin_step()
         self._buffers.remember_others()
-        everyone = self._gather_all(self._compute(batch, compute, scale, stop, values))
+        header = self._compute(batch, compute, scale, stop, values)
+        compute.exchange()
+        everyone = self._gather_all(header)
         headers = everyone[: self.share.holders]
         losses = self._header.losses(headers, leaves)
         weight = fold_rows(self._header.weights(headers, leaves))

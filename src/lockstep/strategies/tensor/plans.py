@@ -160,7 +160,8 @@ def given_plan(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     plan: dict[str, str] = {}
     for entry in patterns:
         pattern, _, kind = entry.rpartition("=")
-        matched = [name for name in names if fnmatchcase(name, pattern)]
+        top = pattern.removeprefix("*.")  # "*.fc1" is fc1 in any module, and so in the model itself
+        matched = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, top)]
         if not matched:
             raise ConfigError(f"tensor.plan: no module matches {pattern!r}.{nearest(pattern, names[1:])}")
         plan |= dict.fromkeys(matched, kind)
