@@ -30,9 +30,9 @@ def test_losses_come_in_order_of_micro_batches_and_counts_are_added(kind, leaves
         )
         assert rows[-1].shape == (header.size,)
     rows = torch.stack(rows)
-    assert header.losses(rows, leaves).tolist() == [float(torch.tensor(0.1 * k)) for k in range(leaves)]
-    assert header.weights(rows, leaves).tolist() == [k + 1.0 for k in range(leaves)]
-    used, advanced = header.counts(rows)
+    losses, weight, used, advanced = header.unpack(rows, leaves)
+    assert losses.tolist() == [float(torch.tensor(0.1 * k)) for k in range(leaves)]
+    assert float(weight) == sum(k + 1.0 for k in range(leaves))
     assert used.tolist() == [leaves, 0]
     assert advanced.tolist() == [sum(range(holders))]
     assert (float(header.flag(rows)), float(header.flag(rows, 1))) == (holders - 1, 1)

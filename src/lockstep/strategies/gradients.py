@@ -75,19 +75,17 @@ class StepHeader:
         row[start + len(used) : self.size - len(flags)] = advanced
         return row
 
-    def losses(self, rows: Tensor, leaves: int) -> Tensor:
-        """Those of all micro-batches, in order of k, from the rows of all holders; shape (leaves,)."""
-        return self._in_order(rows, leaves, 0)
+    def unpack(self, rows: Tensor, leaves: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The sums over all holders, from their rows.
 
-    def weights(self, rows: Tensor, leaves: int) -> Tensor:
-        """Those of all micro-batches, in order of k."""
-        return self._in_order(rows, leaves, self._longest)
-
-    def counts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Uses of each parameter and advances of each counter, over all holders."""
+        Returns:
+            Losses of all micro-batches in order of k, shape (leaves,); their weight, 0-dim; uses of each parameter;
+            advances of each counter.
+        """
         start = 2 * self._longest
         used, advanced = torch.split(rows[:, start : start + sum(self._counts)].sum(0), self._counts)
-        return used, advanced
+        weight = fold_rows(self._in_order(rows, leaves, self._longest))
+        return self._in_order(rows, leaves, 0), weight, used, advanced
 
     def flag(self, rows: Tensor, number: int = 0) -> Tensor:
         """The largest over the holders of a flag, 0-dim."""
@@ -368,9 +366,7 @@ class StepSums:
         if self._reducer is not None:
             headers = self._exchange(self._reducer, header, running)
             running = [self._reducer.total(self._buffer_bucket)] if self._buffers.numel else []
-        sums = self._header.losses(headers, leaves or self._leaves)
-        weight = fold_rows(self._header.weights(headers, leaves or self._leaves))
-        used, advanced = self._header.counts(headers)
+        sums, weight, used, advanced = self._header.unpack(headers, leaves or self._leaves)
         if running:
             self._buffers.finish_step(running[0], self._leaves, advanced)
         parts = self.tree.finish(self._used(used), weight.float())

@@ -121,10 +121,10 @@ class FullyShardedDataParallel(Strategy):
         for exchange, module in zip(self._exchanges, modules.values()):
             exchange.install(module)
             self._gathering.install(module)
-        self._parameters = {
-            name: ShardedParameter(name, parameter, self._shapes[name])
-            for name, parameter in model.named_parameters()
-        }
+        self._parameters: dict[str, ShardedParameter] = {}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            self._parameters[name] = ShardedParameter(name, parameter, self._shapes[name])
         self._trained = [each for each in self._parameters.values() if each.sharded.requires_grad]
         count_uses(self._parameters, modules)
         self._header = StepHeader(
@@ -258,9 +258,7 @@ class FullyShardedDataParallel(Strategy):
         leaves: int,
         prior: list[tuple[nn.Parameter, Tensor]],
     ) -> StepResult:
-        losses = self._header.losses(headers, leaves)
-        weight = fold_rows(self._header.weights(headers, leaves))
-        used, advanced = self._header.counts(headers)
+        losses, weight, used, advanced = self._header.unpack(headers, leaves)
         self._set_gradients(totals, used.tolist(), weight.float(), prior)
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)

@@ -83,14 +83,11 @@ class ParameterServer(Strategy):
         self._buffers.remember_others()
         header = self._compute(batch, compute, scale, stop, values)
         compute.exchange()
-        everyone = self._gather_all(header)
-        headers = everyone[: self.share.holders]
-        losses = self._header.losses(headers, leaves)
-        weight = fold_rows(self._header.weights(headers, leaves))
-        used, advanced = self._header.counts(headers)
+        everyone = all_gather_rows(header, self._group)
+        losses, weight, used, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
         finite = self._set_gradients(leaves, used.tolist(), weight.float(), prior)
         if self._buffers.numel:
-            rows = self._gather_all(values.view(-1)).view(-1, *values.shape)
+            rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
         self._buffers.refuse_changed_others()
         return StepResult(
@@ -99,7 +96,7 @@ class ParameterServer(Strategy):
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers, shape (workers, n), on every rank. Collective."""
-        return self._gather_all(row)[: self.share.holders]
+        return all_gather_rows(row, self._group)[: self.share.holders]
 
     def after_step(self) -> None:
         """Gives the servers' new values to all. Collective."""
@@ -124,7 +121,7 @@ class ParameterServer(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each server squares its keys."""
-        everyone = self._gather_all(self._shards.squares())
+        everyone = all_gather_rows(self._shards.squares(), self._group)
         return self._shards.folded(everyone.sum(0))  # of each entry, all but one are zero
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
@@ -228,6 +225,3 @@ class ParameterServer(Strategy):
     def _rank_of(self, server: int) -> int:
         """The global rank of a server."""
         return self._ranks[self.share.holders + server]
-
-    def _gather_all(self, row: Tensor) -> Tensor:
-        return all_gather_rows(row, self._group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.summation_tree import fold_rows
-from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
+from lockstep.distributed.collectives import all_gather_flat
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,10 +52,6 @@ class Exchange:
         all_gather_flat(given, mine.contiguous(), self.group)
         self.bytes_sent += 2 * (self.ranks - 1) * piece * x.element_size()
         return given[: flat.numel()].view(x.shape)
-
-    def gather(self, row: Tensor) -> Tensor:
-        """Every rank's row of shape (n,), as (ranks, n). Collective."""
-        return all_gather_rows(row, self.group)
 
 
 class _Enter(torch.autograd.Function):

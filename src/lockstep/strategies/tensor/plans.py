@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
+from lockstep.distributed.collectives import all_reduce_max
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -64,7 +65,7 @@ def check_plan(
             buffers.begin_micro_batch()
         differences += map(_difference, expected, found)
     worst = torch.tensor([max(differences)], dtype=torch.float64, device=expected[0].device)
-    largest = float(exchange.gather(worst).max())
+    largest = float(all_reduce_max(worst, exchange.group))
     if largest > close:
         raise ConfigError(
             "The model split by tensor.plan returns another output than the whole model (relative difference "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.config.strategy_options import Level, TensorOptions
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import drop_process_groups
+from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ReplicaError
 from lockstep.reduce import Reducer
@@ -82,13 +82,13 @@ class TensorParallel(Replicated):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; parts are added over the ranks in order."""
-        rows = self._exchange.gather(super().squares())
+        rows = all_gather_rows(super().squares(), self._exchange.group)
         is_split = [name in self._shards for name in sorted(self._trainable)] or [False]
         return torch.where(torch.tensor(is_split, device=self.device), fold_rows(rows), rows[0])
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share the layers. Collective."""
-        return self._exchange.gather(flags.reshape(-1)).amax(0).view(flags.shape)
+        return all_reduce_max(flags, self._exchange.group)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
@@ -129,7 +129,7 @@ class TensorParallel(Replicated):
         sums = [_bits(p.grad, self.device) for p in replicated.values()]
         flags = torch.stack([result.stop.double(), result.finite.double()])
         row = torch.cat([flags, result.losses.double()]).view(torch.int64)
-        rows = self._exchange.gather(torch.cat([row, torch.stack(sums)]) if sums else row)
+        rows = all_gather_rows(torch.cat([row, torch.stack(sums)]) if sums else row, self._exchange.group)
         shared = rows[:, :2].contiguous().view(torch.float64)
         finite = shared[:, 1].amin() > 0
         differs = (rows[:, 2:] != rows[0, 2:]).any(0)
