@@ -69,9 +69,9 @@ def count_uses(parameters: Mapping[str, ShardedParameter], modules: Mapping[str,
         for name, parameter in unit.named_parameters(prefix) if waiting else ():
             if name in waiting and not isinstance(parameter, DTensor):
                 waiting.discard(name)
-                parameter.register_post_accumulate_grad_hook(partial(count, parameters[name]))  # type: ignore[no-untyped-call]  # torch's stub
+                parameter.register_post_accumulate_grad_hook(partial(note_use, parameters[name]))  # type: ignore[no-untyped-call]  # torch's stub
 
-    def count(sharded: ShardedParameter, _: Tensor) -> None:
+    def note_use(sharded: ShardedParameter, _: Tensor) -> None:
         sharded.used += 1
 
     for prefix, module in modules.items():
