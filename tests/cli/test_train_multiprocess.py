@@ -68,7 +68,7 @@ def test_an_argument_that_only_the_ranks_can_refuse_is_one_error_and_status_two(
     result = process("train", str(own_job), *SHORT, "--devices", "cpu:2")
     assert result.returncode == 2
     assert (
-        "model: own_wrapped:net has no argument 'widht'. Did you mean 'width'?"
+        "model.widht is not an argument of own_wrapped:net. Did you mean 'width'?"
         in result.stderr.splitlines()[0]
     )
     assert len(result.stderr.splitlines()) <= 6

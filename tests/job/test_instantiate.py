@@ -58,9 +58,12 @@ def test_the_part_of_the_path_that_failed_is_named_with_its_nearest_name(target,
 @pytest.mark.parametrize(
     ("component", "expected"),
     [
-        (part("fractions:Fraction", numerater=3), "has no argument 'numerater'. Did you mean 'numerator'?"),
-        (part("textwrap:shorten", text="a"), "needs the argument 'width'. Give it."),
-        (part("textwrap:shorten"), "needs the arguments 'text', 'width'. Give them."),
+        (
+            part("fractions:Fraction", numerater=3),
+            "numerater is not an argument of fractions:Fraction. Did you mean 'numerator'?",
+        ),
+        (part("textwrap:shorten", text="a"), "width is missing: textwrap:shorten needs it."),
+        (part("textwrap:shorten"), "text is missing: textwrap:shorten needs it. textwrap:shorten.width is"),
         (part("fractions:Fraction", numerator="x"), "Fraction(numerator='x') failed: Invalid literal"),
     ],
 )
@@ -70,7 +73,9 @@ def test_arguments_are_checked_before_the_call(component, expected):
 
 
 def test_an_argument_that_lockstep_gives_may_not_be_given_again():
-    assert "is given by Lockstep" in refusal(part("textwrap:shorten", text="a", width=3), "b")
+    assert "is given to textwrap:shorten by Lockstep" in refusal(
+        part("textwrap:shorten", text="a", width=3), "b"
+    )
 
 
 def test_a_module_that_fails_while_it_is_imported_is_told_apart(tmp_path):
@@ -89,7 +94,7 @@ def test_folders_of_a_job_are_searched_in_their_order():
 def test_tables_among_the_arguments_are_made_first_at_any_depth():
     value = build({"a": [{"target": "fractions:Fraction", "numerator": 1}], "b": {"object": "math:pi"}}, "x")
     assert value == {"a": [1], "b": 3.141592653589793}
-    with pytest.raises(ConfigError, match=r"x\.a\.0: fractions:Fraction has no argument 'n'"):
+    with pytest.raises(ConfigError, match=r"x\.a\.0\.n is not an argument of fractions:Fraction"):
         build({"a": [{"target": "fractions:Fraction", "n": 1}]}, "x")
     with pytest.raises(ConfigError, match="no other key"):
         build({"object": "math:pi", "n": 1}, "x")

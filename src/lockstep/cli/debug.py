@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from lockstep.cli.shared_options import add_options
 from lockstep.config.job_file import built_in_jobs, load_job
 from lockstep.debug import DebugPlan, launch_entries, merge_into, task_entries
 from lockstep.errors import EXIT_DONE, ConfigError
@@ -18,18 +19,12 @@ _ANSWER_WITHIN = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; all that follow the target belong to it."""
-    parser.add_argument(
-        "--devices", default="cpu:2", help="devices of the run, as in 'lockstep run' (default: cpu:2)"
-    )
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to debug (default: 0)")
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"port of the debugger on 127.0.0.1 (default: {DEFAULT_PORT})",
-    )
-    parser.add_argument(
-        "--folder", default=".", metavar="DIR", help="the folder that the editor opens (default: this one)"
+    add_options(
+        parser,
+        ("--devices", "N", "cpu:2", "devices of the run, as in 'lockstep run'"),
+        ("--rank", "R", 0, "the rank to debug"),
+        ("--port", "PORT", DEFAULT_PORT, "port of the debugger on 127.0.0.1"),
+        ("--folder", "DIR", ".", "the folder that the editor opens"),
     )
     parser.add_argument(
         "--attach",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from lockstep.cli.shared_options import (
     add_host_arguments,
+    add_options,
     add_rendezvous_argument,
     common_settings,
     host_options,
@@ -34,13 +35,12 @@ EXIT_FAULT = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "--devices",
-        default="auto",
-        help="ranks that exchange data: N, auto, cpu, cpu:N or a list such as 0,5 (default: auto)",
+    add_options(
+        parser,
+        ("--devices", "N", "auto", "ranks that exchange data: N, auto, cpu, cpu:N or a list such as 0,5"),
+        ("--no-exchange", "", False, "start no ranks and measure nothing"),
+        ("--json", "", False, "print one JSON object per line"),
     )
-    parser.add_argument("--no-exchange", action="store_true", help="start no ranks and measure nothing")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
 

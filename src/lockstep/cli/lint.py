@@ -7,6 +7,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from lockstep.cli.shared_options import add_options
 from lockstep.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from lockstep.lint import Finding, check_file, choose, table
 from lockstep.text import plural
@@ -17,12 +18,13 @@ EXIT_FINDINGS = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help="a Python file; it is read, never run")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument(
-        "--select", default="", metavar="RULES", help="only these rules, such as LS001,LS05 or names"
+    add_options(
+        parser,
+        ("--json", "", False, "print the findings as JSON"),
+        ("--select", "RULES", "", "only these rules, such as LS001,LS05 or names"),
+        ("--ignore", "RULES", "", "all rules except these"),
+        ("--rules", "", False, "print the table of rules and exit"),
     )
-    parser.add_argument("--ignore", default="", metavar="RULES", help="all rules except these")
-    parser.add_argument("--rules", action="store_true", help="print the table of rules and exit")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -47,9 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _print(found: list[Finding], mistakes: list[str], as_json: bool) -> None:
     """Prints the findings to standard output, and the files that could not be read to standard error."""
     if as_json:
-        findings = [
-            {**asdict(finding), "mend": finding.fix} for finding in found
-        ]  # "mend" was the name of "fix"
+        findings = [asdict(each) | {"mend": each.fix} for each in found]  # "mend" was the name of "fix"
         report = {"findings": findings, "mistakes": mistakes}
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
+from lockstep.cli.shared_options import add_options
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED
 
 
@@ -16,22 +17,13 @@ def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/digits-001")
     parser.add_argument(
-        "--step",
-        type=int,
-        required=True,
-        metavar="S",
-        help="the optimizer step, counted from 0 over all epochs",
+        "--step", type=int, required=True, metavar="S", help="optimizer step of the run, from 0"
     )
-    parser.add_argument(
-        "--micro-batch", type=int, metavar="K", help="only this micro-batch of the step, counted from 0"
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="stop in the debugger before the samples of the step are read"
-    )
-    parser.add_argument(
-        "--force-context",
-        action="store_true",
-        help="compare even if the run had other versions, another device or other threads",
+    add_options(
+        parser,
+        ("--micro-batch", "K", int, "only this micro-batch of the step, counted from 0"),
+        ("--debug", "", False, "stop in the debugger before the samples of the step are read"),
+        ("--force-context", "", False, "compare even if versions, device or threads of the run were others"),
     )
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 from lockstep.cli.shared_options import (
     add_debug_arguments,
     add_host_arguments,
+    add_options,
     add_profile_argument,
     add_rendezvous_argument,
     common_settings,
@@ -41,51 +42,14 @@ _PRELOAD = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments; all that follow the script belong to the script."""
-    parser.add_argument(
-        "--devices", default="auto", help="N, auto, cpu, cpu:N or a list such as 0,5 (default: auto)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=None,
-        help="intra-op threads per rank (default: OMP_NUM_THREADS, else 1)",
-    )
-    parser.add_argument(
-        "--logs", default="", metavar="DIR", help="folder for the output and the errors of the ranks"
-    )
-    _add_ending_arguments(parser)
-    add_debug_arguments(parser)
-    add_host_arguments(parser)
-    add_rendezvous_argument(parser)
-    add_profile_argument(parser)
-    parser.add_argument("script", metavar="SCRIPT", help="a Python script")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is for the script"
-    )
-
-
-def _add_ending_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options on the end and the restart of ranks."""
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=25.0,
-        metavar="SECONDS",
-        help="time to save and exit after SIGTERM or SIGUSR1 (default: 25)",
-    )
-    parser.add_argument(
-        "--stall-limit",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time without progress after which a hanging run is diagnosed and ended; 0: never (default: 60)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="restarts after a lost process, for a script that saves into a run folder (default: 0)",
+    add_options(
+        parser,
+        ("--devices", "N", "auto", "N, auto, cpu, cpu:N or a list such as 0,5"),
+        ("--threads", "N", int, "intra-op threads per rank (default: OMP_NUM_THREADS, else 1)"),
+        ("--logs", "DIR", "", "folder for the output and the errors of the ranks"),
+        ("--grace", "SECONDS", 25.0, "time to save and exit after SIGTERM or SIGUSR1"),
+        ("--stall-limit", "SECONDS", 60.0, "time without progress until a hanging run is ended; 0: never"),
+        ("--restarts", "N", 0, "restarts after a lost process, for a script that saves into a run folder"),
     )
     parser.add_argument(
         "--restart-world",
@@ -94,6 +58,13 @@ def _add_ending_arguments(parser: argparse.ArgumentParser) -> None:
         default="same",
         help="restart on the same devices, or on those whose ranks were not lost (default: same)",
     )
+    add_debug_arguments(parser)
+    add_host_arguments(parser)
+    add_rendezvous_argument(parser)
+    add_profile_argument(parser)
+    parser.add_argument("script", metavar="SCRIPT", help="a Python script")
+    rest = "all that follows is for the script"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
 
 
 def main(arguments: argparse.Namespace) -> int:

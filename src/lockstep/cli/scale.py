@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -39,33 +39,17 @@ def add_arguments(parser: Parser) -> None:
         default="digits",
         help="a TOML file, or a built-in job (default: digits)",
     )
-    parser.add_argument(
-        "--devices", default="", metavar="N,N", help="numbers of CPU devices to measure (default: 1,2,4)"
+    add_options(
+        parser,
+        ("--devices", "N,N", "", "numbers of CPU devices to measure (default: 1,2,4)"),
+        ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: those that fit)"),
+        ("--steps", "N", 20, "measured steps of each run"),
+        ("--warm-up", "N", 3, "steps before the measured ones"),
+        ("--rounds", "N", 3, "runs of each layout, in turn"),
+        ("--predict", "", False, "predict the speed-up on 2 to 4096 devices"),
+        ("--interconnect", "A,B", "", f"for --predict, some of {', '.join(PRESETS)} (default: all)"),
+        *((f"--{name}", "FILE", "", what) for name, what in _FILES.items()),
     )
-    parser.add_argument(
-        "--strategies",
-        default="",
-        metavar="A,B",
-        help=f"some of {', '.join(STRATEGIES)} (default: those that fit)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=20, metavar="N", help="measured steps of each run (default: 20)"
-    )
-    parser.add_argument(
-        "--warm-up", type=int, default=3, metavar="N", help="steps before the measured ones (default: 3)"
-    )
-    parser.add_argument(
-        "--rounds", type=int, default=3, metavar="N", help="runs of each layout, in turn (default: 3)"
-    )
-    parser.add_argument("--predict", action="store_true", help="predict the speed-up on 2 to 4096 devices")
-    parser.add_argument(
-        "--interconnect",
-        default="",
-        metavar="A,B",
-        help=f"for --predict, some of {', '.join(PRESETS)} (default: all)",
-    )
-    for name, what in _FILES.items():
-        parser.add_argument(f"--{name}", default="", metavar="FILE", help=what)
     add_train_options(parser, "data", "precision", "threads")
 
 

@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from lockstep.core.world import RENDEZVOUS, HostLayout, World
 from lockstep.errors import ConfigError
@@ -21,30 +22,43 @@ from lockstep.launch.hosts import HostOptions, read_token
 from lockstep.profile.trace import DEFAULT, ProfileWindow
 
 
+def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, Any, str]) -> None:
+    """Declares options, each as (flag, name of its value, default, help).
+
+    The value has the type of the default. In its place, a type stands for no default, ``False`` for a switch, and a
+    list for an option that may be given several times.
+    """
+    for flag, metavar, default, words in options:
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=words)
+        elif isinstance(default, list):
+            parser.add_argument(flag, action="append", default=default, metavar=metavar, help=words)
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default, metavar=metavar, help=words)
+        else:
+            words += f" (default: {default})" if default != "" else ""
+            parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=words)
+
+
+SET: tuple[str, str, Any, str] = (
+    "--set",
+    "KEY=VALUE",
+    [],
+    "any setting of the job, such as optimizer.lr=0.1",
+)
+
+
 def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Declares ``--set`` and some options of ``lockstep train`` for a command that takes a job."""
-    help_set = "any setting of the job, such as optimizer.lr=0.1"
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help=help_set)
-    for name in names:
-        parser.add_argument(f"--{name}", metavar="VALUE", help=f"as in 'lockstep train --{name}'")
+    of_train = ((f"--{name}", "VALUE", str, f"as in 'lockstep train --{name}'") for name in names)
+    add_options(parser, SET, *of_train)
 
 
 def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares ``--debug-rank`` and ``--debug-port``."""
-    parser.add_argument(
-        "--debug-rank",
-        type=int,
-        default=None,
-        metavar="R",
-        help="rank R waits for a debugger before it starts; the other ranks wait for it without a time limit",
-    )
-    parser.add_argument(
-        "--debug-port",
-        type=int,
-        default=DEFAULT_PORT,
-        metavar="PORT",
-        help=f"its port on 127.0.0.1; 0: any free port (default: {DEFAULT_PORT})",
-    )
+    rank = "rank R waits for a debugger before it starts; the others wait for it without a time limit"
+    port = "its port on 127.0.0.1; 0: any free port"
+    add_options(parser, ("--debug-rank", "R", int, rank), ("--debug-port", "PORT", DEFAULT_PORT, port))
 
 
 def with_debug_arguments(
@@ -75,40 +89,26 @@ _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options for several hosts."""
     hosts = parser.add_argument_group("several hosts", "the same command on each, with its own --node-rank")
-    hosts.add_argument("--nnodes", type=int, metavar="N", help="number of hosts (default: 1)")
-    hosts.add_argument("--node-rank", type=int, metavar="I", help="number of this host, from 0")
-    hosts.add_argument(
-        "--master", metavar="HOST:PORT", help="of the host of node-rank 0; it uses PORT and PORT+1"
-    )
-    hosts.add_argument(
-        "--interface",
-        default="",
-        metavar="NAME",
-        help="network interface for the data (default: the route to --master)",
-    )
-    hosts.add_argument(
-        "--token-file",
-        default="",
-        metavar="FILE",
-        help="shared secret of the hosts (default: LOCKSTEP_TOKEN, else ~/.config/lockstep/token)",
-    )
-    hosts.add_argument(
-        "--start-limit",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time limit for all hosts to connect (default: 60)",
+    add_options(
+        hosts,
+        ("--nnodes", "N", int, "number of hosts (default: 1)"),
+        ("--node-rank", "I", int, "number of this host, from 0"),
+        ("--master", "HOST:PORT", str, "of the host of node-rank 0; it uses PORT and PORT+1"),
+        ("--interface", "NAME", "", "network interface for the data (default: the route to --master)"),
+        (
+            "--token-file",
+            "FILE",
+            "",
+            "the hosts' secret (default: LOCKSTEP_TOKEN, else ~/.config/lockstep/token)",
+        ),
+        ("--start-limit", "SECONDS", 60.0, "time limit for all hosts to connect"),
     )
 
 
 def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:
     """Declares ``--rendezvous``."""
-    parser.add_argument(
-        "--rendezvous",
-        default="",
-        metavar="PLACE",
-        help="how ranks started by torchrun, SLURM or MPI connect: env://, tcp://HOST:PORT of rank 0, or file:///PATH",
-    )
+    words = "how ranks of torchrun, SLURM or MPI connect: env://, tcp://HOST:PORT of rank 0, or file:///PATH"
+    add_options(parser, ("--rendezvous", "PLACE", "", words))
 
 
 def take_rendezvous(arguments: argparse.Namespace, world: World) -> World:

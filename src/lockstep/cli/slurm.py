@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.cli import train
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options
 from lockstep.config.checks import refuse
 from lockstep.config.job_file import load_job
 from lockstep.config.rules import machine_problems
@@ -41,52 +41,20 @@ _TRAIN_OPTIONS = ("data", "strategy", "mesh", "precision", "epochs", "threads")
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments of the cluster, and those of ``train`` that fit there."""
     parser.add_argument("job", metavar="JOB", help="a TOML file, or the name of a built-in job")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        default=0,
-        metavar="N",
-        help="GPUs of each host, one rank each; 0: ranks on CPUs (default)",
+    add_options(
+        parser,
+        ("--nodes", "N", 1, "number of hosts"),
+        ("--gpus-per-node", "N", 0, "GPUs of each host, one rank each; 0: ranks on CPUs"),
+        ("--tasks-per-node", "N", int, "ranks of each host, on CPUs (default: 1)"),
+        ("--cpus-per-task", "N", int, "cores of each rank (default: --threads)"),
+        ("--time", "H:MM:SS", "", "time limit of one run, after which it resumes in another"),
+        ("--partition", "NAME", "", "partition of the cluster"),
+        ("--warn", "SECONDS", 120, "time to save before the limit"),
+        ("--restarts", "N", 20, "the most times that it resumes"),
+        ("--sbatch", "OPTION", [], "any option of sbatch, passed as it is"),
+        ("--output", "FILE", "", "file to write the script to (default: the terminal)"),
+        ("--submit", "", False, "submit the script with sbatch"),
     )
-    parser.add_argument(
-        "--tasks-per-node",
-        type=int,
-        default=None,
-        metavar="N",
-        help="ranks of each host, on CPUs (default: 1)",
-    )
-    parser.add_argument(
-        "--cpus-per-task", type=int, default=None, metavar="N", help="cores of each rank (default: --threads)"
-    )
-    parser.add_argument(
-        "--time",
-        default="",
-        metavar="H:MM:SS",
-        help="time limit of one run, after which it resumes in another",
-    )
-    parser.add_argument("--partition", default="", metavar="NAME", help="partition of the cluster")
-    parser.add_argument(
-        "--warn",
-        type=int,
-        default=120,
-        metavar="SECONDS",
-        help="time to save before the limit (default: 120)",
-    )
-    parser.add_argument(
-        "--restarts", type=int, default=20, metavar="N", help="the most times that it resumes (default: 20)"
-    )
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="any option of sbatch, passed as it is",
-    )
-    parser.add_argument(
-        "--output", default="", metavar="FILE", help="file to write the script to (default: the terminal)"
-    )
-    parser.add_argument("--submit", action="store_true", help="submit the script with sbatch")
     add_train_options(parser, *_TRAIN_OPTIONS)
 
 

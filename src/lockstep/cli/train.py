@@ -13,8 +13,10 @@ from contextlib import nullcontext
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
+    SET,
     add_debug_arguments,
     add_host_arguments,
+    add_options,
     add_profile_argument,
     add_rendezvous_argument,
     common_settings,
@@ -68,34 +70,25 @@ def add_arguments(parser: Parser) -> None:
         metavar="JOB",
         help=f"a TOML file, or one of: {jobs} (default: digits)",
     )
-    parser.add_argument("--data", metavar="DIR", help="folder of the data, {data} in a job file")
-    parser.add_argument("--devices", metavar="N", help="N, auto, cpu, cpu:N or a list such as 0,5")
-    parser.add_argument("--strategy", metavar="NAME", help=", ".join(STRATEGIES))
-    parser.add_argument(
-        "--mesh", metavar="AXES", help="axes of the strategy hybrid, such as data=2,pipeline=2"
-    )
-    parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
-    parser.add_argument("--epochs", metavar="N", help="number of passes over the data")
-    parser.add_argument("--threads", metavar="N", help="CPU threads of each rank (part of the recipe)")
-    parser.add_argument(
-        "--resume", metavar="PATH", help="run folder or checkpoint to resume from; auto: the latest run"
-    )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any setting of the job, such as optimizer.lr=0.1",
-    )
-    parser.add_argument("--restarts", metavar="N", help="restarts after a lost process (default: 3)")
-    parser.add_argument(
-        "--restart-world", metavar="same|remaining", help="devices of a restart (default: same)"
+    add_options(
+        parser,
+        ("--data", "DIR", str, "folder of the data, {data} in a job file"),
+        ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
+        ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
+        ("--mesh", "AXES", str, "axes of the strategy hybrid, such as data=2,pipeline=2"),
+        ("--precision", "NAME", str, ", ".join(PRECISIONS)),
+        ("--epochs", "N", str, "number of passes over the data"),
+        ("--threads", "N", str, "CPU threads of each rank (part of the recipe)"),
+        ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
+        SET,
+        ("--restarts", "N", str, "restarts after a lost process (default: 3)"),
+        ("--restart-world", "same|remaining", str, "devices of a restart (default: same)"),
     )
     add_debug_arguments(parser)
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
     add_profile_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and exit")
+    add_options(parser, ("--dry-run", "", False, "print what would run, and exit"))
 
 
 def main(arguments: argparse.Namespace) -> int:

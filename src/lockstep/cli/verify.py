@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -37,16 +37,13 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "job", metavar="JOB", nargs="?", default="", help="a TOML file, or a built-in job (default: digits)"
     )
-    parser.add_argument(
-        "--devices", default="", metavar="N,N", help="numbers of CPU devices to compare (default: 1,2,4)"
+    add_options(
+        parser,
+        ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
+        ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
+        ("--steps", "N", 12, "optimizer steps of each run"),
+        ("--json", "FILE", "", "write all results to a file"),
     )
-    parser.add_argument(
-        "--strategies", default="", metavar="A,B", help=f"some of {', '.join(STRATEGIES)} (default: all)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=12, metavar="N", help="optimizer steps of each run (default: 12)"
-    )
-    parser.add_argument("--json", default="", metavar="FILE", help="write all results to a file")
     parser.add_argument(
         "--script",
         nargs=argparse.REMAINDER,

@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
+from inspect import Parameter, Signature
 from typing import Any
 
 from lockstep.config.checks import KeyPath, Problem, absent_module, check_fields, import_path, nearest_name
@@ -36,15 +37,6 @@ class Component:
         check_fields(self)
 
 
-@dataclass(frozen=True)
-class Signature:
-    """The arguments that a call takes by name, as far as its source says."""
-
-    names: tuple[str, ...]
-    required: tuple[str, ...]
-    takes_any: bool
-
-
 def preflight(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[str] = ()) -> list[Problem]:
     """Everything about a job's components that their source shows to be wrong.
 
@@ -65,7 +57,7 @@ def _component(names: StaticNames, target: str, args: Mapping[str, Any], path: K
     elif isinstance(found, Definition):
         signature = signature_of(names, found)
         if signature is not None:
-            yield from _arguments(signature, target, args, path)
+            yield from argument_problems(signature, target, _GIVEN_BY_LOCKSTEP.get(path, 0), args, path)
     for key, value in args.items():
         yield from _nested(names, value, (*path, key))
 
@@ -136,30 +128,41 @@ def _bases(names: StaticNames, found: Definition) -> list[Definition]:
 
 
 def _read(arguments: ast.arguments, skip: int) -> Signature:
-    by_position = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args]]
-    needed = by_position[: len(by_position) - len(arguments.defaults)]
-    keyword = [argument.arg for argument in arguments.kwonlyargs]
-    needed += [name for name, default in zip(keyword, arguments.kw_defaults, strict=True) if default is None]
-    return Signature(
-        names=tuple([*by_position, *keyword][skip:]),
-        required=tuple(needed[skip:]),
-        takes_any=arguments.kwarg is not None,
+    def parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> Parameter:
+        return Parameter(argument.arg, kind, default=Parameter.empty if default is None else default)
+
+    first = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[None] * (len(first) - len(arguments.defaults)), *arguments.defaults]
+    by_position = (
+        parameter(argument, Parameter.POSITIONAL_OR_KEYWORD, default)
+        for argument, default in list(zip(first, defaults, strict=True))[skip:]
     )
+    by_keyword = (
+        parameter(argument, Parameter.KEYWORD_ONLY, default)
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    )
+    others = [Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD)] if arguments.kwarg else []
+    return Signature([*by_position, *by_keyword, *others])
 
 
-def _arguments(
-    signature: Signature, target: str, args: Mapping[str, Any], path: KeyPath
+def argument_problems(
+    signature: Signature, target: str, given: int, args: Mapping[str, Any], path: KeyPath
 ) -> Iterator[Problem]:
-    given = _GIVEN_BY_LOCKSTEP.get(path, 0)
-    taken, names = signature.names[:given], signature.names[given:]
+    """Arguments by name that a call would refuse, where Lockstep gives the first ``given`` by position."""
+    parameters = list(signature.parameters.values())
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = by_position[:given]
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    names = [p.name for p in by_name if p.name not in taken]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for key in args:
         if key in taken:
             yield Problem((*path, key), f"is given to {target} by Lockstep; leave it out.")
-        elif key not in names and not signature.takes_any:
+        elif key not in names and not takes_any:
             yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
-    for name in signature.required:
-        if name not in args and name not in taken:
-            yield Problem((*path, name), f"is missing: {target} needs it.")
+    for each in by_name:
+        if each.default is each.empty and each.name in names and each.name not in args:
+            yield Problem((*path, each.name), f"is missing: {target} needs it.")
 
 
 def _absence(absent: Absent) -> str:

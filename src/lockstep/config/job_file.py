@@ -21,7 +21,7 @@ from typing import Any
 from lockstep.config.checks import KeyPath, Problem, spell
 from lockstep.config.components import Component, preflight
 from lockstep.config.job import JobConfig
-from lockstep.config.reader import key_lines, line_of, read_table
+from lockstep.config.reader import line_of, read_table
 from lockstep.config.rules import job_problems
 from lockstep.errors import ConfigError, nearest
 
@@ -68,12 +68,8 @@ def find_job(job: str) -> JobFile:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"The job file {job!r} cannot be read: {reason}.") from error
-    return JobFile(
-        name=_NOT_PLAIN.sub("-", path.stem).strip("-.")[:100] or "job",
-        path=path,
-        text=text,
-        built_in=built_in,
-    )
+    name = _NOT_PLAIN.sub("-", path.stem).strip("-.")[:100] or "job"
+    return JobFile(name=name, path=path, text=text, built_in=built_in)
 
 
 def _read(path: Path) -> str:
@@ -134,7 +130,6 @@ class _Origin:
 
     def __init__(self, file: JobFile, overrides: Sequence[Override]) -> None:
         self._file = file
-        self._lines: Mapping[KeyPath, int] | None = None
         self._overrides = {override.path: override.origin for override in overrides}
 
     def is_override(self, path: KeyPath) -> bool:
@@ -154,9 +149,7 @@ class _Origin:
         override = self.override(path)
         if override is not None:
             return override
-        if self._lines is None:
-            self._lines = key_lines(self._file.text)
-        line = line_of(path, dict(self._lines))
+        line = line_of(path, self._file.text)
         return f"{self._file.path}:{line}" if line else str(self._file.path)
 
 
@@ -168,12 +161,12 @@ def _report(problems: Sequence[Problem], origin: _Origin) -> ConfigError:
 
 
 def _place_of_syntax_error(file: JobFile, error: ValueError) -> str:
-    text: Any = str(error)
-    before, found, place = text.rpartition(" (at line ")
-    if found:
-        line = place.split(",")[0]
-        return f"{file.path}:{line}: {before}."
-    return f"{file.path}: {text.rstrip('.')}."
+    before, found, place = str(error).rpartition(" (at line ")
+    return (
+        f"{file.path}:{place.split(',')[0]}: {before}."
+        if found
+        else f"{file.path}: {str(error).rstrip('.')}."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,14 +287,19 @@ def with_lengths(scheduler: Component, *, epochs: int, steps_per_epoch: int) -> 
     lengths = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "steps": epochs * steps_per_epoch}
     named = {f"{{{name}}}": length for name, length in lengths.items()}
 
-    def fill(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: fill(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [fill(item) for item in value]
+    def fill(value: Any, path: KeyPath) -> Any:
         return named.get(value, value) if isinstance(value, str) else value
 
-    return Component(target=scheduler.target, args=fill(scheduler.args))
+    return Component(target=scheduler.target, args=_map_values(fill, scheduler.args))
+
+
+def _map_values(change: Callable[[Any, KeyPath], Any], value: Any, path: KeyPath = ()) -> Any:
+    """Nested tables and lists with ``change(value, its key path)`` in place of each single value."""
+    if isinstance(value, Mapping):
+        return {key: _map_values(change, item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map_values(change, item, (*path, number)) for number, item in enumerate(value)]
+    return change(value, path)
 
 
 class _Filler:
@@ -315,7 +313,8 @@ class _Filler:
 
     def component(self, component: Component, path: KeyPath, later: tuple[str, ...] = ()) -> Component:
         """The component with its placeholders filled in; those in ``later`` are left to the run."""
-        return Component(target=component.target, args=self._value(component.args, path, later))
+        args = _map_values(lambda value, here: self._fill(value, here, later), component.args, path)
+        return Component(target=component.target, args=args)
 
     def remarks(self, config: JobConfig) -> list[Problem]:
         """All problems; one more where a folder was needed and not given, or given and not used."""
@@ -327,15 +326,10 @@ class _Filler:
             return [*self._problems, Problem(("data", "root"), message)]
         return self._problems
 
-    def _value(self, value: Any, path: KeyPath, later: tuple[str, ...]) -> Any:
-        if isinstance(value, Mapping):
-            return {key: self._value(item, (*path, key), later) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._value(item, (*path, number), later) for number, item in enumerate(value)]
+    def _fill(self, value: Any, path: KeyPath, later: tuple[str, ...]) -> Any:
         found = _PLACEHOLDER.match(value) if isinstance(value, str) else None
-        return self._fill(value, found, path, later) if found else value
-
-    def _fill(self, value: str, found: re.Match[str], path: KeyPath, later: tuple[str, ...]) -> Any:
+        if found is None:
+            return value
         name, rest = found.group(1), value[found.end() :]
         if name == "data" and (not rest or rest.startswith("/")):
             self._reads_folder = True
@@ -347,9 +341,6 @@ class _Filler:
         if name in later and not rest:
             return value
         if not rest or rest.startswith("/"):
-            self._problems.append(
-                Problem(
-                    path, f"is {value!r}, an unknown placeholder.{nearest(name, (*PLACEHOLDERS, *later))}"
-                )
-            )
+            hint = nearest(name, (*PLACEHOLDERS, *later))
+            self._problems.append(Problem(path, f"is {value!r}, an unknown placeholder.{hint}"))
         return value

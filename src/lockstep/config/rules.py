@@ -1,12 +1,12 @@
 """Combinations of settings that cannot work, each valid on its own: one table for `lockstep.init` and job files.
 
-`RULES` compare the settings that both have; `JOB_RULES` those that only a job file has. To add a rule, add a row;
-``tests/config/test_rules.py`` has an example that breaks each, by name.
+`RULES` compare the settings that both have; `JOB_RULES` those that only a job file has. To add a rule, write a function
+that yields what is wrong; ``tests/config/test_rules.py`` has an example that breaks each, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -52,6 +52,9 @@ class AvailableDevices:
         return cls(devices, len(asked.indices) or asked.count, "cpu" if asked.is_cpu else "")
 
 
+_Problems = Callable[[S, AvailableDevices], Iterator[str]]
+
+
 @dataclass(frozen=True)
 class SettingsRule(Generic[S]):
     """One combination of settings that is refused."""
@@ -60,14 +63,28 @@ class SettingsRule(Generic[S]):
     """Name of the rule, for tests and documentation."""
     key: str
     """The setting that the message is about: a keyword of `lockstep.init`, or a key of a job file with its table."""
-    broken: Callable[[S, AvailableDevices], str | None]
-    """Says what is wrong, or None."""
+    problems: _Problems[S]
+    """Yields what is wrong, if anything."""
 
     @property
     def path(self) -> KeyPath:
         """The setting in a job file."""
         tables = {"devices": "run"}
         return tuple(self.key.split(".")) if "." in self.key else (tables.get(self.key, "training"), self.key)
+
+
+RULES: list[SettingsRule[RunSettings]] = []
+JOB_RULES: list[SettingsRule[JobConfig]] = []
+
+
+def _rule(rules: list[SettingsRule[S]], name: str, key: str) -> Callable[[_Problems[S]], _Problems[S]]:
+    """Adds the function below it to the rules."""
+
+    def add(problems: _Problems[S]) -> _Problems[S]:
+        rules.append(SettingsRule(name, key, problems))
+        return problems
+
+    return add
 
 
 def require_rules(options: RunSettings, machine: AvailableDevices | None = None) -> None:
@@ -78,17 +95,19 @@ def require_rules(options: RunSettings, machine: AvailableDevices | None = None)
         machine: the processes that were started; None before that is known.
     """
     machine = machine or AvailableDevices()
-    found = ((rule.key, rule.broken(options, machine)) for rule in RULES)
     keys = {"devices": "world_size"}
-    refuse(Problem((keys.get(key, key),), message) for key, message in found if message)
+    refuse(
+        Problem((keys.get(rule.key, rule.key),), message)
+        for rule in RULES
+        for message in rule.problems(options, machine)
+    )
 
 
 def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> list[Problem]:
     """Every rule that a job breaks, on the devices that it asks for or on those given."""
     options, machine = job.settings, machine or AvailableDevices.asked_for(job.run.devices)
-    found = [(rule.path, rule.broken(options, machine)) for rule in RULES]
-    found += [(rule.path, rule.broken(job, machine)) for rule in JOB_RULES]
-    return [Problem(path, message) for path, message in found if message]
+    found = [Problem(rule.path, message) for rule in RULES for message in rule.problems(options, machine)]
+    return found + [Problem(rule.path, each) for rule in JOB_RULES for each in rule.problems(job, machine)]
 
 
 def machine_problems(job: JobConfig, count: int, kind: str = "") -> list[Problem]:
@@ -99,35 +118,33 @@ def machine_problems(job: JobConfig, count: int, kind: str = "") -> list[Problem
     return job_problems(job, AvailableDevices(f"cpu:{count}" if kind == "cpu" else count, count, kind))
 
 
-def _batch_is_divisible(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "global_batch is a multiple of micro_batches", "global_batch")
+def _batch_is_divisible(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     batch, parts = options.global_batch, options.micro_batches
     if batch % parts:
         near = max(1, round(batch / parts)) * parts
-        return (
-            f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
-        )
-    return None
+        yield f"is {batch}, which micro_batches={parts} does not divide. Choose a multiple, for example {near}."
 
 
-def _single_has_one_device(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "single uses one device", "devices")
+def _single_has_one_device(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.strategy == "single" and machine.count is not None and machine.count > 1:
-        return f"is {machine.shown!r}, but strategy 'single' uses one. Use 1, or strategy 'ddp'."
-    return None
+        yield f"is {machine.shown!r}, but strategy 'single' uses one. Use 1, or strategy 'ddp'."
 
 
-def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "every rank has a micro-batch", "devices")
+def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     """Every rank, or group of ranks that holds one model, has a micro-batch."""
     count, parts = machine.count, options.micro_batches
-    if count is None or _mesh_fits(options, machine):
-        return None
+    if count is None or any(_mesh_fits(options, machine)):
+        return
     holders = _holders(options, count)
     if holders > parts:
         spare = count - holders if options.strategy == "parameter_server" else 0
-        return (
+        yield (
             f"is {machine.shown!r}: {holders} devices cannot share micro_batches={parts}. "
             f"Use at most {parts + spare} devices, or a recipe with more micro-batches."
         )
-    return None
 
 
 def _holders(options: RunSettings, count: int) -> int:
@@ -140,263 +157,204 @@ def _holders(options: RunSettings, count: int) -> int:
     return count if options.strategy in ("dp", "ddp", "fsdp") else 1
 
 
-def _mesh_fits(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "a mesh fits the devices", "mesh")
+def _mesh_fits(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     """A mesh belongs to strategy hybrid, has axes that go together, and takes all devices."""
     mesh, count = options.mesh, machine.count
     try:
         if options.strategy != "hybrid":
             mesh_of(options.strategy, mesh, 1)
-            return None
-        if not mesh:
-            return "is not given, and strategy 'hybrid' needs one, such as 'data=2,pipeline=2'."
-        laid_out = hybrid_mesh(mesh)
-        layers = laid_out.size("layers")
-        if count is not None and count % layers:
-            return f"is {mesh!r}: each process gets {layers} devices of {count}. Use a multiple of {layers}."
-        if count is not None:
-            laid_out.check_world(count // layers)
+        elif not mesh:
+            yield "is not given, and strategy 'hybrid' needs one, such as 'data=2,pipeline=2'."
+        else:
+            laid_out = hybrid_mesh(mesh)
+            layers = laid_out.size("layers")
+            if count is not None and count % layers:
+                yield f"is {mesh!r}: each process gets {layers} devices of {count}. Use a multiple of {layers}."
+            elif count is not None:
+                laid_out.check_world(count // layers)
     except ConfigError as error:
-        return f"is {mesh!r}. {error}"
-    return None
+        yield f"is {mesh!r}. {error}"
 
 
-def _servers_leave_a_worker(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "servers leave a worker", "parameter_server.servers")
+def _servers_leave_a_worker(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     count, servers = machine.count, options.parameter_server.servers
     if options.strategy == "parameter_server" and count is not None and 1 < count <= servers:
-        return f"is {servers}, which leaves no worker among {count} processes. Use at most {count - 1}."
-    return None
+        yield f"is {servers}, which leaves no worker among {count} processes. Use at most {count - 1}."
 
 
-def _reducer_is_used(options: RunSettings, machine: AvailableDevices) -> str | None:
-    """A reducer is chosen only where whole gradients are reduced."""
+@_rule(RULES, "a reducer that is chosen is used", "reduce")
+def _reducer_is_used(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     reduce, strategy = options.reduce, options.strategy
     if reduce != "ordered" and (strategy in OWN_EXCHANGE or shares_rows_out(strategy, options.mesh)):
-        return f"is {reduce!r}, and strategy {strategy!r} has an exchange of its own. Use 'ordered', or strategy 'ddp'."
-    return None
+        yield f"is {reduce!r}, and strategy {strategy!r} has an exchange of its own. Use 'ordered', or strategy 'ddp'."
 
 
-def _rows_are_contiguous(options: RunSettings, machine: AvailableDevices) -> str | None:
-    if options.channels_last and shares_rows_out(options.strategy, options.mesh):
-        strategy = options.strategy
-        return (
-            f"is true, and strategy {strategy!r} shares out contiguous weights. Use false, or strategy 'ddp'."
-        )
-    return None
+@_rule(RULES, "fsdp shares out contiguous weights", "channels_last")
+def _rows_are_contiguous(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    strategy = options.strategy
+    if options.channels_last and shares_rows_out(strategy, options.mesh):
+        yield f"is true, and strategy {strategy!r} shares out contiguous weights. Use false, or strategy 'ddp'."
 
 
-def _offload_has_a_gpu(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "what is offloaded comes from a GPU", "fsdp.cpu_offload")
+def _offload_has_a_gpu(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.fsdp.cpu_offload and options.strategy == "fsdp" and machine.kind == "cpu":
-        return "is true, which moves parameters from a GPU to the host, and the devices are CPUs. Use false."
-    return None
+        yield "is true, which moves parameters from a GPU to the host, and the devices are CPUs. Use false."
 
 
-def _stages_are_gathered_once(options: RunSettings, machine: AvailableDevices) -> str | None:
-    """The options of fsdp have no meaning for the stages of a pipeline."""
-    if options.strategy != "hybrid" or "fsdp" not in options.mesh:
-        return None
+@_rule(RULES, "stages are gathered once", "mesh")
+def _stages_are_gathered_once(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     given = [each.name for each in fields(options.fsdp) if getattr(options.fsdp, each.name) != each.default]
-    if given:
-        return (
+    if options.strategy == "hybrid" and "fsdp" in options.mesh and given:
+        yield (
             f"is {options.mesh!r}, which gathers a stage once in a step and has no use for fsdp.{given[0]}. Leave that "
             "out."
         )
-    return None
 
 
-def _pipeline_is_filled(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "a pipeline is filled", "micro_batches")
+def _pipeline_is_filled(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     """There are at least as many micro-batches as stages on every pipeline."""
-    hybrid = options.strategy == "hybrid" and not _mesh_fits(options, machine)
+    hybrid = options.strategy == "hybrid" and not any(_mesh_fits(options, machine))
     mesh = Mesh.parse(options.mesh) if hybrid else None
     ranks = mesh.size("pipeline") if mesh else machine.count if options.strategy == "pipeline" else None
     if ranks is None or ranks < 2:
-        return None
+        return
     holders = mesh.size("data") * mesh.size("fsdp") if mesh else 1
     try:
         options.pipeline.check_micro_batches(options.micro_batches, holders, ranks)
     except ConfigError as error:
-        return f"is {options.micro_batches}. {error}"
-    return None
+        yield f"is {options.micro_batches}. {error}"
 
 
-def _compiled_models_are_whole(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "whole models are compiled", "compile")
+def _compiled_models_are_whole(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     strategy = options.strategy
     whole = strategy in WHOLE_MODELS or (strategy == "hybrid" and "layers" in options.mesh)
     if options.compile and not whole:
-        return f"is true, and strategy {strategy!r} holds no whole model in one process. Use false, or strategy 'ddp'."
-    return None
+        yield f"is true, and strategy {strategy!r} holds no whole model in one process. Use false, or strategy 'ddp'."
 
 
-def _tf32_is_not_on_cpu(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "tf32 needs CUDA", "precision")
+def _tf32_is_not_on_cpu(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.precision == "tf32" and machine.kind == "cpu":
-        return "is 'tf32', which CUDA devices have, and the devices are CPUs. Use fp32 or bf16."
-    return None
+        yield "is 'tf32', which CUDA devices have, and the devices are CPUs. Use fp32 or bf16."
 
 
-def _scale_is_kept(options: RunSettings, machine: AvailableDevices) -> str | None:
+@_rule(RULES, "powersgd keeps gradients of one scale", "reduce")
+def _scale_is_kept(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.reduce == "powersgd" and options.precision == "fp16":
-        return (
+        yield (
             "is 'powersgd', which keeps gradients from step to step, but precision fp16 changes their scale between "
             "them. Use precision bf16 or fp32, or reduce='bf16'."
         )
-    return None
 
 
-def _workers_find_no_scale(options: RunSettings, machine: AvailableDevices) -> str | None:
-    is_asynchronous = (
-        options.strategy == "parameter_server" and options.parameter_server.mode == "asynchronous"
-    )
-    if is_asynchronous and options.precision == "fp16":
-        return (
+@_rule(RULES, "asynchronous workers have no loss scale", "precision")
+def _workers_find_no_scale(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    asynchronous = options.parameter_server.mode == "asynchronous"
+    if options.strategy == "parameter_server" and asynchronous and options.precision == "fp16":
+        yield (
             "is 'fp16', whose loss scale follows what all ranks find together, and asynchronous workers find nothing "
             "together. Use bf16 or fp32, or parameter_server.mode='synchronous'."
         )
-    return None
 
 
-def _shares_run_at_once(options: RunSettings, machine: AvailableDevices) -> str | None:
-    if not options.sync_batch_norm:
-        return None
-    if options.strategy not in SYNC_BATCH_NORM:
-        return (
+@_rule(RULES, "SyncBatchNorm has whole shares", "sync_batch_norm")
+def _shares_run_at_once(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    if options.sync_batch_norm and options.strategy not in SYNC_BATCH_NORM:
+        yield (
             "is true: a process would run its whole share of a step in one forward pass, which strategy "
             f"{options.strategy!r} does not. Use strategy 'ddp'."
         )
-    if options.compile:
-        return (
-            "is true: statistics are exchanged inside the model, where compile cannot go. Use one of the two."
-        )
-    return None
+    elif options.sync_batch_norm and options.compile:
+        yield "is true: statistics are exchanged inside the model, where compile cannot go. Use one of the two."
 
 
-RULES: tuple[SettingsRule[RunSettings], ...] = (
-    SettingsRule("global_batch is a multiple of micro_batches", "global_batch", _batch_is_divisible),
-    SettingsRule("single uses one device", "devices", _single_has_one_device),
-    SettingsRule("every rank has a micro-batch", "devices", _ranks_have_micro_batches),
-    SettingsRule("a mesh fits the devices", "mesh", _mesh_fits),
-    SettingsRule("servers leave a worker", "parameter_server.servers", _servers_leave_a_worker),
-    SettingsRule("a reducer that is chosen is used", "reduce", _reducer_is_used),
-    SettingsRule("fsdp shares out contiguous weights", "channels_last", _rows_are_contiguous),
-    SettingsRule("what is offloaded comes from a GPU", "fsdp.cpu_offload", _offload_has_a_gpu),
-    SettingsRule("stages are gathered once", "mesh", _stages_are_gathered_once),
-    SettingsRule("a pipeline is filled", "micro_batches", _pipeline_is_filled),
-    SettingsRule("whole models are compiled", "compile", _compiled_models_are_whole),
-    SettingsRule("tf32 needs CUDA", "precision", _tf32_is_not_on_cpu),
-    SettingsRule("powersgd keeps gradients of one scale", "reduce", _scale_is_kept),
-    SettingsRule("asynchronous workers have no loss scale", "precision", _workers_find_no_scale),
-    SettingsRule("SyncBatchNorm has whole shares", "sync_batch_norm", _shares_run_at_once),
-)
-
-
-def _parts_are_stepped_alone(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "parts are stepped alone", "optimizer.target")
+def _parts_are_stepped_alone(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     """An optimizer of torch's that is stepped on parts of parameters is elementwise."""
     strategy, target = job.training.strategy, job.optimizer.target
     module, _, name = target.partition(":")
-    alone = machine.count == 1
-    if alone or not steps_parts(strategy, job.training.mesh) or not module.startswith("torch.optim"):
-        return None
-    if name not in ELEMENTWISE:
-        return (
+    in_parts = machine.count != 1 and steps_parts(strategy, job.training.mesh)
+    if in_parts and module.startswith("torch.optim") and name not in ELEMENTWISE:
+        yield (
             f"is {target!r}, and strategy {strategy!r} steps it on parts of parameters, where it would see too little. "
             f"Use one of {', '.join(sorted(ELEMENTWISE))}, or strategy 'ddp'."
         )
-    return None
 
 
-def _micro_batches_have_a_record(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "recorded micro-batches belong to recorded steps", "training.record_micro_batches")
+def _micro_batches_have_a_record(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     training = job.training
-    if not training.record_micro_batches:
-        return None
-    if training.sync_batch_norm:
-        return (
+    every = training.fingerprint_every if training.gradients_every is None else training.gradients_every
+    if training.record_micro_batches and training.sync_batch_norm:
+        yield (
             "is true, but with sync_batch_norm a process computes its micro-batches in one pass, and none has a "
             "gradient of its own. Leave one of the two out."
         )
-    if training.gradients_every == 0 or (training.gradients_every is None and not training.fingerprint_every):
-        return "is true, but no step is recorded. Set gradients_every to 1 or more, or leave it out."
-    return None
+    elif training.record_micro_batches and not every:
+        yield "is true, but no step is recorded. Set gradients_every to 1 or more, or leave it out."
 
 
-def _one_warm_up(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "the warm-up is given once", "schedule.warmup_steps")
+def _one_warm_up(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     schedule = job.schedule
     if not isinstance(schedule, Component) and schedule.warmup_steps and schedule.warmup_epochs:
-        return (
-            f"is {schedule.warmup_steps} and warmup_epochs is {schedule.warmup_epochs}. Give one of the two."
-        )
-    return None
+        yield f"is {schedule.warmup_steps} and warmup_epochs is {schedule.warmup_epochs}. Give one of the two."
 
 
-def _warm_up_ends(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "the warm-up ends before the run", "schedule.warmup_epochs")
+def _warm_up_ends(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     schedule, epochs = job.schedule, job.training.epochs
     if not isinstance(schedule, Component) and schedule.warmup_epochs > epochs:
-        return (
-            f"is {schedule.warmup_epochs}, but the job has {epochs} epochs, so the warm-up would never end."
-        )
-    return None
+        yield f"is {schedule.warmup_epochs}, but the job has {epochs} epochs, so the warm-up would never end."
 
 
-def _schedule_counts_steps(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "a schedule counts optimizer steps", "schedule.target")
+def _schedule_counts_steps(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if isinstance(job.schedule, Component) and job.schedule.target.endswith(":ReduceLROnPlateau"):
-        return (
+        yield (
             "is ReduceLROnPlateau, which waits for a measurement, but schedules count optimizer steps. "
             "Use kind = 'cosine' or another torch scheduler."
         )
-    return None
 
 
-def _optimizer_gets_parameters(job: JobConfig, machine: AvailableDevices) -> str | None:
-    return "is given by the model; leave it out." if "params" in job.optimizer.args else None
+@_rule(JOB_RULES, "the optimizer's parameters come from the model", "optimizer.params")
+def _optimizer_gets_parameters(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if "params" in job.optimizer.args:
+        yield "is given by the model; leave it out."
 
 
-def _early_stop_has_validation(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "early stopping has something to judge by", "training.early_stop")
+def _early_stop_has_validation(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if job.training.early_stop and job.data.validation is None:
-        return f"is {job.training.early_stop}, but the job has no [data.validation] to judge by."
-    return None
+        yield f"is {job.training.early_stop}, but the job has no [data.validation] to judge by."
 
 
-def _data_exists(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "the data exists", "data.root")
+def _data_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if job.data.root and not Path(job.data.root).exists():
-        return f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
-    return None
+        yield f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
 
 
-def _weights_exist(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "the weights exist", "weights.path")
+def _weights_exist(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if job.weights.path and not Path(job.weights.path).is_file():
-        return f"is '{job.weights.path}', which is not a file. Give a file of weights, or leave it out."
-    return None
+        yield f"is '{job.weights.path}', which is not a file. Give a file of weights, or leave it out."
 
 
-def _resume_exists(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "what is resumed exists", "checkpoint.resume")
+def _resume_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     resume = job.checkpoint.resume
     if resume not in ("", "auto") and not Path(resume).exists():
-        return f"is '{resume}', which does not exist. Give a run folder or a checkpoint in it, or 'auto'."
-    return None
+        yield f"is '{resume}', which does not exist. Give a run folder or a checkpoint in it, or 'auto'."
 
 
-def _run_folder_is_free(job: JobConfig, machine: AvailableDevices) -> str | None:
+@_rule(JOB_RULES, "a run never writes over another", "run.name")
+def _run_folder_is_free(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     folder = Path(job.run.directory).expanduser() / job.run.name
     if job.run.name and not job.checkpoint.resume and folder.exists():
-        return f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume."
-    return None
-
-
-JOB_RULES: tuple[SettingsRule[JobConfig], ...] = (
-    SettingsRule("parts are stepped alone", "optimizer.target", _parts_are_stepped_alone),
-    SettingsRule(
-        "recorded micro-batches belong to recorded steps",
-        "training.record_micro_batches",
-        _micro_batches_have_a_record,
-    ),
-    SettingsRule("the warm-up is given once", "schedule.warmup_steps", _one_warm_up),
-    SettingsRule("the warm-up ends before the run", "schedule.warmup_epochs", _warm_up_ends),
-    SettingsRule("a schedule counts optimizer steps", "schedule.target", _schedule_counts_steps),
-    SettingsRule(
-        "the optimizer's parameters come from the model", "optimizer.params", _optimizer_gets_parameters
-    ),
-    SettingsRule(
-        "early stopping has something to judge by", "training.early_stop", _early_stop_has_validation
-    ),
-    SettingsRule("the data exists", "data.root", _data_exists),
-    SettingsRule("the weights exist", "weights.path", _weights_exist),
-    SettingsRule("what is resumed exists", "checkpoint.resume", _resume_exists),
-    SettingsRule("a run never writes over another", "run.name", _run_folder_is_free),
-)
+        yield f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume."

@@ -12,12 +12,12 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.checks import absent_module, nearest_name
-from lockstep.config.components import Component
+from lockstep.config.checks import absent_module, nearest_name, refuse
+from lockstep.config.components import Component, argument_problems
 from lockstep.errors import ConfigError, LockstepError
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
@@ -54,7 +54,7 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
         **values,
         **{key: build(value, f"{where}.{key}", key) for key, value in component.args.items()},
     }
-    check_arguments(function, component.target, positional, arguments, where)
+    _check_arguments(function, component.target, len(positional), arguments, where)
     try:
         return function(*positional, **arguments)
     except LockstepError:
@@ -103,34 +103,13 @@ def find_object(path: str, where: str = "") -> Any:
     return found
 
 
-def check_arguments(
-    function: Any, path: str, positional: Sequence[Any], arguments: Mapping[str, Any], where: str
-) -> None:
+def _check_arguments(function: Any, path: str, given: int, arguments: Mapping[str, Any], where: str) -> None:
     """Refuses arguments that the call would refuse, before the call (``ConfigError``)."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         return
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    taken = [p.name for p in by_position[: len(positional)]]
-    named = [
-        p.name
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in taken
-    ]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for key in arguments:
-        if key in taken:
-            raise ConfigError(f"{where}: argument {key!r} of {path} is given by Lockstep; leave it out.")
-        if key not in named and not takes_any:
-            raise ConfigError(f"{where}: {path} has no argument {key!r}.{nearest_name(key, named)}")
-    missing = [
-        p.name for p in parameters if p.default is p.empty and p.name in named and p.name not in arguments
-    ]
-    if missing:
-        raise ConfigError(
-            f"{where}: {path} needs {_listed(missing)}. Give {'it' if len(missing) == 1 else 'them'}."
-        )
+    refuse(argument_problems(signature, path, given, arguments, (where,)))
 
 
 def importable_from(folders: Iterable[str]) -> None:
@@ -169,11 +148,6 @@ def _modules_in(package: str) -> list[str]:
     if not package:
         return [module.name for module in pkgutil.iter_modules()]
     return [module.name for module in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
-
-
-def _listed(names: Sequence[str]) -> str:
-    quoted = [repr(name) for name in names]
-    return f"the argument {quoted[0]}" if len(names) == 1 else f"the arguments {', '.join(quoted)}"
 
 
 def _kind(value: Any) -> str:
