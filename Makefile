@@ -49,7 +49,7 @@ bench-photos: $(VENV)/.test
 	for b in images notes; do $(BIN)/python benchmarks/$$b/run.py --data "$(PHOTOS)" || exit 1; done
 
 figures: $(VENV)/.train
-	$(BIN)/python -m lockstep.explain.figures docs/figures
+	$(BIN)/python tests/explain/figures.py docs/figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 
@@ -30,6 +30,17 @@ def shorten(items: Iterable[object], limit: int = 16) -> str:
     listed = [str(item) for item in items]
     rest = len(listed) - limit
     return ", ".join(listed[:limit]) + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def comma_separated(text: str) -> list[str]:
+    """The words of a list such as ``a, b``; none of an empty text."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def format_bytes(count: float, *, binary: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 
@@ -49,11 +48,14 @@ def test_a_mistake_is_one_sentence_and_status_two(command, arguments, expected):
 def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monkeypatch):
     class Failing:
         error: BaseException = DataError("the photo x.jpg ends early.")
-        COMMANDS: ClassVar = {"train": (lambda parser: None, lambda arguments: Failing.main())}
 
-        @classmethod
-        def main(cls):
-            raise cls.error
+        @staticmethod
+        def add_arguments(parser):
+            pass
+
+        @staticmethod
+        def main(arguments):
+            raise Failing.error
 
     monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Failing)
     assert command("train")[::2] == (3, "lockstep: the photo x.jpg ends early.\n")

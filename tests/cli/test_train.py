@@ -1,11 +1,15 @@
 """``lockstep train``: options become settings, and nothing starts before all is checked."""
 
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lockstep.cli import train
+from lockstep.config.job_file import BUILT_IN_JOBS
 from lockstep.job import JobConfig
+from lockstep.job.run_folder import one_recipe
 
 
 @pytest.fixture
@@ -93,3 +97,51 @@ def test_a_mistake_on_the_real_command_line(process):
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.startswith("lockstep: --epohcs is not an argument")
+
+
+NAMED = f"""{(BUILT_IN_JOBS / "digits.toml").read_text()}
+[run]
+name = "mine"
+[checkpoint]
+resume = "auto"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "proof"),
+    [
+        ("digits --devices cpu:4", "digits --strategy ddp --devices cpu:1"),
+        ("digits --devices cpu:1", "digits --strategy ddp --devices cpu:2"),
+        ("--profile 3:2 digits --devices cpu:1", "digits --strategy ddp --devices cpu:2"),
+        ("digits --debug-rank 1 --debug-port=0 --devices cpu:2", "digits --strategy ddp --devices cpu:1"),
+        ("digits --strategy single --devices cpu:1", "digits --strategy ddp --devices cpu:2"),
+        ("digits --strategy=fsdp --devices cpu:2", "digits --strategy single --devices cpu:1"),
+        (
+            "digits --strategy hybrid --mesh data=2,layers=2 --devices=cpu:4 --resume auto --epochs 3",
+            "digits --epochs 3 --strategy single --devices cpu:1",
+        ),
+        (
+            "digits --set run.name=digits-7 --resume auto --set optimizer.lr=0.2 --devices cpu:2",
+            "digits --set optimizer.lr=0.2 --strategy ddp --devices cpu:1",
+        ),
+        (
+            "named.toml --devices cpu:2",
+            "named.toml --set run.name= --set checkpoint.resume= --strategy ddp --devices cpu:1",
+        ),
+        (
+            "digits --set training.micro_batches=1 --set training.global_batch=64 --devices cpu:1",
+            "digits --set training.micro_batches=1 --set training.global_batch=64 --strategy single --devices cpu:1",
+        ),
+    ],
+)
+def test_the_proof_starts_as_it_stands_with_the_same_recipe(command, started, tmp_path, words, proof):
+    (tmp_path / "named.toml").write_text(NAMED)
+    status, _, errors = command("train", *words.split())
+    assert (status, errors) == (0, "")
+    payload = started[0][0].payload
+    assert payload["proof"] == f"lockstep train {proof}"
+    status, _, errors = command(*shlex.split(payload["proof"])[1:])
+    assert (status, errors) == (0, "")
+    jobs = [JobConfig.from_json(target.payload["config"]) for target, _ in started]
+    assert one_recipe([SimpleNamespace(step=0, job=job) for job in jobs])
+    assert jobs[0].run != jobs[1].run

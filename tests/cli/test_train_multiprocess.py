@@ -1,6 +1,8 @@
 """``lockstep train`` as it is used: real processes, one result, one short report of what went wrong."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +40,12 @@ def own_job(tmp_path):
 
 
 def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one(process):
-    on_three = process("train", "digits", *SHORT, "--devices", "cpu:3")
-    on_one = process("train", "digits", *SHORT, "--devices", "cpu:1")
+    on_three = process("train", "digits", *SHORT, "--set", "run.name=named", "--devices", "cpu:3")
+    (proof,) = re.findall(r"^prove it +lockstep (.*?) {3}\(", on_three.stdout, re.MULTILINE)
+    on_one = process(*shlex.split(proof))
+    assert "cpu:1" in proof
     alone = process("train", "digits", *SHORT, "--devices", "cpu:1", "--strategy", "single")
     assert fingerprint_of(on_three) == fingerprint_of(on_one) == fingerprint_of(alone)
-    assert "prove it" in on_three.stdout
 
 
 def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint(process, tmp_path):

@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from tests.explain.figures import figures
 
 from lockstep.explain.drawing import Drawing, short
-from lockstep.explain.figures import figures
 from lockstep.explain.pipeline import explain_pipeline, pipeline_svg
 from lockstep.explain.samples import explain_samples, samples_svg
 from lockstep.explain.traffic import explain_traffic, traffic_svg

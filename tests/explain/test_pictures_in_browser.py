@@ -1,9 +1,9 @@
 """Pictures of any numbers, as Chromium shows them: no words on others, and none cut off."""
 
 import pytest
+from tests.explain.figures import figures
 from tests.scale.browser import OVERLAPPING_WORDS, needs_browser, open_page
 
-from lockstep.explain.figures import figures
 from lockstep.explain.pipeline import explain_pipeline, pipeline_svg
 from lockstep.explain.samples import explain_samples, samples_svg
 from lockstep.explain.traffic import explain_traffic, traffic_svg

@@ -167,7 +167,7 @@ def test_transforms_and_data_sets_of_torchvision(torchvision):
     assert 0 <= int(label) < 10
     transform[0] = {"target": "torchvision.transforms.v2:RandomResizedCrop", "sise": 32}
     message = refusal(part("torchvision.datasets:FakeData", transform=transform), name="data.train")
-    assert message.startswith("data.train.transform.0: ")
+    assert message.startswith("data.train.transform.0.sise is not an argument of")
     assert "Did you mean 'size'?" in message
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.job.rank import prove, report
+from lockstep.job.rank import report
 from lockstep.trainer import TrainingOutcome
 
 
@@ -44,41 +44,3 @@ def test_one_process_sends_nothing_and_says_nothing_of_it():
 def test_a_proof_is_offered_where_there_is_one():
     assert "prove it     lockstep train" in report(outcome(), "lockstep train digits --devices 2")
     assert "prove it" not in report(outcome(), "")
-
-
-@pytest.mark.parametrize(
-    ("command", "strategy", "ranks", "proof"),
-    [
-        ("lockstep train digits --devices 4", "ddp", 4, "lockstep train digits --devices 1"),
-        ("lockstep train digits", "ddp", 1, "lockstep train digits --devices 2"),
-        ("lockstep train digits --profile", "ddp", 1, "lockstep train digits --devices 2"),
-        ("lockstep train --profile 3:2 digits", "ddp", 1, "lockstep train digits --devices 2"),
-        ("lockstep train digits --profile=3:2", "ddp", 1, "lockstep train digits --devices 2"),
-        (
-            "lockstep train digits --debug-rank 1 --debug-port=0",
-            "ddp",
-            2,
-            "lockstep train digits --devices 1",
-        ),
-        (
-            "lockstep train x.toml --strategy single --devices 1",
-            "single",
-            1,
-            "lockstep train x.toml --strategy ddp --devices 2",
-        ),
-        (
-            "lockstep train x.toml --strategy=fsdp --devices 2",
-            "fsdp",
-            2,
-            "lockstep train x.toml --strategy single --devices 1",
-        ),
-        (
-            "lockstep train x.toml --strategy hybrid --mesh data=2,layers=2 --devices=4 --resume runs/x --epochs 3",
-            "hybrid",
-            2,
-            "lockstep train x.toml --epochs 3 --strategy single --devices 1",
-        ),
-    ],
-)
-def test_the_proof_is_a_command_that_runs_elsewhere(command, strategy, ranks, proof):
-    assert prove(command.split(), strategy, ranks) == proof

@@ -1,9 +1,18 @@
 """A forecast and its tables."""
 
-from lockstep.scale.forecast import CheckedPrediction, Forecast, checked_table, message_table, world_table
-from lockstep.scale.prediction import Interconnect, NetworkLink, OneDevice, predict
+from lockstep.scale.prediction import (
+    CheckedPrediction,
+    Forecast,
+    Interconnect,
+    NetworkLink,
+    OneDevice,
+    checked_table,
+    message_table,
+    predict,
+    world_table,
+)
 
-IDEAL = Interconnect("ideal", "", NetworkLink(0.0, 1e30), NetworkLink(0.0, 1e30))
+IDEAL = Interconnect("ideal", NetworkLink(0.0, 1e30), NetworkLink(0.0, 1e30))
 ONE = OneDevice(
     micro_batch=0.1,
     backward=0.06,

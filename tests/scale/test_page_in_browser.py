@@ -8,10 +8,9 @@ from tests.scale.browser import OVERLAPPING_WORDS, needs_browser, open_page
 from tests.scale.test_page import a_row
 from tests.scale.test_prediction import ONE
 
-from lockstep.scale.forecast import CheckedPrediction, Forecast
 from lockstep.scale.measured import Row
 from lockstep.scale.page import page
-from lockstep.scale.prediction import PRESETS, WORLDS, predict
+from lockstep.scale.prediction import PRESETS, WORLDS, CheckedPrediction, Forecast, predict
 from lockstep.scale.report import ScaleReport
 
 STRATEGIES = ("ddp", "fsdp", "pipeline", "parameter_server", "hybrid data=2,fsdp=2")

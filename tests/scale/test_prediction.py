@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.scale.forecast import Forecast
 from lockstep.scale.measured import Round, row
 from lockstep.scale.prediction import (
     PRESETS,
     WORLDS,
+    Forecast,
     Interconnect,
     NetworkLink,
     OneDevice,
@@ -18,7 +18,7 @@ from lockstep.scale.prediction import (
 )
 from lockstep.scale.report import ScaleReport, text
 
-IDEAL = Interconnect("ideal", "", NetworkLink(0.0, 1e30), NetworkLink(0.0, 1e30))
+IDEAL = Interconnect("ideal", NetworkLink(0.0, 1e30), NetworkLink(0.0, 1e30))
 ONE = OneDevice(
     micro_batch=0.1,
     backward=0.06,
@@ -75,7 +75,7 @@ def test_an_epoch_takes_at_least_one_step():
 
 
 def test_half_the_bytes_take_half_the_time_where_latency_is_nothing():
-    by = Interconnect("slow", "", NetworkLink(0.0, 1e6), NetworkLink(0.0, 1e6))
+    by = Interconnect("slow", NetworkLink(0.0, 1e6), NetworkLink(0.0, 1e6))
     slow = dataclasses.replace(ONE, backward=0.0)
     times = {
         name: predict(dataclasses.replace(slow, reduce=name), 8, by, adding=1e30).exchange

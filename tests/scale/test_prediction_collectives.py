@@ -9,19 +9,19 @@ from lockstep.scale.prediction import (
     PRESETS,
     Interconnect,
     NetworkLink,
-    Nodes,
     bucket_sizes,
     exposed_seconds,
     interpolated,
     ordered_seconds,
     presets,
     ring_seconds,
+    tree_nodes,
 )
 from lockstep.strategies.gradients import GradientTree
 
 FAST, SLOW = NetworkLink(1e-6, 100.0), NetworkLink(1e-3, 1.0)
-FLAT = Interconnect("flat", "", FAST, FAST, 1 << 20)
-HOSTS = Interconnect("hosts", "", FAST, SLOW, 4)
+FLAT = Interconnect("flat", FAST, FAST, 1 << 20)
+HOSTS = Interconnect("hosts", FAST, SLOW, 4)
 NEVER = float("inf")
 
 
@@ -39,20 +39,20 @@ def test_a_ring_of_hosts_sends_every_byte_twice_over_the_shared_link_less_one_pa
 
 
 def test_hosts_of_one_device_are_a_ring_of_devices():
-    one_each = Interconnect("one", "", FAST, SLOW, 1)
+    one_each = Interconnect("one", FAST, SLOW, 1)
     assert ring_seconds(800.0, 8, one_each) == pytest.approx(14 * (1e-3 + 100.0))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_with_one_node_per_rank_the_ordered_sum_moves_as_much_as_a_ring(ranks):
-    nodes = Nodes(most=1, total=ranks)
+    nodes = (1, ranks)
     assert ordered_seconds(800.0, ranks, FLAT, nodes, NEVER) == pytest.approx(
         ring_seconds(800.0, ranks, FLAT)
     )
 
 
 def test_the_ordered_sum_counts_nodes_adds_and_what_leaves_the_host():
-    found = ordered_seconds(800.0, 8, HOSTS, Nodes(most=2, total=12), adding=50.0)
+    found = ordered_seconds(800.0, 8, HOSTS, (2, 12), adding=50.0)
     peers = 3 * (1e-6 + 2 * 100.0 / 100.0)
     others = 4 * (1e-3 + 4 * 2 * 100.0 / 1.0)
     adds = 11 * 100.0 / 50.0
@@ -63,7 +63,7 @@ def test_the_ordered_sum_counts_nodes_adds_and_what_leaves_the_host():
 @pytest.mark.parametrize(("k", "ranks"), [(8, 1), (8, 2), (8, 3), (8, 5), (11, 4), (24, 7), (64, 64)])
 def test_nodes_are_those_that_reducers_exchange(k, ranks):
     holding = NodeLayout.of(k, ranks)
-    assert Nodes.of(k, ranks) == Nodes(holding.slots, sum(len(nodes) for nodes in holding.ranks))
+    assert tree_nodes(k, ranks) == (holding.slots, sum(len(nodes) for nodes in holding.ranks))
 
 
 def test_buckets_are_those_that_gradients_are_cut_into():
@@ -97,7 +97,7 @@ def test_more_bytes_and_more_hosts_never_take_less(name):
     by = PRESETS[name]
     for formula in (
         lambda size, ranks: ring_seconds(size, ranks, by),
-        lambda size, ranks: ordered_seconds(size, ranks, by, Nodes(1, ranks), 1e10),
+        lambda size, ranks: ordered_seconds(size, ranks, by, (1, ranks), 1e10),
     ):
         times = [formula(1e8, ranks) for ranks in (8, 16, 64, 512, 4096)]
         assert times == sorted(times)

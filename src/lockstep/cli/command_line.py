@@ -1,13 +1,9 @@
 """The command line: finds the command, runs it, and turns an error into one sentence and an exit status.
 
-``lockstep NAME`` lives in ``cli/NAME.py``; ``ps``, ``stacks``, ``stop`` and ``clean`` share ``cli/runs.py``. Each of
-these modules has
-
-    COMMANDS = {"NAME": (add_arguments, main)}
-
-``add_arguments(parser)`` declares the arguments, ``main(arguments)`` returns the exit status or raises a
-``LockstepError``. To add a command, write such a module and add a line to ``_COMMANDS`` below, which holds the one
-sentence of ``lockstep --help``. Only the module of the command that is asked for is imported.
+``lockstep NAME`` lives in ``cli/NAME.py``: ``add_arguments(parser)`` declares the arguments, ``main(arguments)``
+returns the exit status or raises a ``LockstepError``. ``ps``, ``stacks``, ``stop`` and ``clean`` share ``cli/runs.py``,
+which has a table of such functions. To add a command, write such a module and add a line to ``_COMMANDS`` below, which
+holds the one sentence of ``lockstep --help``. Only the module of the command that is asked for is imported.
 """
 
 from __future__ import annotations
@@ -58,19 +54,10 @@ _COMMANDS = {
     "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
     "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
-    "verify": (
-        "lockstep.cli.verify",
-        "compare a job or script on several numbers of devices with one",
-    ),
-    "scale": (
-        "lockstep.cli.scale",
-        "measure how much faster training gets with more devices, and what limits it",
-    ),
+    "verify": ("lockstep.cli.verify", "compare a job or script on several numbers of devices with one"),
+    "scale": ("lockstep.cli.scale", "measure how much faster training gets with more devices, and its limit"),
     "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
-    "doctor": (
-        "lockstep.cli.doctor",
-        "check this machine: devices, versions, memory, and how fast ranks exchange data",
-    ),
+    "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),
     "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
     "explain": ("lockstep.cli.explain", "draw which rank reads, adds, sends and computes what"),
     "ps": ("lockstep.cli.runs", "list your runs on this host and their processes"),
@@ -113,7 +100,8 @@ def _parser(words: Sequence[str]) -> Parser:
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == asked:
             module = importlib.import_module(module_name)
-            add_arguments, command_main = module.COMMANDS[name]
+            table = getattr(module, "COMMANDS", {})
+            add_arguments, command_main = table.get(name) or (module.add_arguments, module.main)
             add_arguments(command)
             command.set_defaults(command_main=command_main)
     return parser

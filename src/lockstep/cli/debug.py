@@ -104,6 +104,3 @@ def _within(folder: Path, target: str) -> str:
         raise ConfigError(
             f"{target} is not in the folder {folder.resolve()} that the editor opens. Set that folder with --folder."
         ) from error
-
-
-COMMANDS = {"debug": (add_arguments, main)}

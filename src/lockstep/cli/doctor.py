@@ -15,15 +15,13 @@ from lockstep.cli.shared_options import (
     add_host_arguments,
     add_options,
     add_rendezvous_argument,
-    common_settings,
-    host_options,
+    joined_hosts,
     refuse_hosts,
     take_rendezvous,
 )
 from lockstep.core.world import World, host_name
 from lockstep.doctor import CheckResult, Grade, judge_links, look_at_host
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED
-from lockstep.launch.hosts import join_hosts
 from lockstep.launch.options import LaunchOptions, parse_devices
 from lockstep.launch.outcome import WorldOutcome
 from lockstep.launch.supervisor import run_world
@@ -77,11 +75,7 @@ def _exchange(arguments: argparse.Namespace, world: World) -> list[CheckResult]:
         return judge_links(measure())
     options = LaunchOptions(devices=parse_devices(arguments.devices))
     target = FunctionTarget.from_function(measure, (), {})
-    hosts = host_options(arguments)
-    if hosts is None:
-        return _judge(run_world(target, options))
-    settings = common_settings(options.devices.kind, ())
-    with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
+    with joined_hosts(arguments, options.devices) as joined:
         return _judge(run_world(target, options, joined))
 
 
@@ -92,6 +86,3 @@ def _judge(outcome: WorldOutcome) -> list[CheckResult]:
         advice = "Check the interface above. 'lockstep run --devices cpu:2 SCRIPT' repeats it with a script."
         return [CheckResult(Grade.FAULT, "all-reduce", outcome.lines[0], advice)]
     return judge_links(outcome.results[0])
-
-
-COMMANDS = {"doctor": (add_arguments, main)}

@@ -127,6 +127,3 @@ def _write(name: str, text: str) -> None:
         raise ConfigError(
             f"--svg {name} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."
         ) from error
-
-
-COMMANDS = {"explain": (add_arguments, main)}

@@ -69,15 +69,15 @@ _LAST_WRITE_SECONDS = 2.5
 """For a checkpoint that is being written when a rank fails."""
 
 
-def join(config: JobConfig, world: World, entry: str, command: list[str], profile: str = "") -> None:
+def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) -> None:
     """Trains the job in this process. Collective: every rank of the world must call this.
 
     Args:
         config: the checked job.
         world: this rank.
         entry: the import path of what a rank runs.
-        command: the command line that started the run.
-        profile: the steps of the timeline, as FIRST:COUNT; none by default.
+        proof: a command that gives the same result.
+        profile: the steps of the timeline, as FIRST:COUNT; empty without one.
     """
     tie_to_launcher(world)
     arm_future_children()
@@ -85,7 +85,7 @@ def join(config: JobConfig, world: World, entry: str, command: list[str], profil
     try:
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)
-            payload = {"config": config.to_json(), "command": command, "profile": profile}
+            payload = {"config": config.to_json(), "proof": proof, "profile": profile}
             run_target(EntryTarget(entry=entry, payload=payload))
     except Stopped as stop:
         end_process(int(stop.reason))

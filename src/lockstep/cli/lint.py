@@ -65,6 +65,3 @@ def _printable(text: str) -> str:
     """The text as this terminal can show it; lone surrogates of file names are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-COMMANDS = {"lint": (add_arguments, main)}

@@ -55,6 +55,3 @@ def _pause() -> None:
     """Stops in the debugger of ``PYTHONBREAKPOINT``, by default pdb."""
     print("The step runs next. Set breakpoints, such as 'b FILE.py:12', and continue with 'c'.")
     breakpoint()
-
-
-COMMANDS = {"replay": (add_arguments, main)}

@@ -16,10 +16,9 @@ from lockstep.cli.shared_options import (
     add_options,
     add_profile_argument,
     add_rendezvous_argument,
-    common_settings,
     debug_setting,
     debugged,
-    host_options,
+    joined_hosts,
     refuse_hosts,
     take_rendezvous,
     with_debug_arguments,
@@ -27,7 +26,6 @@ from lockstep.cli.shared_options import (
 from lockstep.core.world import PROFILE, World
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
-from lockstep.launch.hosts import join_hosts
 from lockstep.launch.options import RESTART_WORLDS
 from lockstep.launch.rank_process import run_script
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
@@ -85,12 +83,9 @@ def main(arguments: argparse.Namespace) -> int:
         restart_world=arguments.restart_world,
         profile=arguments.profile,
     )
-    hosts = host_options(arguments)
-    if hosts is None:
-        return supervise(target, with_debug_arguments(options, arguments))
-    settings = common_settings(options.devices.kind, [*_of_script(target, options), debug_setting(arguments)])
-    with join_hosts(hosts, ranks=options.devices.count, settings=settings) as joined:
-        return supervise(target, with_debug_arguments(options, arguments, joined.layout), joined)
+    settings = [*_of_script(target, options), debug_setting(arguments)]
+    with joined_hosts(arguments, options.devices, settings) as joined:
+        return supervise(target, with_debug_arguments(options, arguments, joined), joined)
 
 
 def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, str]]:
@@ -138,6 +133,3 @@ def _end_at_once(ending: SystemExit) -> NoReturn:
 def _preload(path: str) -> tuple[str, ...]:
     text = Path(path).read_text(errors="replace")
     return tuple(sorted({module for word, module in _PRELOAD.items() if word in text}))
-
-
-COMMANDS = {"run": (add_arguments, main)}

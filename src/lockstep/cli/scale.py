@@ -15,10 +15,9 @@ from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.scale.forecast import forecast
 from lockstep.scale.measured import Rounds, Row
 from lockstep.scale.page import chart, page, png, svg
-from lockstep.scale.prediction import PRESETS, OneDevice, presets, require_formula
+from lockstep.scale.prediction import PRESETS, OneDevice, forecast, presets, require_formula
 from lockstep.scale.report import Resources, ScaleReport, as_json, sentence, text
 from lockstep.verify.layouts import DEVICES, Layout, layouts
 
@@ -140,6 +139,3 @@ def _layouts(config: JobConfig, numbers: list[int], strategies: list[str]) -> li
         )
     numbers = numbers or [number for number in DEVICES if number <= k]
     return [layout for layout in layouts(config, numbers, strategies) if layout.devices > 1]
-
-
-COMMANDS = {"scale": (add_arguments, main)}

@@ -10,15 +10,17 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lockstep.core.world import RENDEZVOUS, HostLayout, World
+from lockstep.core.world import RENDEZVOUS, World
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions
 from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
-from lockstep.launch.hosts import HostOptions, read_token
+from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
+from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
 
 
@@ -62,12 +64,14 @@ def add_debug_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def with_debug_arguments(
-    options: LaunchOptions, arguments: argparse.Namespace, layout: HostLayout | None = None
+    options: LaunchOptions, arguments: argparse.Namespace, joined: Joined | None
 ) -> LaunchOptions:
     """The options of this host, with the debugger that was asked for. Raises ``ConfigError`` where it cannot start."""
     if arguments.debug_rank is None:
         return options
-    return with_debugger(options, arguments.debug_rank, arguments.debug_port, layout)
+    return with_debugger(
+        options, arguments.debug_rank, arguments.debug_port, joined.layout if joined else None
+    )
 
 
 def debug_setting(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -172,6 +176,30 @@ def refuse_hosts(arguments: argparse.Namespace, launcher: str) -> None:
             f"--nnodes {arguments.nnodes} was given to a rank that {launcher} started, which sets the number of hosts. "
             f"Leave it out, or start without {launcher}."
         )
+
+
+@contextmanager
+def joined_hosts(
+    arguments: argparse.Namespace,
+    devices: Devices,
+    settings: Sequence[tuple[str, str]] = (),
+    decide: Callable[[int], Any] = lambda world_size: None,
+) -> Iterator[Joined | None]:
+    """Connects this host with the others that were asked for; None without any. Every host must call this.
+
+    Args:
+        arguments: the command line.
+        devices: of this host.
+        settings: names and values that must be equal on all hosts, beside those of ``common_settings``.
+        decide: see ``join_hosts``.
+    """
+    hosts = host_options(arguments)
+    if hosts is None:
+        yield None
+        return
+    common = common_settings(devices.kind, settings)
+    with join_hosts(hosts, ranks=devices.count, settings=common, decide=decide) as joined:
+        yield joined
 
 
 def common_settings(kind: str, more: Sequence[tuple[str, str]]) -> dict[str, str]:

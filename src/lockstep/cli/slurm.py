@@ -99,19 +99,10 @@ def batch_script(arguments: argparse.Namespace) -> str:
     }
     lines = [f"--{name}={value}" for name, value in options.items() if value != ""]
     head = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *arguments.sbatch])
-    words = [*_command(arguments), "--set", f"run.name={config.job}-JOB", "--resume", "auto"]
+    words = train.command_of(arguments, [*arguments.set, f"run.name={config.job}-JOB"], _TRAIN_OPTIONS)
+    words += ["--resume", "auto"]
     command = shlex.join(words).replace("-JOB", "-${SLURM_JOB_ID}")
     return _SCRIPT.format(head=head, command=command, restarts=arguments.restarts)
-
-
-def _command(arguments: argparse.Namespace) -> list[str]:
-    words = ["lockstep", "train", arguments.job]
-    for text in arguments.set:
-        words += ["--set", text]
-    for name in _TRAIN_OPTIONS:
-        if getattr(arguments, name) is not None:
-            words += [f"--{name}", getattr(arguments, name)]
-    return words
 
 
 def _submit(script: str) -> str:
@@ -124,6 +115,3 @@ def _submit(script: str) -> str:
     if done.returncode:
         raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-COMMANDS = {"slurm": (add_arguments, main)}

@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
+import shlex
+import tomllib
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 from lockstep.cli.command_line import Parser
@@ -19,27 +21,27 @@ from lockstep.cli.shared_options import (
     add_options,
     add_profile_argument,
     add_rendezvous_argument,
-    common_settings,
     debug_setting,
     debugged,
-    host_options,
+    joined_hosts,
     refuse_hosts,
     take_rendezvous,
     with_debug_arguments,
 )
 from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
-from lockstep.config.job_file import Override, built_in_jobs, load_job, parse_set, toml_value
+from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
 from lockstep.config.rules import machine_problems
 from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
-from lockstep.core.mesh import Mesh
 from lockstep.core.world import World
 from lockstep.errors import EXIT_DONE, ConfigError, nearest
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
-from lockstep.launch.hosts import Joined, join_hosts
+from lockstep.launch.hosts import Joined
+from lockstep.launch.options import visible_gpus
 from lockstep.profile import trace
 from lockstep.runtime.parent_death import tie_to_launcher
+from lockstep.text import comma_separated
 
 ENTRY = "lockstep.job.rank:main"
 
@@ -57,6 +59,8 @@ _SHORTCUTS = {
 }
 _OF_HOST = ("run.devices",)
 """Settings that may differ between hosts."""
+_OF_PLACE = (("run", "name"), ("checkpoint", "resume"), ("training", "mesh"))
+"""Settings of one run or layout, which another one with the same result cannot have."""
 _TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
 
 
@@ -94,7 +98,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
     config = load_job(arguments.job, overrides(arguments))
-    world, command = take_rendezvous(arguments, World.from_environment()), ["lockstep", *sys.argv[1:]]
+    world = take_rendezvous(arguments, World.from_environment())
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
@@ -102,7 +106,14 @@ def main(arguments: argparse.Namespace) -> int:
         from lockstep.cli.in_process import join
 
         tie_to_launcher(world)
-        join(config, debugged(world, arguments), ENTRY, command, arguments.profile)
+        kind = "cuda" if visible_gpus() else "cpu"
+        join(
+            config,
+            debugged(world, arguments),
+            ENTRY,
+            proof(config, arguments, count, kind),
+            arguments.profile,
+        )
         return EXIT_DONE
     devices = resolve_devices(config, hosts=arguments.nnodes or 1)
     config = with_devices_of_process(config, devices)
@@ -111,7 +122,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         print_plan(config, devices)
         return EXIT_DONE
-    return _supervise(config, devices, command, arguments)
+    return _supervise(config, devices, arguments)
 
 
 def overrides(arguments: argparse.Namespace) -> list[Override]:
@@ -158,9 +169,7 @@ def with_devices_of_process(config: JobConfig, devices: Devices) -> JobConfig:
 def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
     if config.training.strategy in ONE_PROCESS:
         return devices.count
-    if config.training.strategy != "hybrid" or not config.training.mesh:
-        return 1
-    layers = Mesh.parse(config.training.mesh).size("layers")
+    layers = devices_per_process(config.training.mesh)
     if devices.count % layers:
         raise ConfigError(
             f"The mesh {config.training.mesh} gives each process {layers} devices, and there are {devices.count}. "
@@ -169,7 +178,7 @@ def _devices_per_rank(config: JobConfig, devices: Devices) -> int:
     return layers
 
 
-def _supervise(config: JobConfig, devices: Devices, command: list[str], arguments: argparse.Namespace) -> int:
+def _supervise(config: JobConfig, devices: Devices, arguments: argparse.Namespace) -> int:
     """Starts the ranks of this host, together with those of other hosts if there are any, and waits for them."""
     options = LaunchOptions(
         devices=devices,
@@ -180,32 +189,64 @@ def _supervise(config: JobConfig, devices: Devices, command: list[str], argument
         restart_world=config.run.restart_world,
         fits=lambda ranks: not machine_problems(config, ranks * devices.per_rank, devices.kind),
     )
-    hosts = host_options(arguments)
-    if hosts is None:
-        options = with_debug_arguments(options, arguments)
-        return _start(choose_run_folder(config), options, command, arguments.profile)
 
     def decide(world_size: int) -> str:
         refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
         return choose_run_folder(config).to_json()
 
-    settings = common_settings(devices.kind, [*_of_job(config), debug_setting(arguments)])
-    with join_hosts(hosts, ranks=devices.count, settings=settings, decide=decide) as joined:
-        options = with_debug_arguments(options, arguments, joined.layout)
-        return _start(JobConfig.from_json(joined.shared), options, command, arguments.profile, joined)
+    with joined_hosts(arguments, devices, [*_of_job(config), debug_setting(arguments)], decide) as joined:
+        options = with_debug_arguments(options, arguments, joined)
+        ranks = devices.count if joined is None else joined.layout.world_size
+        same = proof(config, arguments, ranks, devices.kind)
+        config = choose_run_folder(config) if joined is None else JobConfig.from_json(joined.shared)
+        return _start(config, options, same, arguments.profile, joined)
 
 
-def _start(
-    config: JobConfig, options: LaunchOptions, command: list[str], profile: str, joined: Joined | None = None
-) -> int:
+def _start(config: JobConfig, options: LaunchOptions, same: str, profile: str, joined: Joined | None) -> int:
     """Trains into the run's folder, which this host or node 0 locks against other runs."""
     options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
     if profile:
         trace.begin(run_folder(config))  # raises before any rank is started
-    payload = {"config": config.to_json(), "command": command, "profile": profile}
+    payload = {"config": config.to_json(), "proof": same, "profile": profile}
     target = EntryTarget(entry=ENTRY, payload=payload)
     with locked(run_folder(config)) if joined is None or joined.node == 0 else nullcontext():
         return supervise(target, options, joined)
+
+
+def command_of(arguments: argparse.Namespace, settings: Sequence[str], options: Sequence[str]) -> list[str]:
+    """The words of ``lockstep train`` with these settings, and those of the named options that were given."""
+    words = ["lockstep", "train", arguments.job]
+    for text in settings:
+        words += ["--set", text]
+    for option in options:
+        if getattr(arguments, option) is not None:
+            words += [f"--{option}", getattr(arguments, option)]
+    return words
+
+
+def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: str) -> str:
+    """The command, as it stands, that trains the same recipe in another layout on this host.
+
+    Args:
+        config: the job, before its run folder is chosen.
+        arguments: those of the command that trains it.
+        ranks: processes of the run.
+        kind: ``cpu`` or ``cuda``.
+    """
+    strategy, count = "single" if config.training.strategy not in ("single", "ddp") else "ddp", 1
+    if ranks == 1 and strategy == "ddp":
+        two = dataclasses.replace(
+            config, training=dataclasses.replace(config.training, strategy="ddp", mesh="")
+        )
+        fits = (kind == "cpu" or len(visible_gpus()) > 1) and not machine_problems(two, 2, kind)
+        strategy, count = ("ddp", 2) if fits else ("single", 1)
+    in_file = tomllib.loads(find_job(arguments.job).text)
+    settings = [text for text in arguments.set if parse_set(text).path not in _OF_PLACE]
+    settings += [f"{section}.{name}=" for section, name in _OF_PLACE if in_file.get(section, {}).get(name)]
+    words = command_of(arguments, settings, ("data", "precision", "epochs", "threads"))
+    return shlex.join(
+        [*words, "--strategy", strategy, "--devices", f"{'cpu:' if kind == 'cpu' else ''}{count}"]
+    )
 
 
 def _of_job(config: JobConfig) -> list[tuple[str, str]]:
@@ -219,7 +260,7 @@ def _of_job(config: JobConfig) -> list[tuple[str, str]]:
 
 def device_counts(text: str) -> list[int]:
     """Parses ``--devices 1,2,4``; empty if it was not given. Raises ``ConfigError`` for anything else."""
-    words = _words(text)
+    words = comma_separated(text)
     if any(not word.isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"--devices {text!r} is not a list of numbers. Use for example --devices 1,2,4.")
     return [int(word) for word in words]
@@ -227,7 +268,7 @@ def device_counts(text: str) -> list[int]:
 
 def strategy_names(text: str) -> list[str]:
     """Parses ``--strategies ddp,fsdp``; empty if it was not given. Raises ``ConfigError`` for an unknown one."""
-    names = _words(text)
+    names = comma_separated(text)
     for name in names:
         if name not in STRATEGIES:
             raise ConfigError(f"strategy {name!r} is not known.{nearest(name, STRATEGIES)}")
@@ -237,10 +278,3 @@ def strategy_names(text: str) -> list[str]:
 def job_on_one_device(job: str, arguments: argparse.Namespace) -> JobConfig:
     """The job with the options of the command line, for one device. Raises ``ConfigError`` where one is wrong."""
     return load_job(job, overrides(argparse.Namespace(**vars(arguments) | {"devices": "1"})))
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-COMMANDS = {"train": (add_arguments, main)}

@@ -251,6 +251,3 @@ def _difference(reference: Path, other: Path) -> float:
         gap = float((theirs[name].double() - tensor.double()).norm())
         worst = max(worst, gap / max(float(tensor.double().norm()), torch.finfo(torch.float32).tiny))
     return worst
-
-
-COMMANDS = {"verify": (add_arguments, main)}

@@ -48,26 +48,17 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 def at_least(minimum: float) -> Check:
     """A finite number that is not below ``minimum``."""
-
-    def check(value: float) -> str | None:
-        return (
-            None
-            if math.isfinite(value) and value >= minimum
-            else f"should be at least {minimum} and is {value}."
-        )
-
-    return check
+    return _finite(lambda value: value >= minimum, f"at least {minimum}")
 
 
 def more_than(minimum: float) -> Check:
     """A finite number above ``minimum``."""
+    return _finite(lambda value: value > minimum, f"more than {minimum}")
 
+
+def _finite(fits: Callable[[float], bool], words: str) -> Check:
     def check(value: float) -> str | None:
-        return (
-            None
-            if math.isfinite(value) and value > minimum
-            else f"should be more than {minimum} and is {value}."
-        )
+        return None if math.isfinite(value) and fits(value) else f"should be {words} and is {value}."
 
     return check
 

@@ -38,14 +38,6 @@ class Level(enum.Enum):
     """The same quality at the end."""
 
 
-def _one_way_to_cut(table: str, split: tuple[str, ...], balance: str) -> None:
-    if split and balance != "bytes":
-        raise ConfigError(
-            f"{table}.balance={balance!r} finds where the model is cut, and {table}.split={list(split)} says it. Give "
-            "one of the two."
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class DpOptions(CheckedOptions):
     """Table ``[dp]``: the replicas of one process."""
@@ -67,37 +59,41 @@ class FsdpOptions(CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayersOptions(CheckedOptions):
-    """Table ``[layers]``: how a model is cut for the devices of one process."""
-
-    devices: int = field(default=0, metadata={"check": at_least(0)})
-    """Devices that hold consecutive layers; 0: all of them, on CPUs two."""
+class _CutOptions(CheckedOptions):
     split: tuple[str, ...] = ()
-    """The module with which each device after the first begins; none: as ``balance`` says."""
+    """The module with which each device or stage after the first begins; none: as ``balance`` says."""
     balance: str = field(default="bytes", metadata={"check": one_of("bytes", "time")})
     """Measure to balance without a split: bytes of the parameters, or time of a forward pass, measured at the start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_way_to_cut("layers", self.split, self.balance)
+        if self.split and self.balance != "bytes":
+            table = type(self).__name__.removesuffix("Options").lower()
+            raise ConfigError(
+                f"{table}.balance={self.balance!r} finds where the model is cut, and {table}.split={list(self.split)} "
+                "says it. Give one of the two."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineOptions(CheckedOptions):
+class LayersOptions(_CutOptions):
+    """Table ``[layers]``: how a model is cut for the devices of one process."""
+
+    devices: int = field(default=0, metadata={"check": at_least(0)})
+    """Devices that hold consecutive layers; 0: all of them, on CPUs two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(_CutOptions):
     """Table ``[pipeline]``: how a model is cut into stages, and in which order they compute."""
 
     schedule: str = field(default="1f1b", metadata={"check": one_of("1f1b", "gpipe", "interleaved")})
     """Order of the passes: 1f1b, gpipe (keeps more activations) or interleaved (several stages per rank)."""
     stages_per_rank: int = field(default=0, metadata={"check": at_least(0)})
     """Stages that each rank holds; 0: two with schedule interleaved, one with the others, which allow no more."""
-    split: tuple[str, ...] = ()
-    """The module with which each stage after the first begins; none: as ``balance`` says."""
-    balance: str = field(default="bytes", metadata={"check": one_of("bytes", "time")})
-    """Measure to balance without a split: bytes of the parameters, or time of a forward pass, measured at the start."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_way_to_cut("pipeline", self.split, self.balance)
         if self.schedule != "interleaved" and self.stages_per_rank > 1:
             raise ConfigError(
                 f"pipeline.stages_per_rank={self.stages_per_rank} needs schedule 'interleaved', and the schedule is "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
+from typing import Any, cast
 
 from lockstep.errors import ConfigError
 
@@ -39,6 +40,14 @@ class Chosen:
         first, last = self.shown[-2] + 1, self.shown[-1] - 1
         some = f"{name}s {first} to {last}" if last > first else f"{name} {first}"
         return f"{some} of {self.total:,}"
+
+
+class PictureFacts:
+    """Base of the dataclasses that hold the contents of a picture."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, ready for ``json.dumps``."""
+        return asdict(cast(Any, self))
 
 
 def left_out(*parts: str) -> list[str]:
@@ -201,32 +210,24 @@ def _number(value: float) -> str:
     return f"{round(value, 1) + 0.0:.1f}".removesuffix(".0")  # never -0
 
 
+_FONTS = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+
+
 def _style() -> str:
-    light = {
-        ".page": "fill:#ffffff;stroke:#d0d7de",
-        "text": "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#1f2328",
-        ".title,.strong": "font-weight:bold",
-        ".soft": "fill:#59636e",
-        ".blank": "fill:none;stroke:#b6bec7",
-        ".alarm": "fill:#ffd0d0;stroke:#c01818;stroke-width:2.5",
-        ".edge,.dashed,.strong-edge": "fill:none;stroke:#6b7580;stroke-width:1.4",
-        ".strong-edge": "stroke:#1f2328;stroke-width:2.4",
-        ".dashed": "stroke:#c3cad2;stroke-dasharray:4 4",
-        ".head": "fill:#6b7580",
+    looks = {
+        ".page": ("fill:#ffffff;stroke:#d0d7de", "fill:#0d1117;stroke:#30363d"),
+        "text": (f"font-family:{_FONTS};fill:#1f2328", "fill:#e6edf3"),
+        ".title,.strong": ("font-weight:bold", ""),
+        ".soft": ("fill:#59636e", "fill:#9da7b1"),
+        ".blank": ("fill:none;stroke:#b6bec7", "stroke:#4a525b"),
+        ".alarm": ("fill:#ffd0d0;stroke:#c01818;stroke-width:2.5", "fill:#6b1620;stroke:#ff7b72"),
+        ".edge,.dashed,.strong-edge": ("fill:none;stroke:#6b7580;stroke-width:1.4", "stroke:#9da7b1"),
+        ".strong-edge": ("stroke:#1f2328;stroke-width:2.4", "stroke:#e6edf3"),
+        ".dashed": ("stroke:#c3cad2;stroke-dasharray:4 4", "stroke:#3d454e"),
+        ".head": ("fill:#6b7580", "fill:#9da7b1"),
     }
-    dark = {
-        ".page": "fill:#0d1117;stroke:#30363d",
-        "text": "fill:#e6edf3",
-        ".soft": "fill:#9da7b1",
-        ".blank": "stroke:#4a525b",
-        ".alarm": "fill:#6b1620;stroke:#ff7b72",
-        ".edge,.dashed,.strong-edge": "stroke:#9da7b1",
-        ".strong-edge": "stroke:#e6edf3",
-        ".dashed": "stroke:#3d454e",
-        ".head": "fill:#9da7b1",
-    }
-    light |= {f".rank{i}": f"fill:{fill};stroke:{edge}" for i, (fill, edge, _, _) in enumerate(_RANKS)}
-    dark |= {f".rank{i}": f"fill:{fill};stroke:{edge}" for i, (_, _, fill, edge) in enumerate(_RANKS)}
-    rules = [f"{name}{{{look}}}" for name, look in light.items()]
-    night = "\n".join(f"{name}{{{look}}}" for name, look in dark.items())
-    return "\n".join([*rules, f"@media (prefers-color-scheme:dark){{\n{night}\n}}"])
+    for number, (fill, edge, dark_fill, dark_edge) in enumerate(_RANKS):
+        looks[f".rank{number}"] = f"fill:{fill};stroke:{edge}", f"fill:{dark_fill};stroke:{dark_edge}"
+    day = [f"{name}{{{light}}}" for name, (light, _) in looks.items()]
+    night = "\n".join(f"{name}{{{dark}}}" for name, (_, dark) in looks.items() if dark)
+    return "\n".join([*day, f"@media (prefers-color-scheme:dark){{\n{night}\n}}"])

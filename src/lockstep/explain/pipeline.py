@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from string import ascii_lowercase
-from typing import Any
 
 from lockstep.config.strategy_options import PipelineOptions
 from lockstep.errors import ConfigError, nearest
@@ -14,6 +13,7 @@ from lockstep.explain.drawing import (
     WIDTH,
     Chosen,
     Drawing,
+    PictureFacts,
     at_least_one,
     left_out,
     paragraph,
@@ -54,7 +54,7 @@ class ScheduleTimeline:
 
 
 @dataclass(frozen=True)
-class PipelineFacts:
+class PipelineFacts(PictureFacts):
     """The contents of the picture."""
 
     ranks: Chosen
@@ -62,10 +62,6 @@ class PipelineFacts:
     timelines: tuple[ScheduleTimeline, ...]
     refused: tuple[str, ...]
     """The reasons why schedules are not shown."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``."""
-        return asdict(self)
 
 
 def explain_pipeline(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from lockstep.core.plan import BatchShape, SamplePlan, Share
 from lockstep.errors import ConfigError
@@ -12,6 +11,7 @@ from lockstep.explain.drawing import (
     LETTER,
     Chosen,
     Drawing,
+    PictureFacts,
     at_least_one,
     folded_table,
     left_out,
@@ -52,7 +52,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class SamplesFacts:
+class SamplesFacts(PictureFacts):
     """The contents of the picture."""
 
     samples: int
@@ -63,10 +63,6 @@ class SamplesFacts:
     ours: Scheme
     classic: Scheme | None
     why_no_classic: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``."""
-        return asdict(self)
 
 
 def explain_samples(

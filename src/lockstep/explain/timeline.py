@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.explain.drawing import WIDTH, Chosen, Drawing, left_out, paragraph, rank_style, short
+from lockstep.explain.drawing import (
+    WIDTH,
+    Chosen,
+    Drawing,
+    PictureFacts,
+    left_out,
+    paragraph,
+    rank_style,
+    short,
+)
 from lockstep.profile import trace
 from lockstep.profile.trace import LANES, Event
 from lockstep.text import plural
@@ -50,7 +58,7 @@ class RankLanes:
 
 
 @dataclass(frozen=True)
-class TimelineFacts:
+class TimelineFacts(PictureFacts):
     """The contents of the picture."""
 
     milliseconds: float
@@ -58,10 +66,6 @@ class TimelineFacts:
     chosen: Chosen
     ranks: tuple[RankLanes, ...]
     """The drawn ones."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, ready for ``json.dumps``."""
-        return asdict(self)
 
 
 def explain_timeline(path: Path) -> TimelineFacts:

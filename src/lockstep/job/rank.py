@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +20,6 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, run_folder, with_start
-from lockstep.profile.trace import ProfileWindow
 from lockstep.run import Run
 from lockstep.text import format_bytes
 from lockstep.trainer import Trainer, TrainingOutcome
@@ -82,27 +80,18 @@ def _note_start(run: Run, config: JobConfig, folder: Path, shares: Sequence[Shar
         raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error
 
 
-_OF_PLACE = (
-    *("--devices", "--resume", "--strategy", "--mesh", "--restarts", "--restart-world"),
-    *("--nnodes", "--node-rank", "--master", "--interface", "--token-file", "--start-limit", "--rendezvous"),
-    *("--debug-rank", "--debug-port"),
-)
-"""Options of ``train`` that say where a job runs; they have no part in its result."""
-
-
 def main(payload: Any) -> None:
     """Trains a job on this rank.
 
     Args:
-        payload: ``{"config": JSON of the job, "command": the words that started it, "profile": FIRST:COUNT or
-            nothing}``.
+        payload: ``{"config": JSON of the job, "proof": a command with the same result, "profile": FIRST:COUNT}``.
     """
     config = JobConfig.from_json(payload["config"])
     world = World.from_environment()
     logging.basicConfig(
         level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
     )
-    trainer = assemble(config, world, profile=payload.get("profile", ""))
+    trainer = assemble(config, world, profile=payload["profile"])
     if world.is_main:
         mention_unused_options(trainer.run.options)
     record(trainer, config, run_folder(config))
@@ -112,8 +101,7 @@ def main(payload: Any) -> None:
         bitwise = (
             outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
         )
-        proof = prove(payload["command"], config.training.strategy, world.world_size) if bitwise else ""
-        print(report(outcome, proof), flush=True)
+        print(report(outcome, payload["proof"] if bitwise else ""), flush=True)
 
 
 def report(outcome: TrainingOutcome, proof: str) -> str:
@@ -125,19 +113,11 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     """
     rows = []
     if outcome.metric in outcome.values:
-        value = outcome.values[outcome.metric]
-        shown = f"{100 * value:.2f} %" if outcome.metric.endswith("accuracy") else f"{value:.6g}"
-        best = (
-            f"{100 * outcome.best:.2f} %"
-            if outcome.metric.endswith("accuracy") and outcome.best
-            else outcome.best
-        )
-        rows.append(
-            (
-                outcome.metric.removeprefix("validation_"),
-                f"{shown} (best {best}, epoch {outcome.best_epoch + 1})",
-            )
-        )
+        form = "{:.2%}".format if outcome.metric.endswith("accuracy") else "{:.6g}".format
+        value = form(outcome.values[outcome.metric]).replace("%", " %")
+        best = outcome.best if outcome.best is None else form(outcome.best).replace("%", " %")
+        name = outcome.metric.removeprefix("validation_")
+        rows.append((name, f"{value} (best {best}, epoch {outcome.best_epoch + 1})"))
     if outcome.seconds:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
@@ -152,39 +132,6 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     if proof:
         rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
     return "\n".join(f"{name:12} {text}" for name, text in rows)
-
-
-def prove(command: list[str], strategy: str, ranks: int) -> str:
-    """The command that gives the same result elsewhere: on one device, or on two where one has done it.
-
-    Args:
-        command: the words that started the run.
-        strategy: of the run.
-        ranks: how many processes it had.
-    """
-    words, skip = [], False
-    for word in _without_profile(command):
-        if skip or word.startswith(tuple(f"{option}=" for option in _OF_PLACE)):
-            skip = False
-        elif word in _OF_PLACE:
-            skip = True
-        else:
-            words.append(word)
-    if strategy not in ("single", "ddp"):
-        return shlex.join([*words, "--strategy", "single", "--devices", "1"])
-    other = [] if strategy == "ddp" else ["--strategy", "ddp"]
-    return shlex.join([*words, *other, "--devices", "1" if ranks > 1 else "2"])
-
-
-def _without_profile(command: list[str]) -> list[str]:
-    """The words without ``--profile``, whose value may be left out."""
-    return [
-        word
-        for before, word in zip(["", *command], command)
-        if word != "--profile"
-        and not word.startswith("--profile=")
-        and not (before == "--profile" and ProfileWindow.matches(word))
-    ]
 
 
 def _shown(path: Path) -> Path:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,23 +132,23 @@ def choose_run_folder(config: JobConfig) -> JobConfig:
     the path of one checkpoint. ``ConfigError`` if the folder exists or cannot be written.
     """
     resume = config.checkpoint.resume
-    if resume == "auto":
-        latest = latest_run(config)
-        return _placed(config, latest, "auto") if latest else _placed(config, _create(config), "")
-    if resume and _has_checkpoint(Path(resume)):
-        return _placed(config, Path(resume), "auto")
-    return _placed(config, _create(config), resume)
+    if folder := _resumed_folder(config):
+        return _placed(config, folder, "auto")
+    return _placed(config, _create(config), "" if resume == "auto" else resume)
 
 
 def planned_run_folder(config: JobConfig) -> Path:
     """The folder that `choose_run_folder` would take; creates nothing."""
+    new = run_folder(config) if config.run.name else _numbered(config, _last_number(config) + 1)
+    return _resumed_folder(config) or new
+
+
+def _resumed_folder(config: JobConfig) -> Path | None:
+    """The folder of the run that is resumed, if it goes on there."""
     resume = config.checkpoint.resume
-    latest = latest_run(config) if resume == "auto" else None
-    if latest is not None:
-        return latest
-    if resume and resume != "auto" and _has_checkpoint(Path(resume)):
-        return Path(resume)
-    return run_folder(config) if config.run.name else _numbered(config, _last_number(config) + 1)
+    if resume == "auto":
+        return latest_run(config)
+    return Path(resume) if resume and _has_checkpoint(Path(resume)) else None
 
 
 @contextmanager
@@ -188,7 +189,12 @@ def _create(config: JobConfig) -> Path:
         if config.run.name:
             run_folder(config).mkdir(exist_ok=config.checkpoint.resume == "auto")
             return run_folder(config)
-        return _create_numbered(config)
+        numbers = itertools.count(_last_number(config) + 1)
+        while True:
+            folder = _numbered(config, next(numbers))
+            with suppress(FileExistsError):  # another run took the number
+                folder.mkdir()
+                return folder
     except FileExistsError as error:
         raise ConfigError(
             f"The run folder '{error.filename}' exists. Choose another run.name, or go on with --resume."
@@ -197,18 +203,6 @@ def _create(config: JobConfig) -> Path:
         raise ConfigError(
             f"No run folder can be made in '{directory}': {os.strerror(error.errno or 0)}. Set run.directory."
         ) from error
-
-
-def _create_numbered(config: JobConfig) -> Path:
-    number = _last_number(config) + 1
-    while True:
-        folder = _numbered(config, number)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
 
 
 def _numbered(config: JobConfig, number: int) -> Path:

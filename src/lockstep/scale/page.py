@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from html import escape
 
 from lockstep.explain.drawing import box_element, document, text_element
-from lockstep.scale.forecast import Forecast, checked_table, message_table, world_table
 from lockstep.scale.measured import PHASES, Row
+from lockstep.scale.prediction import Forecast, checked_table, message_table, world_table
 from lockstep.scale.report import ScaleReport, layout_table, phase_table
 
 COLOURS = ("#2f6db5", "#b8621b", "#39803d", "#7e45a0", "#b53a4a", "#22797e", "#8a7212", "#5f5f5f")

@@ -1,4 +1,4 @@
-"""Predicts the time of a step on W devices from the times of one device: pure functions.
+"""Predicts the time of a step on W devices from the times of one device, and of the exchange of gradients alone.
 
     step(W) = ceil(K / W) x micro-batch  +  data / W  +  exposed exchange(W)  +  rest
 
@@ -28,12 +28,18 @@ with x = b as soon as there are two hosts. The ordered sum does not gather insid
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from lockstep.config.job import JobConfig
 from lockstep.core.plan import share
 from lockstep.core.summation_tree import nodes_within
-from lockstep.errors import ConfigError, nearest
+from lockstep.errors import EXIT_DONE, ConfigError, RankError, nearest
+from lockstep.launch.supervisor import run_sequentially
 from lockstep.scale.measured import Round, Row
+from lockstep.text import comma_separated
 
 
 @dataclass(frozen=True)
@@ -51,8 +57,6 @@ class Interconnect:
     """The connections of a world of devices."""
 
     name: str
-    words: str
-    """Its full name."""
     inside: NetworkLink
     """Between devices of one host; each device has its own."""
     between: NetworkLink
@@ -61,57 +65,40 @@ class Interconnect:
     """Devices of a host."""
 
 
-_PCIE = NetworkLink(10e-6, 31.5e9)
-_NVLINK = NetworkLink(5e-6, 450e9)
+_PCIE = NetworkLink(10e-6, 31.5e9)  # PCIe 4.0 x16
+_NVLINK = NetworkLink(5e-6, 450e9)  # NVLink 4
+_INTERNET = NetworkLink(20e-3, 12.5e6)  # 100 Mb
 _WHOLE_WORLD = 1 << 20
 
 PRESETS = {
     each.name: each
     for each in (
-        Interconnect("pcie", "PCIe 4.0 x16 throughout", _PCIE, _PCIE, _WHOLE_WORLD),
-        Interconnect("nvlink", "NVLink 4 throughout", _NVLINK, _NVLINK, _WHOLE_WORLD),
-        Interconnect("ethernet10", "10 Gb Ethernet, hosts of 8 on PCIe", _PCIE, NetworkLink(30e-6, 1.25e9)),
-        Interconnect("ethernet100", "100 Gb Ethernet, hosts of 8 on PCIe", _PCIE, NetworkLink(15e-6, 12.5e9)),
-        Interconnect(
-            "ethernet400", "400 Gb Ethernet, hosts of 8 on NVLink", _NVLINK, NetworkLink(10e-6, 50e9)
-        ),
-        Interconnect("infiniband", "InfiniBand NDR, hosts of 8 on NVLink", _NVLINK, NetworkLink(3e-6, 50e9)),
-        Interconnect(
-            "internet100",
-            "100 Mb internet link, one device each",
-            NetworkLink(20e-3, 12.5e6),
-            NetworkLink(20e-3, 12.5e6),
-            1,
-        ),
+        Interconnect("pcie", _PCIE, _PCIE, _WHOLE_WORLD),
+        Interconnect("nvlink", _NVLINK, _NVLINK, _WHOLE_WORLD),
+        Interconnect("ethernet10", _PCIE, NetworkLink(30e-6, 1.25e9)),
+        Interconnect("ethernet100", _PCIE, NetworkLink(15e-6, 12.5e9)),
+        Interconnect("ethernet400", _NVLINK, NetworkLink(10e-6, 50e9)),
+        Interconnect("infiniband", _NVLINK, NetworkLink(3e-6, 50e9)),  # NDR
+        Interconnect("internet100", _INTERNET, _INTERNET, 1),
     )
 }
-"""By name."""
+"""By name; between hosts of 8 devices, unless all devices are alike."""
 
 
 def presets(names: str) -> list[Interconnect]:
     """The presets of a comma-separated list, or all if it is empty; ``ConfigError`` for an unknown name."""
-    words = [word.strip() for word in names.split(",") if word.strip()]
+    words = comma_separated(names)
     for word in words:
         if word not in PRESETS:
             raise ConfigError(f"interconnect {word!r} is not known.{nearest(word, tuple(PRESETS))}")
     return [PRESETS[word] for word in words] or list(PRESETS.values())
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Numbers of tree nodes that ranks exchange in a step."""
-
-    most: int
-    """Of one rank."""
-    total: int
-    """Of all ranks."""
-
-    @classmethod
-    def of(cls, micro_batches: int, ranks: int) -> Nodes:
-        """Counts the nodes where ``plan.share`` distributes the micro-batches."""
-        parts = (share(micro_batches, ranks, rank) for rank in range(ranks))
-        counts = [len(nodes_within(part.start, part.stop, micro_batches)) for part in parts]
-        return cls(max(counts), sum(counts))
+def tree_nodes(micro_batches: int, ranks: int) -> tuple[int, int]:
+    """Tree nodes that ranks exchange in a step: the most of one rank, and of all ranks."""
+    parts = (share(micro_batches, ranks, rank) for rank in range(ranks))
+    counts = [len(nodes_within(part.start, part.stop, micro_batches)) for part in parts]
+    return max(counts), sum(counts)
 
 
 def ring_seconds(size: float, ranks: int, by: Interconnect) -> float:
@@ -121,13 +108,19 @@ def ring_seconds(size: float, ranks: int, by: Interconnect) -> float:
     return within + 2 * (hosts - 1) * (by.between.latency + size / (hosts * by.between.rate))
 
 
-def ordered_seconds(size: float, ranks: int, by: Interconnect, nodes: Nodes, adding: float) -> float:
-    """An ordered all-reduce of ``size`` bytes; ``adding`` is the bytes that a device adds to others in a second."""
+def ordered_seconds(
+    size: float, ranks: int, by: Interconnect, nodes: tuple[int, int], adding: float
+) -> float:
+    """An ordered all-reduce of ``size`` bytes.
+
+    ``nodes`` are those of ``tree_nodes``, ``adding`` the bytes that a device adds to others in a second.
+    """
+    most, total = nodes
     inside, hosts = _hosts(ranks, by)
-    part = nodes.most * size / ranks
+    part = most * size / ranks
     to_peers = (inside - 1) * (by.inside.latency + part / by.inside.rate)
     to_others = (ranks - inside) * (by.between.latency + inside * part / by.between.rate)
-    adds = (nodes.total - 1) * size / ranks / adding
+    adds = (total - 1) * size / ranks / adding
     link = by.between if hosts > 1 else by.inside
     return to_peers + to_others + adds + (ranks - 1) * (link.latency + size / ranks / link.rate)
 
@@ -234,7 +227,7 @@ class Prediction:
 def predict(one: OneDevice, devices: int, by: Interconnect, adding: float) -> Prediction:
     """A world of at least 2 devices on a given interconnect, each device as fast as the measured one."""
     k = max(one.micro_batches, devices)
-    nodes = Nodes.of(k, devices)
+    nodes = tree_nodes(k, devices)
     size = one.gradient_bytes * _BYTES_OF_FP32[one.reduce]
     buckets = [
         ring_seconds(each, devices, by)
@@ -275,3 +268,134 @@ def _prediction(
     base = one.micro_batches * one.micro_batch_size / alone
     epoch = max(1.0, one.samples / global_batch) * step
     return Prediction(name, devices, step, epoch, rate / base / devices, exchange, k == one.micro_batches)
+
+
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+"""Bytes of the measured messages; the size of the gradients is added."""
+_ENTRY = "lockstep.scale.rank:time_exchange"
+_SECONDS_EACH = 0.3
+
+
+@dataclass(frozen=True)
+class CheckedPrediction:
+    """A world that was predicted and measured."""
+
+    label: str
+    devices: int
+    predicted: float
+    """Seconds per epoch."""
+    measured: float
+    """Seconds per epoch, the median."""
+
+    @property
+    def error(self) -> float:
+        """The relative error of the prediction; negative where it is too short."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predictions and the measurements behind them."""
+
+    one: OneDevice
+    adding: float
+    """Bytes per second that a device adds up."""
+    messages: dict[int, dict[int, float]]
+    """Seconds of an exchange alone, by number of ranks and bytes."""
+    here: tuple[CheckedPrediction, ...]
+    worlds: tuple[Prediction, ...]
+
+    @property
+    def note(self) -> str:
+        """The assumptions of the predictions."""
+        k = self.one.micro_batches
+        return (
+            f"Every device is assumed to be as fast as the one measured here. Beyond {k} devices, micro_batches = {k} "
+            "is too small for the world: there (*) each device computes one micro-batch and the global batch grows, "
+            "which is another recipe. The model is described in docs/scale.md."
+        )
+
+
+def forecast(
+    config: JobConfig,
+    one: OneDevice,
+    rows: Sequence[Row],
+    links: Sequence[Interconnect],
+    cores: int,
+    folder: Path,
+) -> Forecast:
+    """Measures the exchange among as many ranks as ``ddp`` was measured on (or 2), and predicts.
+
+    Args:
+        config: the job.
+        one: times of one device.
+        rows: all measured layouts.
+        links: interconnects of larger worlds.
+        cores: of this machine.
+        folder: for the files of the ranks.
+
+    Raises:
+        RankError: the measurement of the exchange failed.
+    """
+    compared = [row for row in rows if row.strategy == "ddp" and not row.refused]
+    messages, adding = {}, 0.0
+    for ranks in [row.devices for row in compared] or [2]:
+        messages[ranks], adding = _measure(config, one, ranks, folder)
+    here = [
+        predict_here(one, row.devices, messages[row.devices], row.devices * config.run.threads / cores)
+        for row in compared
+    ]
+    checked = (
+        CheckedPrediction(row.label, row.devices, each.epoch, row.epoch.median)
+        for row, each in zip(compared, here)
+    )
+    worlds = (predict(one, devices, link, adding) for link in links for devices in WORLDS)
+    return Forecast(one, adding, messages, tuple(checked), tuple(worlds))
+
+
+def _measure(config: JobConfig, one: OneDevice, ranks: int, folder: Path) -> tuple[dict[int, float], float]:
+    """Seconds by bytes, of the slowest rank, and bytes added per second."""
+    here = folder / f"messages-{ranks}"
+    here.mkdir()
+    payload = {
+        "reduce": one.reduce,
+        "micro_batches": one.micro_batches,
+        "sizes": sorted({*SIZES, max(4, one.gradient_bytes)}),
+        "seconds": _SECONDS_EACH,
+        "threads": config.run.threads,
+        "timeout": config.run.timeout,
+    }
+    outcome = run_sequentially(_ENTRY, payload, ranks=ranks, threads=config.run.threads, folder=here)
+    if outcome.code != EXIT_DONE:
+        raise RankError(f"Measuring the exchange among {ranks} ranks failed: {' '.join(outcome.lines)}")
+    found = [json.loads((here / f"messages-{rank}.json").read_text()) for rank in range(ranks)]
+    slowest = {int(size): max(each["seconds"][size] for each in found) for size in found[0]["seconds"]}
+    return slowest, min(each["adding"] for each in found)
+
+
+def checked_table(found: Forecast) -> list[tuple[str, ...]]:
+    """A head, and a row for each world that was measured too."""
+    return [
+        ("layout", "predicted s/epoch", "measured s/epoch", "error"),
+        *(
+            (each.label, f"{each.predicted:.3g}", f"{each.measured:.3g}", f"{100 * each.error:+.0f} %")
+            for each in found.here
+        ),
+    ]
+
+
+def world_table(found: Forecast) -> list[tuple[str, ...]]:
+    """A head of interconnects, and a row for each number of devices; ``*`` where it needs another recipe."""
+    rows: dict[str, list[str]] = {}
+    for each in found.worlds:
+        name = f"{each.devices}{'' if each.same_recipe else ' *'}"
+        rows.setdefault(name, []).append(f"{each.epoch:.3g} ({100 * each.efficiency:.0f} %)")
+    interconnects = dict.fromkeys(each.interconnect for each in found.worlds)
+    return [("devices", *interconnects), *((name, *cells) for name, cells in rows.items())]
+
+
+def message_table(found: Forecast) -> list[tuple[str, ...]]:
+    """A head of numbers of ranks, and a row for each size, in milliseconds."""
+    each = list(found.messages.values())
+    rows = ((f"{size:,}", *(f"{1000 * seconds[size]:.3g}" for seconds in each)) for size in each[0])
+    return [("bytes", *(f"{ranks} ranks" for ranks in found.messages)), *rows]

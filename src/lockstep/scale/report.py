@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from lockstep.scale.forecast import Forecast, checked_table, message_table, world_table
 from lockstep.scale.measured import PHASES, Row, work
-from lockstep.text import plural
+from lockstep.scale.prediction import Forecast, checked_table, message_table, world_table
+from lockstep.text import aligned, plural
 
 _COMPUTING = ("forward", "backward", "compute", "copy")
 _GOOD = 0.95
@@ -174,8 +174,8 @@ def phase_table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def text(report: ScaleReport) -> str:
     """Tables and the sentence for the terminal."""
-    lines = [*_aligned(layout_table(report.rows)), "", "where a step goes (ms):"]
-    lines += [*_aligned(phase_table(report.ran)), ""]
+    lines = [*aligned(layout_table(report.rows)), "", "where a step goes (ms):"]
+    lines += [*aligned(phase_table(report.ran)), ""]
     lines += [f"{row.label} did not run: {row.refused}" for row in report.rows if row.refused]
     lines.append(report.limit)
     if report.forecast is not None:
@@ -184,17 +184,12 @@ def text(report: ScaleReport) -> str:
 
 
 def _forecast(found: Forecast) -> list[str]:
-    lines = ["", "the exchange alone (ms):", *_aligned(message_table(found))]
+    lines = ["", "the exchange alone (ms):", *aligned(message_table(found))]
     if found.here:
         lines += ["", "predicted from one device and the exchange alone, and measured:"]
-        lines += _aligned(checked_table(found))
+        lines += aligned(checked_table(found))
     lines += ["", "predicted seconds per epoch (efficiency):"]
     rows = world_table(found)
     for first in range(1, len(rows[0]), _ABREAST):
-        lines += [*_aligned([(row[0], *row[first : first + _ABREAST]) for row in rows]), ""]
+        lines += [*aligned([(row[0], *row[first : first + _ABREAST]) for row in rows]), ""]
     return [*lines, found.note]
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

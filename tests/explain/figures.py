@@ -1,9 +1,8 @@
-"""Writes the figures of the documentation: ``python -m lockstep.explain.figures docs/figures``."""
+"""Writes the figures of the documentation: ``make figures``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.explain.pipeline import explain_pipeline, pipeline_svg
@@ -23,19 +22,6 @@ def figures() -> dict[str, str]:
     }
 
 
-def main(words: Sequence[str]) -> int:
-    """Writes all figures to a folder, by default ``docs/figures``; returns 2 where that fails."""
-    folder = Path(words[0] if words else "docs/figures")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in figures().items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        sys.stderr.write(f"Cannot write the figures to {folder}: {error.strerror}.\n")
-        return 2
-    sys.stdout.write(f"Wrote {len(figures())} figures to {folder}.\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    for name, text in figures().items():
+        Path(sys.argv[1], name).write_text(text, encoding="utf-8")
