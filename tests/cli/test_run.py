@@ -51,7 +51,7 @@ def test_a_mistake_is_refused_before_anything_starts(words, message, tmp_path):
 def test_what_every_rank_would_import_is_imported_once(line, modules, tmp_path, monkeypatch):
     script, seen = tmp_path / "train.py", []
     script.write_text(line)
-    monkeypatch.setattr(run, "supervise", lambda target, options: seen.append(options) or 0)
+    monkeypatch.setattr(run, "supervise", lambda target, options, joined: seen.append(options) or 0)
     assert run.main(parse("--devices", "cpu:1", str(script))) == 0
     assert seen[0].preload == modules
 
@@ -74,7 +74,7 @@ def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monke
 def test_the_steps_of_a_timeline_reach_the_ranks_of_any_launcher(tmp_path, monkeypatch, capsys):
     script, seen = tmp_path / "train.py", []
     script.write_text("import os\nprint(os.environ['LOCKSTEP_PROFILE'])")
-    monkeypatch.setattr(run, "supervise", lambda target, options: seen.append(options) or 0)
+    monkeypatch.setattr(run, "supervise", lambda target, options, joined: seen.append(options) or 0)
     assert run.main(parse("--devices", "cpu:1", "--profile", "3:2", str(script))) == 0
     assert seen[0].profile == "3:2"
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCKSTEP_PROFILE", "")):

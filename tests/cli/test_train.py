@@ -99,12 +99,8 @@ def test_a_mistake_on_the_real_command_line(process):
     assert result.stderr.startswith("lockstep: --epohcs is not an argument")
 
 
-NAMED = f"""{(BUILT_IN_JOBS / "digits.toml").read_text()}
-[run]
-name = "mine"
-[checkpoint]
-resume = "auto"
-"""
+NAMED = (BUILT_IN_JOBS / "digits.toml").read_text().replace("[run]", '[run]\nname = "mine"')
+NAMED += '[checkpoint]\nresume = "auto"\n'
 
 
 @pytest.mark.parametrize(

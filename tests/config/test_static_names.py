@@ -5,7 +5,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from lockstep.config.static_names import Absent, Definition, StaticNames, Unknown
+from lockstep.config.static_names import Absent, Definition, StaticNames
 
 FILES = {
     "own_models/__init__.py": """
@@ -72,7 +72,7 @@ def test_a_name_is_followed_to_where_it_is_written(names, name, module, defined)
     ],
 )
 def test_what_the_source_does_not_settle_is_unknown(names, module, name):
-    assert names.definition(module, name) == Unknown()
+    assert names.definition(module, name) is None
 
 
 def test_what_is_not_there_is_absent_with_what_is(names):

@@ -15,9 +15,11 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
+from lockstep.cli.shared_options import add_options
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch.runs import (
     Process,
@@ -31,12 +33,7 @@ from lockstep.launch.stalls import snapshot_lines, take_snapshots
 from lockstep.runtime.control import Control, StopReason
 from lockstep.text import format_bytes, format_duration, plural
 
-_RUN = "id of the run, or the beginning or end of it (default: the only run)"
-
-
-def add_ps_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object per run")
+_RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
 
 
 def ps(arguments: argparse.Namespace) -> int:
@@ -91,15 +88,6 @@ def _as_dict(run: RunOnHost, processes: list[Process]) -> dict[str, Any]:
     }
 
 
-def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("run", nargs="?", metavar="RUN", help=_RUN)
-    parser.add_argument(
-        "--within", type=float, default=60.0, metavar="SECONDS", help="time to save and exit (default: 60)"
-    )
-    parser.add_argument("--now", action="store_true", help="end the run at once, without a checkpoint")
-
-
 def stop(arguments: argparse.Namespace) -> int:
     """Stops the run and returns the exit status."""
     run = choose_run(arguments.run)
@@ -136,11 +124,6 @@ def _wait_for(pid: int, limit: float, first: signal.Signals | None = None) -> bo
         os.close(handle)
 
 
-def add_clean_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("--dry-run", action="store_true", help="print what would be ended, and end nothing")
-
-
 def clean(arguments: argparse.Namespace) -> int:
     """Ends what killed commands left and returns the exit status. Runs whose command is alive are not touched."""
     left = [run for run in find_runs() if not run.is_supervised]
@@ -159,11 +142,6 @@ def clean(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def add_stacks_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the command's arguments."""
-    parser.add_argument("run", nargs="?", metavar="RUN", help=_RUN)
-
-
 def stacks(arguments: argparse.Namespace) -> int:
     """Prints the stacks and returns the exit status."""
     run = choose_run(arguments.run)
@@ -174,9 +152,20 @@ def stacks(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-COMMANDS = {
-    "ps": (add_ps_arguments, ps),
-    "stop": (add_stop_arguments, stop),
-    "clean": (add_clean_arguments, clean),
-    "stacks": (add_stacks_arguments, stacks),
+COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "ps": (lambda parser: add_options(parser, ("--json", "", False, "print one JSON object per run")), ps),
+    "stop": (
+        lambda parser: add_options(
+            parser,
+            _RUN,
+            ("--within", "SECONDS", 60.0, "time to save and exit"),
+            ("--now", "", False, "end the run at once, without a checkpoint"),
+        ),
+        stop,
+    ),
+    "clean": (
+        lambda parser: add_options(parser, ("--dry-run", "", False, "print what would be ended, only")),
+        clean,
+    ),
+    "stacks": (lambda parser: add_options(parser, _RUN), stacks),
 }

@@ -31,15 +31,9 @@ _FILES = {
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "job",
-        metavar="JOB",
-        nargs="?",
-        default="digits",
-        help="a TOML file, or a built-in job (default: digits)",
-    )
     add_options(
         parser,
+        ("job", "JOB", "digits", "a TOML file, or a built-in job"),
         ("--devices", "N,N", "", "numbers of CPU devices to measure (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: those that fit)"),
         ("--steps", "N", 20, "measured steps of each run"),

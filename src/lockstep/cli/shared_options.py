@@ -25,10 +25,11 @@ from lockstep.profile.trace import DEFAULT, ProfileWindow
 
 
 def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, Any, str]) -> None:
-    """Declares options, each as (flag, name of its value, default, help).
+    """Declares options, each as (flag, name of its value, default, help), and arguments without a flag likewise.
 
     The value has the type of the default. In its place, a type stands for no default, ``False`` for a switch, and a
-    list for an option that may be given several times.
+    list for an option that may be given several times. An argument without a flag may be left out unless a type
+    stands there.
     """
     for flag, metavar, default, words in options:
         if default is False:
@@ -39,7 +40,10 @@ def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, An
             parser.add_argument(flag, type=default, metavar=metavar, help=words)
         else:
             words += f" (default: {default})" if default != "" else ""
-            parser.add_argument(flag, type=type(default), default=default, metavar=metavar, help=words)
+            more: Any = {} if flag.startswith("-") else {"nargs": "?"}
+            parser.add_argument(
+                flag, type=type(default), default=default, metavar=metavar, help=words, **more
+            )
 
 
 SET: tuple[str, str, Any, str] = (

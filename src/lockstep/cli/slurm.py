@@ -40,9 +40,9 @@ _TRAIN_OPTIONS = ("data", "strategy", "mesh", "precision", "epochs", "threads")
 
 def add_arguments(parser: Parser) -> None:
     """Declares the arguments of the cluster, and those of ``train`` that fit there."""
-    parser.add_argument("job", metavar="JOB", help="a TOML file, or the name of a built-in job")
     add_options(
         parser,
+        ("job", "JOB", str, "a TOML file, or the name of a built-in job"),
         ("--nodes", "N", 1, "number of hosts"),
         ("--gpus-per-node", "N", 0, "GPUs of each host, one rank each; 0: ranks on CPUs"),
         ("--tasks-per-node", "N", int, "ranks of each host, on CPUs (default: 1)"),
@@ -99,8 +99,8 @@ def batch_script(arguments: argparse.Namespace) -> str:
     }
     lines = [f"--{name}={value}" for name, value in options.items() if value != ""]
     head = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *arguments.sbatch])
-    words = train.command_of(arguments, [*arguments.set, f"run.name={config.job}-JOB"], _TRAIN_OPTIONS)
-    words += ["--resume", "auto"]
+    words = train.command_of(arguments, arguments.set, _TRAIN_OPTIONS)
+    words += ["--set", f"run.name={config.job}-JOB", "--resume", "auto"]
     command = shlex.join(words).replace("-JOB", "-${SLURM_JOB_ID}")
     return _SCRIPT.format(head=head, command=command, restarts=arguments.restarts)
 

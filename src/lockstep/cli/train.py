@@ -66,16 +66,9 @@ _TEXTS = ("data", "resume", "strategy", "mesh", "precision", "restart_world")
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    jobs = ", ".join(built_in_jobs())
-    parser.add_argument(
-        "job",
-        nargs="?",
-        default="digits",
-        metavar="JOB",
-        help=f"a TOML file, or one of: {jobs} (default: digits)",
-    )
     add_options(
         parser,
+        ("job", "JOB", "digits", f"a TOML file, or one of: {', '.join(built_in_jobs())}"),
         ("--data", "DIR", str, "folder of the data, {data} in a job file"),
         ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
         ("--strategy", "NAME", str, ", ".join(STRATEGIES)),

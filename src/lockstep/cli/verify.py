@@ -6,12 +6,14 @@ The table says for each whether it is equal bit for bit, and if not, in which st
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, add_train_options
@@ -30,15 +32,14 @@ from lockstep.verify.trace import Trace
 ENTRY = "lockstep.verify.rank:main"
 SCRIPT_ENTRY = "lockstep.verify.rank:watch_script"
 EXIT_DIFFERENT = 1
+L = TypeVar("L")
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
-    parser.add_argument(
-        "job", metavar="JOB", nargs="?", default="", help="a TOML file, or a built-in job (default: digits)"
-    )
     add_options(
         parser,
+        ("job", "JOB", "", "a TOML file, or a built-in job (default: digits)"),
         ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
         ("--steps", "N", 12, "optimizer steps of each run"),
@@ -73,7 +74,8 @@ def main(arguments: argparse.Namespace) -> int:
             "hybrid needs 4, 6, 8 and so on."
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        comparisons = _compare_all(config, chosen, arguments.steps, Path(folder))
+        start = partial(_run_job, config, arguments.steps)
+        comparisons = _compare_all(start, REFERENCE, {each.label: each for each in chosen}, Path(folder))
     _show(comparisons, arguments)
     unproven = [each for each in comparisons if each.trace.refused]
     failed = any(each.is_broken for each in comparisons) or len(unproven) == len(chosen)
@@ -90,13 +92,13 @@ def _verify_script(arguments: argparse.Namespace) -> int:
     if not arguments.script:
         raise ConfigError("--script needs a script: lockstep verify --script train.py.")
     target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
-    worlds = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
+    counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     threads = arguments.threads
     if threads is not None and not threads.isdecimal():
         raise ConfigError(f"--threads {threads!r} is not a number.")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        runs = ScriptRuns(target, arguments.steps, threads and int(threads), Path(folder))
-        comparisons = runs.compare(worlds)
+        start = partial(_run_script, target, arguments.steps, threads and int(threads))
+        comparisons = _compare_all(start, 1, {_label(count): count for count in counts}, Path(folder))
     _show(comparisons, arguments)
     differs = any(each.is_broken or each.reached == "-" for each in comparisons)
     return EXIT_DIFFERENT if differs else EXIT_DONE
@@ -108,121 +110,88 @@ def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> N
         Path(arguments.json).write_text(as_json(comparisons))
 
 
-def _compare_all(config: JobConfig, chosen: Sequence[Layout], steps: int, folder: Path) -> list[Comparison]:
-    reference = _run(config, REFERENCE, steps, folder / "reference")
-    if reference.refused:
-        raise ConfigError(reference.refused)
-    comparisons = [Comparison(reference, "A")]
-    repeats: bool | None = None
-    for number, layout in enumerate(chosen):
-        here = folder / str(number)
-        print(f"running {layout.label} ({number + 1} of {len(chosen)})", file=sys.stderr)
-        trace = _run(config, layout, steps, here)
-        difference = 0.0 if trace.refused else _difference(folder / "reference", here)
-        found = compare(reference, trace, difference)
-        if found.diagnosis is not None and repeats is None:
-            again = _run(config, REFERENCE, steps, folder / "again")
-            repeats = compare(reference, again, 0.0).diagnosis is None
-        if found.diagnosis is not None:
-            found = compare(reference, trace, difference, repeats=repeats)
-        comparisons.append(found)
+@dataclass(frozen=True)
+class Ran:
+    """A run of a job in one layout, or of a script on one number of processes."""
+
+    trace: Trace
+    """Of a loop on ``lockstep.init``; of any other only the label, and the reason why it did not run."""
+    folder: Path
+    records: Recording | None = None
+    """Of a script's loop with a ``Recorder``."""
+
+
+def _compare_all(
+    start: Callable[[L, Path], Ran], one: L, others: Mapping[str, L], folder: Path
+) -> list[Comparison]:
+    """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails."""
+    reference = start(one, folder / "reference")
+    if reference.trace.refused:
+        raise ConfigError(reference.trace.refused)
+
+    @cache
+    def again() -> Ran:
+        """One device a second time, which shows operators that are not deterministic."""
+        return start(one, folder / "again")
+
+    first = (
+        reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
+    )
+    comparisons = [Comparison(first, "A")]
+    for number, (label, layout) in enumerate(others.items(), 1):
+        print(f"running {label} ({number} of {len(others)})", file=sys.stderr)
+        comparisons.append(_judge(reference, start(layout, folder / str(number)), again))
     return comparisons
 
 
-def _run(config: JobConfig, layout: Layout, steps: int, folder: Path) -> Trace:
-    """The trace of one layout; where the job cannot run in it, the trace has the reason."""
+def _judge(reference: Ran, other: Ran, again: Callable[[], Ran]) -> Comparison:
+    if other.trace.refused:
+        return Comparison(other.trace, "")
+    if reference.records is not None or other.records is not None:
+        return compare_plain(_records(reference), _records(other), other.trace.label, again=_records(again()))
+    gap = _difference(reference.folder, other.folder)
+    found = compare(reference.trace, other.trace, gap)
+    if found.diagnosis is None or again().trace.refused:
+        return found
+    repeats = compare(reference.trace, again().trace, 0.0).diagnosis is None
+    return compare(reference.trace, other.trace, gap, repeats=repeats)
+
+
+def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path) -> Ran:
     trace = folder / "trace.json"
     reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label)
     if not reason and trace.exists():
-        return Trace.read(trace)
+        return Ran(Trace.read(trace), folder)
     reason = reason or "its ranks recorded no step"
-    return Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason)
+    return Ran(Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason), folder)
 
 
-@dataclass(frozen=True)
-class ScriptRun:
-    """The records of a script on one number of processes."""
-
-    label: str
-    folder: Path
-    trace: Trace | None = None
-    """Of a loop on ``lockstep.init``."""
-    records: Recording | None = None
-    """Of a loop with a ``Recorder``."""
-    refused: str = ""
-
-
-@dataclass(frozen=True)
-class ScriptRuns:
-    """Runs one script on different numbers of CPU processes."""
-
-    target: ScriptTarget
-    steps: int
-    threads: int | None
-    folder: Path
-
-    def compare(self, worlds: Sequence[int]) -> list[Comparison]:
-        """Runs the script on one process and on each number of them. Raises ``ConfigError`` where one process fails."""
-        reference = self._run(1, "reference")
-        if reference.refused:
-            raise ConfigError(reference.refused)
-        first = reference.trace or trace_of(_records(reference), reference.label)
-        comparisons = [Comparison(first, "A")]
-        for count in worlds:
-            print(f"running {_label(count)}", file=sys.stderr)
-            comparisons.append(self._judge(reference, self._run(count, str(count)), count))
-        return comparisons
-
-    @cached_property
-    def _again(self) -> ScriptRun:
-        """One process a second time, which shows operators that are not deterministic."""
-        return self._run(1, "again")
-
-    def _judge(self, reference: ScriptRun, other: ScriptRun, count: int) -> Comparison:
-        if other.refused:
-            return Comparison(Trace(other.label, "", count, "", refused=other.refused), "")
-        if reference.trace is None or other.trace is None:
-            return compare_plain(
-                _records(reference), _records(other), other.label, again=_records(self._again)
-            )
-        gap = _difference(reference.folder, other.folder)
-        found = compare(reference.trace, other.trace, gap)
-        if found.diagnosis is None or self._again.trace is None:
-            return found
-        repeats = compare(reference.trace, self._again.trace, 0.0).diagnosis is None
-        return compare(reference.trace, other.trace, gap, repeats=repeats)
-
-    def _run(self, count: int, name: str) -> ScriptRun:
-        here, label = self.folder / name, _label(count)
-        here.mkdir()
-        payload = {
-            "script": self.target.path,
-            "arguments": list(self.target.arguments),
-            "steps": self.steps,
-            "label": label,
-        }
-        outcome = run_sequentially(SCRIPT_ENTRY, payload, ranks=count, threads=self.threads, folder=here)
-        if outcome.code != EXIT_DONE:
-            report = [line for line in outcome.lines if not line.startswith("Logs: ")]
-            print(*report, sep="\n", file=sys.stderr)
-            return ScriptRun(label, here, refused=_reason(outcome.lines) or f"exit code {outcome.code}")
-        if (here / "trace.json").exists():
-            return ScriptRun(label, here, trace=Trace.read(here / "trace.json"))
-        if any((here / "records").glob("rank-*.jsonl")):
-            return ScriptRun(label, here, records=Recording.read(here / "records"))
-        return ScriptRun(
-            label,
-            here,
-            refused=f"{self.target.path} finished no step that was recorded. Train with lockstep.init and its "
-            "run.batches, or call recorder.step() of a lockstep.verify.Recorder after each step.",
-        )
+def _run_script(target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path) -> Ran:
+    folder.mkdir()
+    label = _label(count)
+    payload = {"script": target.path, "arguments": list(target.arguments), "steps": steps, "label": label}
+    outcome = run_sequentially(SCRIPT_ENTRY, payload, ranks=count, threads=threads, folder=folder)
+    if outcome.code == EXIT_DONE and (folder / "trace.json").exists():
+        return Ran(Trace.read(folder / "trace.json"), folder)
+    trace = Trace(label, "", count, "")
+    if outcome.code == EXIT_DONE and any((folder / "records").glob("rank-*.jsonl")):
+        return Ran(trace, folder, Recording.read(folder / "records"))
+    reason = (
+        f"{target.path} finished no step that was recorded. Train with lockstep.init and its run.batches, or call "
+        "recorder.step() of a lockstep.verify.Recorder after each step."
+    )
+    if outcome.code != EXIT_DONE:
+        report = [line for line in outcome.lines if not line.startswith("Logs: ")]
+        print(*report, sep="\n", file=sys.stderr)
+        reason = _reason(outcome.lines) or f"exit code {outcome.code}"
+    return Ran(dataclasses.replace(trace, refused=reason), folder)
 
 
-def _records(ran: ScriptRun) -> Recording:
+def _records(ran: Ran) -> Recording:
     if ran.records is None:
         raise ConfigError(
-            f"On {ran.label} the script trained with lockstep.init, on others with a Recorder. Use the same on every "
-            "number of processes."
+            f"On {ran.trace.label} the script trained with lockstep.init, on others with a Recorder. Use the same on "
+            "every number of processes."
         )
     return ran.records
 

@@ -14,7 +14,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from lockstep.config.checks import KeyPath, Problem, absent_module, check_fields, import_path, nearest_name
-from lockstep.config.static_names import Absent, Definition, StaticNames, Unknown
+from lockstep.config.static_names import Absent, Definition, StaticNames
 
 _DEEPEST = 8
 _GIVEN_BY_LOCKSTEP: dict[KeyPath, int] = {("optimizer",): 1, ("schedule",): 1}
@@ -78,11 +78,11 @@ def _nested(names: StaticNames, value: Any, path: KeyPath) -> Iterator[Problem]:
             yield from _nested(names, item, (*path, number))
 
 
-def _look_up(names: StaticNames, target: str) -> Definition | Unknown | Absent:
+def _look_up(names: StaticNames, target: str) -> Definition | Absent | None:
     module, _, name = target.partition(":")
     if "." in name:
         spec = names.module(module)
-        return Unknown() if isinstance(spec, ModuleSpec) else spec
+        return None if isinstance(spec, ModuleSpec) else spec
     return names.definition(module, name)
 
 

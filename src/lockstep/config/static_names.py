@@ -2,7 +2,7 @@
 
 Importing ``torch.optim`` takes a second and may do anything; reading ``torch/optim/__init__.py`` and then
 following ``from torch.optim.sgd import SGD`` takes milliseconds. Where the source does not settle a question
-(a C extension, a decorator, a name that is made at run time) the answer is "unknown", never a guess.
+(a C extension, a decorator, a name that is made at run time) the answer is None, never a guess.
 """
 
 from __future__ import annotations
@@ -15,11 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 _DEEPEST = 8
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """The source does not say."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class StaticNames:
         self._folders = list(folders)
         self._parsed: dict[str, _Bindings | None] = {}
 
-    def module(self, name: str) -> ModuleSpec | Unknown | Absent:
+    def module(self, name: str) -> ModuleSpec | Absent | None:
         """The spec of a module; Python's own finders look up its top-level package only."""
         top, *rest = name.split(".")
         spec = self._top_level(top)
@@ -75,19 +70,19 @@ class StaticNames:
             if inner is None:
                 bindings = self._bindings(holder, spec)
                 if bindings is None or bindings.dynamic or {part, "__path__"} & bindings.nodes.keys():
-                    return Unknown()
+                    return None
                 return Absent(holder, part, tuple(_modules_in(spec)))
             spec, holder = inner, f"{holder}.{part}"
         return spec
 
-    def definition(self, module: str, name: str, depth: int = 0) -> Definition | Unknown | Absent:
+    def definition(self, module: str, name: str, depth: int = 0) -> Definition | Absent | None:
         """The definition of a module's name, followed through imports from other modules."""
         spec = self.module(module)
         if not isinstance(spec, ModuleSpec):
             return spec
         bindings = self._bindings(module, spec)
         if bindings is None or depth > _DEEPEST:
-            return Unknown()
+            return None
         nodes = bindings.nodes.get(name, [])
         if nodes:
             return self._bound(nodes, module, spec, name, depth)
@@ -99,28 +94,28 @@ class StaticNames:
             known.update(found.known)
         is_module = spec.submodule_search_locations and name in _modules_in(spec)
         if bindings.dynamic or is_module:
-            return Unknown()
+            return None
         return Absent(module, name, tuple(sorted(known)))
 
     def _bound(
         self, nodes: list[ast.AST], module: str, spec: ModuleSpec, name: str, depth: int
-    ) -> Definition | Unknown:
+    ) -> Definition | None:
         node = nodes[0]
         if len(nodes) > 1:
-            return Unknown()
+            return None
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             return Definition(module, node)
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
             found = self.definition(_source_of(node, module, spec), original, depth + 1)
-            return Unknown() if isinstance(found, Absent) else found
-        return Unknown()
+            return None if isinstance(found, Absent) else found
+        return None
 
-    def _top_level(self, name: str) -> ModuleSpec | Unknown | Absent:
+    def _top_level(self, name: str) -> ModuleSpec | Absent | None:
         try:
             spec = PathFinder.find_spec(name, self._folders) or importlib.util.find_spec(name)
         except (ImportError, ValueError):
-            return Unknown()
+            return None
         return spec or Absent("", name, ())
 
     def _bindings(self, module: str, spec: ModuleSpec) -> _Bindings | None:

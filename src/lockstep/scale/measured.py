@@ -68,10 +68,12 @@ class PhaseClock:
         self._current[phase] = self._current.get(phase, 0.0) + seconds
 
 
-def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean seconds of each phase per step, in the order of ``PHASES``; phases that never occur are left out."""
-    found = {phase: sum(step.get(phase, 0.0) for step in steps) / len(steps) for phase in PHASES}
-    return {phase: seconds for phase, seconds in found.items() if seconds > 0.0}
+def mean_phases(
+    found: Sequence[Mapping[str, float]], mean: Callable[[Sequence[float]], float] = statistics.fmean
+) -> dict[str, float]:
+    """Mean seconds of each phase, in the order of ``PHASES``; phases that never occur are left out."""
+    means = {phase: mean([each.get(phase, 0.0) for each in found]) for phase in PHASES}
+    return {phase: seconds for phase, seconds in means.items() if seconds > 0.0}
 
 
 def work(phases: Mapping[str, float]) -> float:
@@ -178,7 +180,8 @@ def row(label: str, strategy: str, devices: int, rounds: Sequence[Round], alone:
     rate = [each.samples_per_step / each.seconds_per_step for each in rounds]
     base = [each.samples_per_step / each.seconds_per_step for each in alone]
     speed_up = [own / one for own, one in zip(rate, base)]
-    ranks = tuple(_over_rounds([each.ranks[rank] for each in rounds]) for rank in range(len(rounds[0].ranks)))
+    of_rank = zip(*(each.ranks for each in rounds))
+    ranks = tuple(mean_phases(phases, statistics.median) for phases in of_rank)
     communication, waiting = exchange_and_waiting(ranks)
     return Row(
         label=label,
@@ -195,12 +198,6 @@ def row(label: str, strategy: str, devices: int, rounds: Sequence[Round], alone:
         waiting=waiting,
         slowest=slowest_rank(ranks),
     )
-
-
-def _over_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median of each phase over rounds."""
-    found = {phase: statistics.median(each.get(phase, 0.0) for each in rounds) for phase in PHASES}
-    return {phase: seconds for phase, seconds in found.items() if seconds > 0.0}
 
 
 @dataclass
