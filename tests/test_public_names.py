@@ -83,6 +83,10 @@ RUN_OPTIONS = {
     "precision": "fp32",
     "reduce": "ordered",
     "powersgd_rank": 4,
+    "loss_scale": None,
+    "loss_scale_growth_factor": 2.0,
+    "loss_scale_backoff_factor": 0.5,
+    "loss_scale_growth_interval": 2000,
     "threads": None,
     "channels_last": False,
     "compile": False,
@@ -254,6 +258,10 @@ training.mesh = ''
 training.reduce = 'ordered'
 training.powersgd_rank = 4
 training.precision = 'fp32'
+training.loss_scale = None
+training.loss_scale_growth_factor = 2.0
+training.loss_scale_backoff_factor = 0.5
+training.loss_scale_growth_interval = 2000
 training.channels_last = False
 training.compile = False
 training.sync_batch_norm = False

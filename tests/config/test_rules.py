@@ -51,6 +51,10 @@ BROKEN = {
         "holds no whole model in one process",
     ),
     "tf32 needs CUDA": (["training.precision=tf32", "run.devices=cpu:2"], "Use fp32 or bf16"),
+    "a loss scale is used": (
+        ["training.loss_scale_growth_interval=10"],
+        "is 'fp32', which scales no loss, and loss_scale_growth_interval is set. Leave that out, or use fp16.",
+    ),
     "powersgd keeps gradients of one scale": (
         ["training.reduce=powersgd", "training.precision=fp16"],
         "Use precision bf16 or fp32",

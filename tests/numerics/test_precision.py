@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError
 from lockstep.models import lstm
@@ -31,6 +32,43 @@ def test_only_fp16_scales_the_loss():
 @pytest.mark.parametrize(("rows", "scale"), [(1, 2**16), (2, 2**15), (13, 2**12), (16, 2**12), (17, 2**11)])
 def test_a_sum_over_many_rows_starts_from_a_smaller_scale(rows, scale):
     assert Precision("fp16", CPU, rows).scaler.get_scale() == scale
+
+
+def test_the_loss_scale_starts_grows_and_backs_off_as_the_options_say():
+    options = RunOptions(
+        global_batch=8,
+        precision="fp16",
+        loss_scale=64.0,
+        loss_scale_growth_factor=4.0,
+        loss_scale_backoff_factor=0.25,
+        loss_scale_growth_interval=2,
+    )
+    scaler = Precision("fp16", CPU, 1, **options.loss_scaling).scaler
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, scales = torch.optim.SGD([weight], lr=0.1), []
+    for gradient in (1.0, 1.0, float("inf"), 1.0):
+        weight.grad = torch.tensor([gradient])
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [64.0, 256.0, 64.0, 64.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scale": 0.0}, "loss_scale should be more than 0 and is 0"),
+        ({"loss_scale_growth_factor": 1.0}, "loss_scale_growth_factor should be more than 1 and is 1"),
+        (
+            {"loss_scale_backoff_factor": 1.0},
+            "loss_scale_backoff_factor should be above 0 and below 1 and is 1",
+        ),
+        ({"loss_scale_growth_interval": 0}, "loss_scale_growth_interval should be at least 1 and is 0"),
+    ],
+)
+def test_options_of_the_loss_scale_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RunOptions(global_batch=8, precision="fp16", **options)
 
 
 def test_unknown_and_impossible_formats_are_refused():

@@ -56,6 +56,11 @@ def more_than(minimum: float) -> Check:
     return _finite(lambda value: value > minimum, f"more than {minimum}")
 
 
+def between(low: float, high: float) -> Check:
+    """A number above ``low`` and below ``high``."""
+    return _finite(lambda value: low < value < high, f"above {low} and below {high}")
+
+
 def _finite(fits: Callable[[float], bool], words: str) -> Check:
     def check(value: float) -> str | None:
         return None if math.isfinite(value) and fits(value) else f"should be {words} and is {value}."

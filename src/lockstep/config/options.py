@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import CheckedOptions, at_least, check_fields, more_than, one_of, seed
+from lockstep.config.checks import CheckedOptions, at_least, between, check_fields, more_than, one_of, seed
 from lockstep.config.rules import require_rules
 from lockstep.config.strategy_options import OPTIONS, PRECISIONS, REDUCERS, STRATEGIES, StrategyOptions
 from lockstep.core.mesh import Mesh
@@ -30,6 +30,14 @@ class Recipe(CheckedOptions):
     """Decides the first weights, the order of the samples, augmentation, dropout and a split by seed."""
     precision: str = field(default="fp32", metadata={"check": one_of(*PRECISIONS)})
     """Number format of the computation: fp32, tf32, bf16, or fp16 with loss scaling."""
+    loss_scale: float | None = field(default=None, metadata={"check": more_than(0)})
+    """Loss scale that fp16 begins with; none: 65536 divided by the samples of a micro-batch, as a power of two."""
+    loss_scale_growth_factor: float = field(default=2.0, metadata={"check": more_than(1)})
+    """Factor on the loss scale after ``loss_scale_growth_interval`` steps in a row whose gradients were finite."""
+    loss_scale_backoff_factor: float = field(default=0.5, metadata={"check": between(0, 1)})
+    """Factor on the loss scale after a step whose gradients were not finite, which is skipped."""
+    loss_scale_growth_interval: int = field(default=2000, metadata={"check": at_least(1)})
+    """Optimizer steps from one growth of the loss scale to the next."""
     reduce: str = field(default="ordered", metadata={"check": one_of(*REDUCERS)})
     """Sum of gradients: ordered (level A, bitwise), ring (B, the backend's all-reduce), bf16 (B, rounded to
     half the bytes) or powersgd (C, compressed)."""
@@ -101,6 +109,16 @@ class RunOptions(RunSettings):
     def shape(self) -> BatchShape:
         """Global batch and micro-batches."""
         return BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
+
+    @property
+    def loss_scaling(self) -> dict[str, float | None]:
+        """The arguments of torch's ``GradScaler``, None where it is chosen."""
+        return {
+            "init_scale": self.loss_scale,
+            "growth_factor": self.loss_scale_growth_factor,
+            "backoff_factor": self.loss_scale_backoff_factor,
+            "growth_interval": self.loss_scale_growth_interval,
+        }
 
     def as_text(self) -> dict[str, str]:
         """Every field as text, to compare over ranks."""

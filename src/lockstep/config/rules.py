@@ -243,6 +243,17 @@ def _tf32_is_not_on_cpu(options: RunSettings, machine: AvailableDevices) -> Iter
         yield "is 'tf32', which CUDA devices have, and the devices are CPUs. Use fp32 or bf16."
 
 
+@_rule(RULES, "a loss scale is used", "precision")
+def _loss_scale_is_used(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    given = [
+        each.name
+        for each in fields(options)
+        if each.name.startswith("loss_scale") and getattr(options, each.name) != each.default
+    ]
+    if given and options.precision != "fp16":
+        yield f"is {options.precision!r}, which scales no loss, and {given[0]} is set. Leave that out, or use fp16."
+
+
 @_rule(RULES, "powersgd keeps gradients of one scale", "reduce")
 def _scale_is_kept(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.reduce == "powersgd" and options.precision == "fp16":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,15 @@ class Precision:
 
     ``bf16`` and ``fp16`` run the forward pass under ``torch.autocast``; ``fp16`` also scales the loss
     (Micikevicius et al. 2018), with torch's own GradScaler, on CPU and CUDA.
+
+    Args:
+        name: the format.
+        device: of the run.
+        micro_batch_size: samples whose losses are added up before a backward pass.
+        scaling: arguments of ``GradScaler``; ``init_scale`` is chosen by ``micro_batch_size`` where it is None.
     """
 
-    def __init__(self, name: str, device: torch.device, micro_batch_size: int = 1) -> None:
+    def __init__(self, name: str, device: torch.device, micro_batch_size: int = 1, **scaling: Any) -> None:
         if name not in PRECISIONS:
             raise ConfigError(f"precision {name!r} is not known.{nearest(name, PRECISIONS)}")
         if name == "tf32" and device.type != "cuda":
@@ -36,7 +43,8 @@ class Precision:
         if name == "fp16":
             # The backward pass starts from a sum of losses, not a mean: begin that much lower than torch's 2^16.
             scale = 2.0 ** (16 - (micro_batch_size - 1).bit_length())
-            self.scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+            given = {key: value for key, value in scaling.items() if value is not None}
+            self.scaler = torch.amp.GradScaler(device.type, **{"init_scale": scale, **given})
             self.scaler.scale(torch.zeros((), device=device))  # torch makes the scale on first use
 
     def prepare(self, model: nn.Module) -> None:

@@ -273,7 +273,9 @@ class RunState:
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
         if self.precision.scaler is not None and written["scaler"]:
-            self.precision.scaler.load_state_dict(written["scaler"])
+            # Where the scale stands comes from the checkpoint; how it changes from here on, from the options.
+            own, kept = self.precision.scaler.state_dict(), ("scale", "_growth_tracker")
+            self.precision.scaler.load_state_dict({**own, **{key: written["scaler"][key] for key in kept}})
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
