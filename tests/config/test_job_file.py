@@ -134,6 +134,30 @@ def test_a_file_in_the_current_folder_does_not_hide_a_built_in_job(tmp_path, mon
     assert not find_job("./digits").built_in
 
 
+def test_none_leaves_a_setting_or_an_argument_out(load):
+    config = load(
+        "optimizer.momentum=0.9", "optimizer.momentum=none", "training.clip_norm=none", "training.epochs=none"
+    )
+    assert config.optimizer.args == {"lr": 0.1}
+    assert (config.training.clip_norm, config.training.epochs) == (None, 10)
+    assert load('optimizer.name="none"').optimizer.args["name"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        (
+            "optimizer.momentun=none",
+            "optimizer.momentun is not in the job, so there is nothing to leave out.",
+        ),
+        ("training.epoch=none", "training.epoch is not a known setting. Did you mean 'epochs'?"),
+        ("model=none", "model is missing: a job needs a table [model]"),
+    ],
+)
+def test_what_cannot_be_left_out_is_said(load, option, expected):
+    assert f"--set {option}: {expected}" in message(load, option)
+
+
 def test_set_reads_toml_values_and_bare_texts():
     assert toml_value("0.1") == 0.1
     assert toml_value("[1, 2]") == [1, 2]

@@ -176,20 +176,24 @@ class Override:
     path: tuple[str, ...]
     """Keys from the outermost table to the value; the number of an item, from 0, in a list."""
     value: Any
-    """The value, of the types that TOML has."""
+    """The value, of the types that TOML has; None leaves the key out."""
     origin: str
     """The option as the user wrote it, for messages."""
 
 
 def parse_set(text: str) -> Override:
-    """Reads ``key.key=value``; the value is written as in TOML, and a text needs no quotes."""
+    """Reads ``key.key=value``; the value is written as in TOML, and a text needs no quotes.
+
+    ``none`` without quotes leaves the key out of the job.
+    """
     key, equals, value = text.partition("=")
     parts = tuple(part.strip() for part in key.split("."))
     if not equals or not all(parts):
         raise ConfigError(
             f"--set {text}: should be a key, '=' and a value, for example --set optimizer.lr=0.1."
         )
-    return Override(path=parts, value=toml_value(value.strip()), origin=f"--set {text}")
+    value = value.strip()
+    return Override(path=parts, value=None if value == "none" else toml_value(value), origin=f"--set {text}")
 
 
 def toml_value(text: str) -> Any:
@@ -209,10 +213,12 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[Override]) -> lis
         for number, part in enumerate(override.path):
             last = number == len(override.path) - 1
             if isinstance(inner, dict):
-                if last:
-                    inner[part] = override.value
-                else:
+                if not last:
                     inner = inner.setdefault(part, {})
+                elif override.value is None and part in inner:
+                    del inner[part]
+                else:
+                    inner[part] = override.value  # None: the reader judges whether there is such a key
             elif isinstance(inner, list) and part.isdecimal() and int(part) < len(inner):
                 if last:
                     inner[int(part)] = override.value

@@ -99,7 +99,7 @@ class _TableReader:
                 sound = False
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass, which type[C] cannot say
             here = (*path, field.name)
-            if field.name in table:
+            if table.get(field.name) is not None:
                 value = self.value(known[field.name], table[field.name], here)
                 problem = field_problem(field, value)
                 if problem:
@@ -158,6 +158,8 @@ class _TableReader:
         elif isinstance(value, list | tuple):
             for number, item in enumerate(value):
                 self._arguments(item, (*path, number))
+        elif value is None:
+            self._problems.append(Problem(path, "is not in the job, so there is nothing to leave out."))
         elif not isinstance(value, str | int | float) or (isinstance(value, float) and math.isnan(value)):
             self._type(path, "a text, number, truth value, list or table", value)
 
