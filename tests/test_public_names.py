@@ -199,8 +199,8 @@ RECORDER = {
     "step": "(self)",
 }
 COMMANDS = {
-    "train": """job --data --devices --strategy --mesh --precision --epochs --threads --resume --set --restarts
---restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file
+    "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads --resume
+--set --restarts --restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file
 --start-limit --rendezvous --profile --dry-run""",
     "run": """--devices --threads --logs --grace --stall-limit --restarts --restart-world --debug-rank --debug-port
 --nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile script arguments""",

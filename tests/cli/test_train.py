@@ -121,6 +121,10 @@ NAMED += '[checkpoint]\nresume = "auto"\n'
             "digits --set optimizer.lr=0.2 --strategy ddp --devices cpu:1",
         ),
         (
+            "digits --per-device-batch 64 --devices cpu:4",
+            "digits --set training.global_batch=256 --strategy ddp --devices cpu:1",
+        ),
+        (
             "named.toml --devices cpu:2",
             "named.toml --set run.name= --set checkpoint.resume= --strategy ddp --devices cpu:1",
         ),
@@ -141,3 +145,36 @@ def test_the_proof_starts_as_it_stands_with_the_same_recipe(command, started, tm
     jobs = [JobConfig.from_json(target.payload["config"]) for target, _ in started]
     assert one_recipe([SimpleNamespace(step=0, job=job) for job in jobs])
     assert jobs[0].run != jobs[1].run
+
+
+def test_a_batch_per_device_makes_the_global_batch_and_says_what_scripts_do_with_the_learning_rate(
+    command, started
+):
+    status, output, errors = command("train", "--per-device-batch", "64", "--devices", "cpu:4")
+    assert (status, errors) == (0, "")
+    assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 256
+    assert output == (
+        "4 devices x 64 samples = training.global_batch 256; optimizer.lr stays 0.1, where a script with "
+        "lr *= world_size has 0.4. The same on any number of devices: --set training.global_batch=256 "
+        "--set optimizer.lr=0.1.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--per-device-batch 0 --devices cpu:2", "--per-device-batch is 0, and must be at least 1."),
+        ("--per-device-batch 5 --devices cpu:3", "global_batch is 15, which micro_batches=8 does not divide"),
+    ],
+)
+def test_a_batch_per_device_that_cannot_be_divided_starts_nothing(command, started, words, expected):
+    status, _, errors = command("train", *words.split())
+    assert status == 2
+    assert expected in errors
+    assert not started
+
+
+def test_only_the_devices_that_share_the_batch_count_for_it(command, started):
+    words = "--per-device-batch 64 --devices cpu:4 --strategy hybrid --mesh data=2,pipeline=2"
+    assert command("train", *words.split())[0] == 0
+    assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 128

@@ -31,7 +31,7 @@ from lockstep.cli.shared_options import (
 from lockstep.config.checks import refuse
 from lockstep.config.job import JobConfig
 from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
-from lockstep.config.rules import machine_problems
+from lockstep.config.rules import data_parallel_holders, machine_problems
 from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
 from lockstep.core.world import World
 from lockstep.errors import EXIT_DONE, ConfigError, nearest
@@ -41,7 +41,7 @@ from lockstep.launch.hosts import Joined
 from lockstep.launch.options import visible_gpus
 from lockstep.profile import trace
 from lockstep.runtime.parent_death import tie_to_launcher
-from lockstep.text import comma_separated
+from lockstep.text import comma_separated, plural
 
 ENTRY = "lockstep.job.rank:main"
 
@@ -75,6 +75,12 @@ def add_arguments(parser: Parser) -> None:
         ("--mesh", "AXES", str, "axes of the strategy hybrid, such as data=2,pipeline=2"),
         ("--precision", "NAME", str, ", ".join(PRECISIONS)),
         ("--epochs", "N", str, "number of passes over the data"),
+        (
+            "--per-device-batch",
+            "N",
+            int,
+            "global batch = N times the devices; another recipe on other devices",
+        ),
         ("--threads", "N", str, "CPU threads of each rank (part of the recipe)"),
         ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
         SET,
@@ -95,6 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
+        config = with_batch_per_device(config, arguments, count, shown=world.is_main)
         refuse(machine_problems(config, count))
         from lockstep.cli.in_process import join
 
@@ -104,12 +111,15 @@ def main(arguments: argparse.Namespace) -> int:
             config,
             debugged(world, arguments),
             ENTRY,
-            proof(config, arguments, count, kind),
+            proof(config, arguments, world.world_size, kind),
             arguments.profile,
         )
         return EXIT_DONE
-    devices = resolve_devices(config, hosts=arguments.nnodes or 1)
-    config = with_devices_of_process(config, devices)
+    hosts = arguments.nnodes or 1
+    devices = resolve_devices(config, hosts=hosts)
+    count = len(devices.names) * hosts
+    config = with_devices_of_process(with_batch_per_device(config, arguments, count), devices)
+    refuse(machine_problems(config, count, devices.kind))
     if arguments.dry_run:
         from lockstep.cli.in_process import print_plan
 
@@ -146,6 +156,28 @@ def resolve_devices(config: JobConfig, *, hosts: int = 1) -> Devices:
         )
     refuse(machine_problems(config, devices.count * hosts, devices.kind))
     return dataclasses.replace(devices, per_rank=_devices_per_rank(config, devices))
+
+
+def with_batch_per_device(
+    config: JobConfig, arguments: argparse.Namespace, count: int, *, shown: bool = True
+) -> JobConfig:
+    """The job with the global batch of ``--per-device-batch`` on ``count`` devices, which is printed if ``shown``."""
+    each = arguments.per_device_batch
+    if each is None:
+        return config
+    if each < 1:
+        raise ConfigError(f"--per-device-batch is {each}, and must be at least 1.")
+    holders = data_parallel_holders(config.settings, count)
+    batch, rate = each * holders, config.optimizer.args.get("lr")
+    if shown:
+        words = f"{plural(holders, 'device')} x {plural(each, 'sample')} = training.global_batch {batch}"
+        if isinstance(rate, int | float):
+            words += (
+                f"; optimizer.lr stays {rate:g}, where a script with lr *= world_size has {rate * holders:g}. The same "
+                f"on any number of devices: --set training.global_batch={batch} --set optimizer.lr={rate:g}"
+            )
+        print(f"{words}.", flush=True)
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch=batch))
 
 
 def with_devices_of_process(config: JobConfig, devices: Devices) -> JobConfig:
@@ -191,8 +223,8 @@ def _supervise(config: JobConfig, devices: Devices, arguments: argparse.Namespac
         options = with_debug_arguments(options, arguments, joined)
         ranks = devices.count if joined is None else joined.layout.world_size
         same = proof(config, arguments, ranks, devices.kind)
-        config = choose_run_folder(config) if joined is None else JobConfig.from_json(joined.shared)
-        return _start(config, options, same, arguments.profile, joined)
+        placed = choose_run_folder(config) if joined is None else JobConfig.from_json(joined.shared)
+        return _start(placed, options, same, arguments.profile, joined)
 
 
 def _start(config: JobConfig, options: LaunchOptions, same: str, profile: str, joined: Joined | None) -> int:
@@ -236,6 +268,8 @@ def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: st
     in_file = tomllib.loads(find_job(arguments.job).text)
     settings = [text for text in arguments.set if parse_set(text).path not in _OF_PLACE]
     settings += [f"{section}.{name}=" for section, name in _OF_PLACE if in_file.get(section, {}).get(name)]
+    if arguments.per_device_batch is not None:
+        settings.append(f"training.global_batch={config.training.global_batch}")
     words = command_of(arguments, settings, ("data", "precision", "epochs", "threads"))
     return shlex.join(
         [*words, "--strategy", strategy, "--devices", f"{'cpu:' if kind == 'cpu' else ''}{count}"]

@@ -138,7 +138,7 @@ def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -
     count, parts = machine.count, options.micro_batches
     if count is None or any(_mesh_fits(options, machine)):
         return
-    holders = _holders(options, count)
+    holders = data_parallel_holders(options, count)
     if holders > parts:
         spare = count - holders if options.strategy == "parameter_server" else 0
         yield (
@@ -147,8 +147,8 @@ def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -
         )
 
 
-def _holders(options: RunSettings, count: int) -> int:
-    """Number of processes that share the micro-batches of a step."""
+def data_parallel_holders(options: RunSettings, count: int) -> int:
+    """Number of processes, or groups of them with one model, that share the micro-batches of a step."""
     if options.strategy == "hybrid":
         mesh = Mesh.parse(options.mesh)
         return mesh.size("data") * mesh.size("fsdp")
