@@ -138,8 +138,8 @@ def _compare_all(
         reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
     )
     comparisons = [Comparison(first, "A")]
-    for number, (label, layout) in enumerate(others.items(), 1):
-        print(f"running {label} ({number} of {len(others)})", file=sys.stderr)
+    for number, (label, layout) in enumerate(others.items()):
+        print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
         comparisons.append(_judge(reference, start(layout, folder / str(number)), again))
     return comparisons
 
