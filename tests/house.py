@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 MOST_FILES = 260
-MOST_LINES = 44_225
+MOST_LINES = 43_801
 """What was reached; the aim is 43,000."""
 SMALL = 60
 
@@ -48,7 +48,7 @@ def importers(parsed):
 def lonely_small_files(parsed):
     """Files of less than 60 lines that only one other file of their package imports.
 
-    ``__init__`` files, ``__main__`` and modules that a target or ``python -m`` names are entry points, and aside.
+    ``__init__`` files, ``__main__`` and modules that a target, ``python -m`` or the table of commands names are entry points, and aside.
     """
     found, used = [], importers(parsed)
     text = "\n".join(path.read_text() for path in [*modules().values(), *ROOT.glob("Makefile")])
@@ -57,7 +57,7 @@ def lonely_small_files(parsed):
         if lines >= SMALL or path.name in ("__init__.py", "__main__.py"):
             continue
         package = name.rpartition(".")[0]
-        if f"{name}:main" in text or f"-m {name}" in text:
+        if f"{name}:main" in text or f"-m {name}" in text or f'"{name}"' in text:
             continue
         outside = {user for user in used[name] if user != package and user.rpartition(".")[0] != package}
         inside = used[name] - outside - {package}
