@@ -48,7 +48,8 @@ def importers(parsed):
 def lonely_small_files(parsed):
     """Files of less than 60 lines that only one other file of their package imports.
 
-    ``__init__`` files, ``__main__`` and modules that a target, ``python -m`` or the table of commands names are entry points, and aside.
+    ``__init__`` files, ``__main__`` and modules that a target, ``python -m`` or the table of commands names are entry
+    points, and aside.
     """
     found, used = [], importers(parsed)
     text = "\n".join(path.read_text() for path in [*modules().values(), *ROOT.glob("Makefile")])
