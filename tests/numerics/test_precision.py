@@ -43,7 +43,7 @@ def test_the_loss_scale_starts_grows_and_backs_off_as_the_options_say():
         loss_scale_backoff_factor=0.25,
         loss_scale_growth_interval=2,
     )
-    scaler = Precision("fp16", CPU, 1, **options.loss_scaling).scaler
+    scaler = Precision.of(options, CPU).scaler
     weight = nn.Parameter(torch.ones(1))
     optimizer, scales = torch.optim.SGD([weight], lr=0.1), []
     for gradient in (1.0, 1.0, float("inf"), 1.0):

@@ -110,16 +110,6 @@ class RunOptions(RunSettings):
         """Global batch and micro-batches."""
         return BatchShape(global_batch=self.global_batch, micro_batches=self.micro_batches)
 
-    @property
-    def loss_scaling(self) -> dict[str, float | None]:
-        """The arguments of torch's ``GradScaler``, None where it is chosen."""
-        return {
-            "init_scale": self.loss_scale,
-            "growth_factor": self.loss_scale_growth_factor,
-            "backoff_factor": self.loss_scale_backoff_factor,
-            "growth_interval": self.loss_scale_growth_interval,
-        }
-
     def as_text(self) -> dict[str, str]:
         """Every field as text, to compare over ranks."""
         return {field.name: str(getattr(self, field.name)) for field in fields(self)}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
 
@@ -46,6 +47,17 @@ class Precision:
             given = {key: value for key, value in scaling.items() if value is not None}
             self.scaler = torch.amp.GradScaler(device.type, **{"init_scale": scale, **given})
             self.scaler.scale(torch.zeros((), device=device))  # torch makes the scale on first use
+
+    @classmethod
+    def of(cls, options: RunOptions, device: torch.device) -> Precision:
+        """The precision of a run on its device."""
+        scaling = {
+            "init_scale": options.loss_scale,
+            "growth_factor": options.loss_scale_growth_factor,
+            "backoff_factor": options.loss_scale_backoff_factor,
+            "growth_interval": options.loss_scale_growth_interval,
+        }
+        return cls(options.precision, device, options.shape.micro_batch_size, **scaling)
 
     def prepare(self, model: nn.Module) -> None:
         """Lets every layer of a model run in this number format.

@@ -78,9 +78,7 @@ class Run:
         self._events.add_observers_of_new_runs()
         if self._session.group is not None:
             agreement.require_equal_settings(options.as_text(), self._session.group, self.device)
-        self._precision = Precision(
-            options.precision, self.device, options.shape.micro_batch_size, **options.loss_scaling
-        )
+        self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
         self.strategy: Strategy = open_strategy(options, self._session.group, self.device, self._events)
         options.shape.check_holders(self.strategy.share.holders)
