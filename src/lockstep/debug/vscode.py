@@ -12,10 +12,11 @@ it, and leaves every other character of the file as it is. An entry with a comme
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-import tempfile
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SOURCE_SUFFIXES
@@ -74,8 +75,12 @@ def launch_entries(plan: DebugPlan) -> list[dict[str, Any]]:
     address = {"host": "127.0.0.1", "port": plan.port}
     attach = {"request": "attach", "connect": address, **_COMMON}
     running = "Lockstep: rank that 'lockstep debug --attach' has asked"
+    program: dict[str, Any] = {"program": f"{_WORKSPACE}/{plan.target}", "args": list(plan.arguments)}
+    if not plan.is_script:
+        program = {"module": "lockstep", "args": ["train", plan.target, *plan.arguments], "env": dict(_ALONE)}
+    alone = {"name": f"Lockstep: {plan.name}, one rank in this process", "request": "launch", **program}
     return [
-        _one_rank(plan),
+        {**alone, "console": "integratedTerminal", "cwd": _WORKSPACE, **_COMMON},
         {"name": plan.of_ranks, **attach, "preLaunchTask": plan.of_ranks},
         {"name": running, **attach},
     ]
@@ -104,20 +109,6 @@ def task_entries(plan: DebugPlan) -> list[dict[str, Any]]:
             },
         }
     ]
-
-
-def _one_rank(plan: DebugPlan) -> dict[str, Any]:
-    program: dict[str, Any] = {"program": f"{_WORKSPACE}/{plan.target}", "args": list(plan.arguments)}
-    if not plan.is_script:
-        program = {"module": "lockstep", "args": ["train", plan.target, *plan.arguments], "env": dict(_ALONE)}
-    return {
-        "name": f"Lockstep: {plan.name}, one rank in this process",
-        "request": "launch",
-        **program,
-        "console": "integratedTerminal",
-        "cwd": _WORKSPACE,
-        **_COMMON,
-    }
 
 
 def merge_into(path: Path, key: str, label: str, entries: Sequence[Entry], version: str) -> bool:
@@ -178,8 +169,9 @@ def _label_of(value: Any, label: str) -> str:
 
 
 def _put(text: str, key: str, label: str, entry: Entry) -> str:
-    array = _members(text, _after_space(_blank(text), 0))[key]
-    present = _elements(text, array.begin)
+    plain = _blank(text)
+    array = _items(plain, _after_space(plain, 0))[key]
+    present = list(_items(plain, array.begin).values())
     shown = json.dumps(entry, indent=len(_INDENT), ensure_ascii=False).replace("\n", "\n" + 2 * _INDENT)
     for part in present:
         if _label_of(part.value, label) == entry[label]:
@@ -192,21 +184,16 @@ def _put(text: str, key: str, label: str, entry: Entry) -> str:
 
 
 def _replace(text: str, part: JsonSpan, name: str, shown: str) -> str:
-    plain = _blank(text)
-    written, meant = (_marks(each[part.begin : part.end]) for each in (text, plain))
+    written, meant = (each[part.begin : part.end].replace(",", " ").split() for each in (text, _blank(text)))
     if written != meant:
         raise ValueError(f"the entry {name!r} has a comment in it, which would be lost; rename the entry")
     return text[: part.begin] + shown + text[part.end :]
 
 
-def _marks(stretch: str) -> str:
-    """The text without spaces and commas."""
-    return "".join(stretch.replace(",", " ").split())
-
-
 def _insert_member(text: str, key: str) -> str:
-    begin = _after_space(_blank(text), 0)
-    present = _members(text, begin)
+    plain = _blank(text)
+    begin = _after_space(plain, 0)
+    present = _items(plain, begin)
     place = max((part.end for part in present.values()), default=begin + 1)
     return text[:place] + ("," if present else "") + f'\n{_INDENT}"{key}": []' + text[place:]
 
@@ -227,17 +214,16 @@ def _read(path: Path) -> str:
 def _write(path: Path, text: str) -> None:
     """Replaces the file atomically: after a crash it is the old one or the new one."""
     target = path.resolve()
-    temporary = ""
+    temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(temporary).chmod(target.stat().st_mode & 0o777 if target.exists() else 0o644)
-        Path(temporary).replace(target)
+        temporary.write_text(text, encoding="utf-8")
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
     except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}. It is unchanged.") from error
 
 
@@ -266,33 +252,23 @@ def parse(text: str) -> Any:
     return json.loads(plain)
 
 
-def _members(text: str, begin: int) -> dict[str, JsonSpan]:
-    """The members of the object at a position, by name; the text is known to parse."""
-    plain, found = _blank(text), {}
+def _items(plain: str, begin: int) -> dict[str | int, JsonSpan]:
+    """The members of the object at a position by name, or the elements of the array by number.
+
+    ``plain`` is JSON, as from ``_blank``.
+    """
+    decode, found = json.JSONDecoder().raw_decode, dict[str | int, JsonSpan]()
     place = _after_space(plain, begin + 1)
-    while plain[place] != "}":
-        name, place = json.JSONDecoder().raw_decode(plain, place)
-        place = _after_space(plain, _after_space(plain, place) + 1)
-        value, end = json.JSONDecoder().raw_decode(plain, place)
+    while plain[place] not in "}]":
+        name: str | int = len(found)
+        if plain[begin] == "{":
+            name, place = decode(plain, place)
+            place = _after_space(plain, _after_space(plain, place) + 1)
+        value, end = decode(plain, place)
         found[name] = JsonSpan(value, place, end)
-        place = _next(plain, end)
+        place = _after_space(plain, end)
+        place = _after_space(plain, place + 1) if plain[place] == "," else place
     return found
-
-
-def _elements(text: str, begin: int) -> list[JsonSpan]:
-    """The elements of the array at a position; the text is known to parse."""
-    plain, found = _blank(text), []
-    place = _after_space(plain, begin + 1)
-    while plain[place] != "]":
-        value, end = json.JSONDecoder().raw_decode(plain, place)
-        found.append(JsonSpan(value, place, end))
-        place = _next(plain, end)
-    return found
-
-
-def _next(plain: str, place: int) -> int:
-    place = _after_space(plain, place)
-    return _after_space(plain, place + 1) if plain[place] == "," else place
 
 
 def _after_space(plain: str, place: int) -> int:

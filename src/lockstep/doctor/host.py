@@ -9,8 +9,10 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,9 @@ class Grade(Enum):
 
     OK = "ok"
     WARNING = "warning"
+    """Training works, perhaps not well."""
     FAULT = "fault"
+    """Training will fail."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +49,7 @@ class CheckResult:
         return f"{line}\n{'':24}-> {self.advice}" if self.advice else line
 
 
-def ok(subject: str, found: str) -> CheckResult:
-    """Nothing to do."""
-    return CheckResult(Grade.OK, subject, found)
-
-
-def warning(subject: str, found: str, advice: str) -> CheckResult:
-    """Training works, perhaps not well."""
-    return CheckResult(Grade.WARNING, subject, found, advice)
-
-
-def fault(subject: str, found: str, advice: str) -> CheckResult:
-    """Training will fail."""
-    return CheckResult(Grade.FAULT, subject, found, advice)
-
+ok, warning, fault = (partial(CheckResult, grade) for grade in Grade)
 
 _LITTLE_SHARED, _LITTLE_DISK, _LITTLE_MEMORY = 64 << 20, 1 << 30, 1 << 30
 _OLDEST_KERNEL = (5, 3)
@@ -83,11 +74,8 @@ def look_at_host(environment: Mapping[str, str]) -> list[CheckResult]:
 def _system() -> CheckResult:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     if sys.platform != "linux":
-        return warning(
-            "system",
-            found,
-            "Only on Linux do ranks end when their launcher is killed. Use Linux for long runs.",
-        )
+        advice = "Only on Linux do ranks end when their launcher is killed. Use Linux for long runs."
+        return warning("system", found, advice)
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
     if kernel < _OLDEST_KERNEL:
         return fault("system", found, "'lockstep stop' and 'lockstep clean' need Linux 5.3 or later.")
@@ -99,11 +87,8 @@ def _cores(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     yield ok("processor", f"{usable} of {os.cpu_count() or 1} cores usable")
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > usable:
-        yield warning(
-            "threads",
-            f"OMP_NUM_THREADS={threads} on {usable} cores",
-            f"Set --threads N so that all ranks of this host together have at most {usable} threads.",
-        )
+        advice = f"Set --threads N so that all ranks of this host together have at most {usable} threads."
+        yield warning("threads", f"OMP_NUM_THREADS={threads} on {usable} cores", advice)
 
 
 def _memory() -> CheckResult:
@@ -112,11 +97,10 @@ def _memory() -> CheckResult:
     found = f"{format_bytes(available, binary=True)} available"
     if limit is not None:
         found += f", limited to {format_bytes(limit, binary=True)} for this process and its children"
-    if min(available, limit or available) < _LITTLE_MEMORY:
-        return warning(
-            "memory", found, "Each rank needs at least about 0.25 GiB. End other programs or raise the limit."
-        )
-    return ok("memory", found)
+    if min(available, limit or available) >= _LITTLE_MEMORY:
+        return ok("memory", found)
+    advice = "Each rank needs at least about 0.25 GiB. End other programs or raise the limit."
+    return warning("memory", found, advice)
 
 
 def memory_limit() -> int | None:
@@ -128,12 +112,8 @@ def memory_limit() -> int | None:
     limits = []
     folder = Path("/sys/fs/cgroup") / path.lstrip("/")
     for level in (folder, *folder.parents):
-        try:
-            text = (level / "memory.max").read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
+        with suppress(OSError, ValueError):  # there is no limit here, or it is "max"
+            limits.append(int((level / "memory.max").read_text()))
     return min(limits, default=None)
 
 
@@ -156,10 +136,12 @@ def _folders() -> Iterator[CheckResult]:
             continue
         free = shutil.disk_usage(folder).free
         found = f"{folder}, {format_bytes(free, binary=True)} free"
-        if free < _LITTLE_DISK:
-            yield warning(subject, found, "Checkpoints may not fit. Free some space.")
-        else:
-            yield ok(subject, found)
+        little = free < _LITTLE_DISK
+        yield (
+            warning(subject, found, "Checkpoints may not fit. Free some space.")
+            if little
+            else ok(subject, found)
+        )
 
 
 def _interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -187,11 +169,10 @@ def _interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
 
 def _default_interface() -> str | None:
     """The interface of the default route; None without one."""
-    try:
-        lines = Path("/proc/net/route").read_text().splitlines()[1:]
-    except OSError:
-        return None
-    return next((line.split()[0] for line in lines if line.split()[1:2] == ["00000000"]), None)
+    with suppress(OSError):
+        routes = map(str.split, Path("/proc/net/route").read_text().splitlines()[1:])
+        return next((route[0] for route in routes if route[1:2] == ["00000000"]), None)
+    return None
 
 
 def _host_name() -> CheckResult:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
+from itertools import combinations
 from typing import Any
 
 from lockstep.doctor.host import CheckResult, fault, ok, warning
@@ -44,10 +44,8 @@ def look_at_software() -> Iterator[CheckResult]:
         except metadata.PackageNotFoundError:
             yield warning(package, "not installed", advice)
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    if "gloo" in backends:
-        yield ok("backends", ", ".join(backends))
-    else:
-        yield fault("backends", ", ".join(backends) or "none", "Install a build of torch that has gloo.")
+    found, advice = ", ".join(backends) or "none", "Install a build of torch that has gloo."
+    yield ok("backends", found) if "gloo" in backends else fault("backends", found, advice)
     yield from _devices()
 
 
@@ -63,25 +61,8 @@ def _devices() -> Iterator[CheckResult]:
         free, total = torch.cuda.mem_get_info(number)
         memory = f"{format_bytes(free, binary=True)} of {format_bytes(total, binary=True)}"
         found = f"{number}: {properties.name}, {memory} free"
-        if free < total / 2:
-            advice = "Another program uses its memory: see nvidia-smi and 'lockstep ps'."
-            yield warning("devices", found, advice)
-        else:
-            yield ok("devices", found)
-
-
-@dataclass(frozen=True)
-class PairTiming:
-    """Two ranks, and the seconds that a large message takes there and back."""
-
-    left: int
-    right: int
-    seconds: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second in one direction."""
-        return 2 * LARGE / self.seconds
+        advice = "Another program uses its memory: see nvidia-smi and 'lockstep ps'."
+        yield warning("devices", found, advice) if free < total / 2 else ok("devices", found)
 
 
 def measure() -> dict[str, Any]:
@@ -114,15 +95,11 @@ def measure() -> dict[str, Any]:
             "latency": _median(lambda: dist.all_reduce(small), 20, device),
             "large": _median(lambda: dist.all_reduce(large), 5, device),
         }
-        pairs = [
-            [left, right, _pair(left, right, world.rank, large, device)]
-            for left in range(world.world_size)
-            for right in range(left + 1, world.world_size)
-        ]
-        times = torch.tensor([seconds for _, _, seconds in pairs], dtype=torch.float64, device=device)
+        pairs = list(combinations(range(world.world_size), 2))
+        own = [_pair(left, right, world.rank, large, device) for left, right in pairs]
+        times = torch.tensor(own, dtype=torch.float64, device=device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        measured = times.tolist()
-    timed = [[left, right, seconds] for (left, right, _), seconds in zip(pairs, measured)]
+        timed = [[*pair, seconds] for pair, seconds in zip(pairs, times.tolist())]
     return {**found, "pairs": timed, "hosts": hosts}
 
 
@@ -132,23 +109,19 @@ def judge_links(found: dict[str, Any]) -> list[CheckResult]:
     ranks, several = len(hosts), len(set(hosts))
     if ranks < 2:
         return [ok("all-reduce", "one device, nothing to exchange")]
-    pairs = [PairTiming(*pair) for pair in found["pairs"]]
+    pairs = [(2 * LARGE / seconds, left, right) for left, right, seconds in found["pairs"]]
     rate = 2 * (ranks - 1) / ranks * LARGE / found["large"]
     who = f"{ranks} ranks on {several} hosts" if several > 1 else f"{ranks} ranks"
     speed = f"{1e6 * found['latency']:.0f} us for 8 bytes, {format_bytes(rate)}/s for 8 MiB"
     findings = [ok("all-reduce", f"{who}: {speed}")]
-    slowest = min(pairs, key=lambda pair: pair.bandwidth)
-    typical = statistics.median_high([pair.bandwidth for pair in pairs])
-    left, right = (
-        f"{rank} ({hosts[rank]})" if several > 1 else f"{rank}" for rank in (slowest.left, slowest.right)
-    )
-    text = f"ranks {left} and {right}, {format_bytes(slowest.bandwidth)}/s"
-    if slowest.bandwidth * _SLOW_PAIR < typical:
-        advice = (
-            f"Other pairs reach {format_bytes(typical)}/s. Check the cable, slot or host between these two."
-        )
-        return [*findings, warning("slowest pair", text, advice)]
-    return [*findings, ok("slowest pair", text)]
+    slowest, *between = min(pairs, key=lambda pair: pair[0])
+    typical = statistics.median_high([bandwidth for bandwidth, _, _ in pairs])
+    left, right = (f"{rank} ({hosts[rank]})" if several > 1 else f"{rank}" for rank in between)
+    text = f"ranks {left} and {right}, {format_bytes(slowest)}/s"
+    if slowest * _SLOW_PAIR >= typical:
+        return [*findings, ok("slowest pair", text)]
+    advice = f"Other pairs reach {format_bytes(typical)}/s. Check the cable, slot or host between these two."
+    return [*findings, warning("slowest pair", text, advice)]
 
 
 def _pair(left: int, right: int, rank: int, message: Any, device: Any) -> float:
@@ -158,15 +131,12 @@ def _pair(left: int, right: int, rank: int, message: Any, device: Any) -> float:
     dist.barrier()
     if rank not in (left, right):
         return 0.0
+    first, second = (dist.send, dist.recv) if rank == left else (dist.recv, dist.send)
     other = right if rank == left else left
 
     def exchange() -> None:
-        if rank == left:
-            dist.send(message, other)
-            dist.recv(message, other)
-        else:
-            dist.recv(message, other)
-            dist.send(message, other)
+        first(message, other)
+        second(message, other)
 
     return _median(exchange, 5, device)
 

@@ -36,15 +36,17 @@ def check_text(text: str, path: str = "script.py", rules: Iterable[LintRule] = R
     script = parse(text, path)
     ignored = _ignored_rules(text, path)
     try:
-        found = {
-            _finding(path, rule, hit)
-            for rule in rules
-            for hit in rule.check(script)
-            if not _is_ignored(hit, rule, ignored)
-        }
+        hits = [(r, *hit) for r in rules for hit in r.check(script) if not _is_ignored(hit, r, ignored)]
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply to check.") from error
-    return sorted(found)
+    return sorted(
+        {
+            Finding(
+                path, node.lineno, node.col_offset + 1, r.number, r.name, _one_line(wrong), _one_line(fix)
+            )
+            for r, node, wrong, fix in hits
+        }
+    )
 
 
 def choose(select: str, ignore: str) -> tuple[LintRule, ...]:
@@ -63,6 +65,10 @@ def table(rules: Iterable[LintRule] = RULES) -> str:
         evidence = " ".join((item.check.__doc__ or "").split()).replace("``", "`").replace("|", "\\|")
         lines.append(f"| {item.number} | `{item.name}` | {item.summary} | {evidence} |")
     return "\n".join(lines) + "\n"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _named(text: str, option: str) -> set[LintRule]:
@@ -104,15 +110,3 @@ def _is_ignored(hit: Hit, rule: LintRule, ignored: dict[int, set[str]]) -> bool:
     if not hasattr(hit.node, "body"):
         lines.add(hit.node.end_lineno or hit.node.lineno)
     return any(ignored.get(line, set()) & {rule.number, _EVERY} for line in lines)
-
-
-def _finding(path: str, rule: LintRule, hit: Hit) -> Finding:
-    return Finding(
-        path=path,
-        line=hit.node.lineno,
-        column=hit.node.col_offset + 1,
-        rule=rule.number,
-        name=rule.name,
-        wrong=" ".join(hit.wrong.split()),
-        fix=" ".join(hit.fix.split()),
-    )

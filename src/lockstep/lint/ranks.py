@@ -15,17 +15,12 @@ from lockstep.lint.script import FUNCTIONS, Function, Script, argument, argument
 
 GLOBAL, LOCAL = "global", "local"
 FIRST, OTHERS = "first", "others"
-_ENVIRONMENT = {
-    "RANK": GLOBAL,
-    "SLURM_PROCID": GLOBAL,
-    "OMPI_COMM_WORLD_RANK": GLOBAL,
-    "LOCAL_RANK": LOCAL,
-    "SLURM_LOCALID": LOCAL,
-    "OMPI_COMM_WORLD_LOCAL_RANK": LOCAL,
-}
-_RANK_NAMES = {"rank": GLOBAL, "global_rank": GLOBAL, "world_rank": GLOBAL, "ddp_rank": GLOBAL}
-_LOCAL_NAMES = {"local_rank": LOCAL, "ddp_local_rank": LOCAL, "localrank": LOCAL}
-_NAMES = _RANK_NAMES | _LOCAL_NAMES
+_GLOBAL_NAMES = ("rank", "global_rank", "world_rank", "ddp_rank")
+_LOCAL_NAMES = ("local_rank", "ddp_local_rank", "localrank")
+_NAMES = dict.fromkeys(_GLOBAL_NAMES, GLOBAL) | dict.fromkeys(_LOCAL_NAMES, LOCAL)
+_GLOBAL_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_LOCAL_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_ENVIRONMENT = dict.fromkeys(_GLOBAL_VARIABLES, GLOBAL) | dict.fromkeys(_LOCAL_VARIABLES, LOCAL)
 _NUMBERS = ("gpu", "gpu_id", "device_id", "proc_id", "process_id", "process_index", "ngpu_id", "dist_id")
 # fmt: off
 _FIRST_NAMES = (
@@ -55,12 +50,9 @@ def proved_rank(script: Script, node: ast.expr | None, depth: int = 4) -> str:
     return ""
 
 
-def rank_kind(script: Script, node: ast.expr | None) -> str:
+def rank_kind(script: Script, node: ast.expr) -> str:
     """``global`` or ``local`` where the value is proved to be a rank, or called one; empty otherwise."""
-    if node is None:
-        return ""
-    proved = proved_rank(script, node)
-    if proved:
+    if proved := proved_rank(script, node):
         return proved
     if isinstance(node, ast.Call):
         called = script.name(node).rpartition(".")[2] or last_name(node.func)
@@ -70,7 +62,7 @@ def rank_kind(script: Script, node: ast.expr | None) -> str:
     return _NAMES.get(_called(node), "")
 
 
-def mentions_rank(script: Script, node: ast.expr) -> bool:
+def mentions_rank(script: Script, node: ast.expr | None) -> bool:
     """Returns True where a rank is anywhere in the expression or in what its names were set to."""
     return any(rank_kind(script, part) for part in script.sources(node))
 
@@ -109,10 +101,8 @@ def _compare(script: Script, left: ast.expr, op: ast.cmpop, right: ast.expr) -> 
         return OTHERS
     if isinstance(op, ast.LtE | ast.Lt) and number == (1 if isinstance(op, ast.Lt) else 0):
         return FIRST
-    known = number is not None and number >= 0
-    if not known:
-        return ""
-    return FIRST if isinstance(op, ast.Eq) else OTHERS if isinstance(op, ast.NotEq) else ""
+    known = {ast.Eq: FIRST, ast.NotEq: OTHERS} if number is not None and number >= 0 else {}
+    return known.get(type(op), "")
 
 
 def _numbers_processes(script: Script, node: ast.expr) -> bool:
@@ -158,6 +148,7 @@ def _is_default(value: ast.expr | None) -> bool:
 
 _ENTRIES = ("main", "train", "run", "main_worker", "worker")
 _LEAVES = (ast.Return, ast.Continue, ast.Raise)
+_ONE_RANK_DECORATORS = ("rank_zero", "rank0", "main_process", "master_only", "on_main")
 
 
 def conditions(script: Script, node: ast.AST) -> Iterator[tuple[ast.If | ast.IfExp, str, bool]]:
@@ -185,7 +176,8 @@ def on_one_rank(script: Script, node: ast.AST, depth: int = 4) -> bool:
 
 @lru_cache(maxsize=10_000)
 def _called_on_one_rank(script: Script, function: Function, depth: int) -> bool:
-    if any(_says_one_rank(script, decorator) for decorator in function.decorator_list):
+    words = [script.text(decorator).lower() for decorator in function.decorator_list]
+    if any(mark in word for word in words for mark in _ONE_RANK_DECORATORS):
         return True
     callers = callers_of(script, function)
     return bool(callers) and all(on_one_rank(script, caller, depth - 1) for caller in callers)
@@ -250,13 +242,9 @@ def _spawned(script: Script) -> Iterator[ast.expr]:
 def _after_return_of_others(script: Script, node: ast.AST) -> bool:
     """Returns True below ``if rank != 0: return`` (or ``continue``, or ``raise``) in a block around the node."""
     for ancestor, child in script.ancestors(node):
-        for item in _statements_before(ancestor, child):
-            if (
-                isinstance(item, ast.If)
-                and isinstance(item.body[-1], _LEAVES)
-                and _stops_others(script, item)
-            ):
-                return True
+        before = [item for item in _statements_before(ancestor, child) if isinstance(item, ast.If)]
+        if any(isinstance(item.body[-1], _LEAVES) and _stops_others(script, item) for item in before):
+            return True
         if isinstance(ancestor, Function):
             return False
     return False
@@ -289,8 +277,3 @@ def _after_and(script: Script, node: ast.AST) -> bool:
         if isinstance(ancestor, ast.stmt):
             return False
     return False
-
-
-def _says_one_rank(script: Script, decorator: ast.expr) -> bool:
-    words = script.text(decorator).lower()
-    return any(word in words for word in ("rank_zero", "rank0", "main_process", "master_only", "on_main"))

@@ -11,7 +11,7 @@ import ast
 import io
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -47,7 +47,14 @@ def read_text(path: str) -> str:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
     if len(data) > MOST_BYTES:
         raise ConfigError(f"{path} has more than {MOST_BYTES:,} bytes; which is too long for a script.")
-    return _decode(path, data)
+    if b"\0" in data:
+        raise ConfigError(f"{path} contains zero bytes, so it is not Python source. Save it as UTF-8.")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+    except (SyntaxError, UnicodeError, LookupError) as error:
+        raise ConfigError(f"{path} cannot be decoded: {error}. Save it as UTF-8.") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def parse(text: str, path: str) -> Script:
@@ -65,17 +72,6 @@ def parse(text: str, path: str) -> Script:
         raise ConfigError(f"{path} is nested too deeply to parse.") from error
 
 
-def _decode(path: str, data: bytes) -> str:
-    if b"\0" in data:
-        raise ConfigError(f"{path} contains zero bytes, so it is not Python source. Save it as UTF-8.")
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = data.decode(encoding)
-    except (SyntaxError, UnicodeError, LookupError) as error:
-        raise ConfigError(f"{path} cannot be decoded: {error}. Save it as UTF-8.") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
 class Script:
     """One Python file, parsed; nothing of it is ever imported or run."""
 
@@ -90,8 +86,19 @@ class Script:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Every identifier, keyword and string of the file."""
-        return words_of(self.tree)
+        """Every identifier, attribute, keyword and string of the file."""
+        words: set[str] = set()
+        for node in self.nodes:
+            match node:
+                case ast.Name(id=str(word)) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
+                    words.add(word)
+                case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):
+                    words.add(word)
+                case ast.arg(arg=word) | ast.keyword(arg=str(word)):
+                    words.add(word)
+                case ast.alias(name=name):
+                    words.update(name.split("."))
+        return frozenset(words)
 
     @cached_property
     def imported_roots(self) -> frozenset[str]:
@@ -101,8 +108,7 @@ class Script:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """Every call of the file, in the order of the lines."""
-        found = [node for node in self.nodes if isinstance(node, ast.Call)]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        return sorted(self.find(ast.Call), key=lambda call: (call.lineno, call.col_offset))
 
     @cached_property
     def calls_by_name(self) -> dict[str, list[ast.Call]]:
@@ -116,15 +122,14 @@ class Script:
     def names(self) -> dict[str, list[ast.Name]]:
         """All nodes of each name, read or set."""
         found: dict[str, list[ast.Name]] = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Name):
-                found.setdefault(node.id, []).append(node)
+        for node in self.find(ast.Name):
+            found.setdefault(node.id, []).append(node)
         return found
 
     @cached_property
     def functions(self) -> list[Function]:
         """Every function and method of the file."""
-        return [node for node in self.nodes if isinstance(node, Function)]
+        return self.find(*FUNCTIONS)
 
     @cached_property
     def _assigned(self) -> dict[tuple[Scope | None, str], list[ast.expr | None]]:
@@ -135,6 +140,10 @@ class Script:
                 key = (self.scope(node) if isinstance(target, ast.Name) else None, self.text(target))
                 found.setdefault(key, []).append(value)
         return found
+
+    def find(self, *kinds: type[N]) -> list[N]:
+        """The nodes of some kinds, the outer ones first."""
+        return [node for node in self.nodes if isinstance(node, kinds)]
 
     def name(self, node: ast.AST) -> str:
         """The dotted name of an expression with imports resolved; of a call, the name of what is called."""
@@ -150,13 +159,26 @@ class Script:
         """Returns True where any identifier or string of the file contains one of the parts (lower case)."""
         return any(part in word.lower() for word in self.words for part in parts)
 
-    def torch_calls(self, *names: str) -> list[ast.Call]:
+    def calls_of(self, *names: str) -> list[ast.Call]:
+        """Calls of things with one of these full names: ``torch.load``."""
+        return [call for call in self.calls if self.name(call) in names]
+
+    def torch_calls(self, *names: str, within: str = "torch.") -> list[ast.Call]:
         """Calls of torch's own things with one of these last names: ``DataLoader``, ``all_reduce``."""
-        return [call for call in self.calls if _is_torch(self.name(call), names)]
+        of_torch = [call for call in self.calls if self.name(call).startswith(within)]
+        return [call for call in of_torch if self.name(call).rpartition(".")[2] in names]
 
     def method_calls(self, *names: str) -> list[ast.Call]:
         """Calls of a method of this name on anything: ``loss.backward()``."""
         return [call for call in self.calls if method(call) in names]
+
+    def owner(self, call: ast.Call) -> str:
+        """The object of a method call, as text: ``self.loss`` for ``self.loss.backward()``."""
+        return self.text(receiver(call))
+
+    def in_loop_with(self, node: ast.AST, calls: Iterable[ast.Call]) -> bool:
+        """Returns True where a loop around a node holds one of the calls."""
+        return any(self.holds(loop, call) for call in calls for loop in self.around(node, LOOPS))
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         """The node that holds this one."""
@@ -178,6 +200,16 @@ class Script:
                 return
             if isinstance(ancestor, kinds):
                 yield ancestor
+
+    def tests_around(self, node: ast.AST) -> Iterator[ast.expr]:
+        """The tests of the conditions in whose branches a node stands, from the inside out."""
+        for ancestor, child in self.ancestors(node):
+            if isinstance(ancestor, ast.If | ast.IfExp) and child is not ancestor.test:
+                yield ancestor.test
+
+    def is_tried(self, node: ast.AST) -> bool:
+        """Returns True where a ``try`` around a node catches what it raises."""
+        return any(isinstance(each, ast.Try) and child in each.body for each, child in self.ancestors(node))
 
     def scope(self, node: ast.AST) -> Scope:
         """The function whose body holds the node; the module where there is none."""
@@ -212,33 +244,27 @@ class Script:
 
     def values(self, node: ast.expr) -> list[ast.expr | None]:
         """All that a name or attribute is ever set to; None for a value that cannot be seen (a loop, a tuple)."""
+        found: list[ast.expr | None] | None = None
         if isinstance(node, ast.Attribute):
             found = self._assigned.get((None, self.text(node)))
-            return found or [] if len(found or []) <= _MOST_VALUES else [None]
-        if not isinstance(node, ast.Name):
-            return []
-        scope = self.scope(node)
-        found = self._assigned.get((scope, node.id))
-        if found is None and not (isinstance(scope, Function) and node.id in parameters(scope)):
-            found = self._assigned.get((self.tree, node.id))
-        if found and len(found) > _MOST_VALUES:
-            return [None]
-        return found or []
+        elif isinstance(node, ast.Name):
+            scope = self.scope(node)
+            found = self._assigned.get((scope, node.id))
+            if found is None and not (isinstance(scope, Function) and node.id in parameters(scope)):
+                found = self._assigned.get((self.tree, node.id))
+        return [None] if found and len(found) > _MOST_VALUES else found or []
 
-    def sources(self, node: ast.expr, depth: int = 4) -> Iterator[ast.expr]:
-        """The expression, its parts, and the parts of what its names were set to, a few steps back."""
-        yield from self._sources(node, depth, set())
-
-    def _sources(self, node: ast.expr, depth: int, seen: set[int]) -> Iterator[ast.expr]:
-        for part in ast.walk(node):
-            if not isinstance(part, ast.expr) or id(part) in seen:
-                continue
-            seen.add(id(part))
-            yield part
-            if depth and isinstance(part, ast.Name | ast.Attribute):
-                for value in self.values(part):
-                    if value is not None:
-                        yield from self._sources(value, depth - 1, seen)
+    def sources(
+        self, node: ast.expr | None, depth: int = 4, seen: set[ast.AST] | None = None
+    ) -> Iterator[ast.expr]:
+        """The expression, its parts, and the parts of what its names were set to, ``depth`` steps back."""
+        seen = set() if seen is None else seen
+        for part in ast.walk(node) if node is not None else ():
+            if isinstance(part, ast.expr) and part not in seen:
+                seen.add(part)
+                yield part
+                for value in self.values(part) if depth else ():
+                    yield from self.sources(value, depth - 1, seen)
 
 
 def argument(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:
@@ -313,40 +339,23 @@ def last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def words_of(tree: ast.Module) -> frozenset[str]:
-    """Every identifier, attribute, keyword and string of a file."""
-    words: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            words.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            words.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words.add(node.value)
-        elif isinstance(node, ast.alias):
-            words.update(node.name.split("."))
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            words.add(node.name)
-        elif isinstance(node, (ast.arg, ast.keyword)):
-            words.add(node.arg or "")
-    return frozenset(words)
-
-
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     """(target, value) of an assignment; a value that is unpacked or looped over is None."""
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield from _pairs(target, node.value)
-    elif isinstance(node, ast.AnnAssign) and node.value is not None:
-        yield node.target, node.value
-    elif isinstance(node, ast.AugAssign):
-        yield node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
-    elif isinstance(node, ast.NamedExpr):
-        yield node.target, node.value
-    elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
-        yield from _pairs(node.target, None)
-    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-        yield from _pairs(node.optional_vars, None)
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _pairs(target, value)
+        case (
+            ast.AnnAssign(target=target, value=ast.expr() as value)
+            | ast.NamedExpr(target=target, value=value)
+        ):
+            yield target, value
+        case ast.AugAssign(target=target, op=op, value=value):
+            yield target, ast.copy_location(ast.BinOp(target, op, value), node)
+        case ast.For(target=target) | ast.AsyncFor(target=target) | ast.comprehension(target=target):
+            yield from _pairs(target, None)
+        case ast.withitem(optional_vars=ast.expr() as target):
+            yield from _pairs(target, None)
 
 
 def _pairs(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -365,19 +374,12 @@ def method(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
 
-def _is_torch(name: str, wanted: tuple[str, ...]) -> bool:
-    first, _, rest = name.partition(".")
-    return first == "torch" and rest.rpartition(".")[2] in wanted
-
-
 def _apart(ancestor: ast.AST, one: ast.AST, other: ast.AST) -> bool:
     """Returns True where two children of a statement are in branches of which only one runs."""
-    if isinstance(ancestor, ast.If | ast.IfExp):
-        return {_field(ancestor, one), _field(ancestor, other)} == {"body", "orelse"}
+    fields = {_field(ancestor, one), _field(ancestor, other)}
     if isinstance(ancestor, ast.Try):
-        fields = {_field(ancestor, one), _field(ancestor, other)}
         return "handlers" in fields and "finalbody" not in fields and len(fields) == 2
-    return False
+    return isinstance(ancestor, ast.If | ast.IfExp) and fields == {"body", "orelse"}
 
 
 def _field(ancestor: ast.AST, child: ast.AST) -> str:

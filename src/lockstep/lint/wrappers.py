@@ -39,7 +39,12 @@ def wraps(script: Script, *kinds: str) -> list[Wrap]:
         kind = rest.rpartition(".")[2]
         module = argument(call, "module", 0)
         if first in _ROOTS and kind in kinds and module is not None:
-            found.append(_wrap(script, call, kind, module))
+            statement, target = script.statement(call), ""
+            if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
+                target = script.text(statement.targets[0])
+            branches = script.around(call, (ast.If, ast.IfExp, ast.Try), within_function=True)
+            certain = all(_is_main_guard(branch) for branch in branches)
+            found.append(Wrap(kind, call, script.text(module), target, certain))
     return found
 
 
@@ -65,16 +70,6 @@ def reduces(script: Script) -> bool:
     others = ("broadcast_buffers", "reducelronplateau", "sync_b", "syncb")
     words = (word.lower() for word in script.words)
     return any(part in word for word in words for part in parts if not any(other in word for other in others))
-
-
-def _wrap(script: Script, call: ast.Call, kind: str, module: ast.expr) -> Wrap:
-    statement = script.statement(call)
-    target = ""
-    if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
-        target = script.text(statement.targets[0])
-    branches = script.around(call, (ast.If, ast.IfExp, ast.Try), within_function=True)
-    certain = all(_is_main_guard(branch) for branch in branches)
-    return Wrap(kind, call, script.text(module), target, certain)
 
 
 def _is_main_guard(node: ast.AST) -> bool:

@@ -6,7 +6,7 @@ find_origin -> assemble the job on one device -> train up to the step -> digest 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from lockstep.strategies import Compute, StepResult
 from lockstep.trainer import Trainer
 from lockstep.trainer.gradient_record import (
     GradientDigest,
-    GradientRecord,
     MicroBatchWatch,
     digest_gradients,
     read_records,
@@ -52,9 +51,7 @@ class ReplayRequest:
 def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
     """Recomputes a step, or one micro-batch of it, and compares its gradient with the record. Writes nothing.
 
-    Args:
-        request: the step to recompute.
-        origin: of that step, from ``find_origin``.
+    ``origin`` is what ``find_origin`` returned for the step.
 
     Raises:
         ConfigError: the step or micro-batch does not exist.
@@ -72,6 +69,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
         comparer = GradientComparer(run, request)
         run.add_callback(comparer)
         plan, k = _train_to(trainer, request, config.training.epochs).plan, request.micro_batch
+        parts = plan.indices if k is None else (plan.indices[k],)
         return ReplayReport(
             folder=request.folder,
             origin=origin,
@@ -79,9 +77,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             position=plan.position,
             leaves=plan.leaves,
             micro_batch=k,
-            samples=[
-                i for part in (plan.indices if k is None else (plan.indices[k],)) for i in part.tolist()
-            ],
+            samples=[index for part in parts for index in part.tolist()],
             loss=comparer.loss,
             norm=comparer.norm,
             compared=comparer.compared[-1],
@@ -119,44 +115,31 @@ class GradientComparer(Callback):
         """Compares the gradient of the requested step, and of each earlier step that has a record."""
         step, k = batch.plan.step, self._request.micro_batch
         record = self.records.get(step)
-        if k is not None and self._is_single(batch):
-            recorded = record.micro_batches.get(k) if record is not None else None
-            self.compared.append(
-                GradientComparison(step=step, gradient=self._digest(loss), recorded=recorded)
+        if record is None and step != self._request.step:
+            return
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        digests, self.norm = digest_gradients(self._run)
+        self.loss = float(loss)
+        found = GradientComparison(step=step, gradient=GradientDigest.of(digests), recorded=None)
+        if record is not None and k is not None and self._is_single(batch):
+            found = replace(found, recorded=record.micro_batches.get(k))
+        elif record is not None:
+            own = watch.take() if watch is not None else {}
+            mine = {n: GradientDigest.of(own.get(n, {})).digest for n in record.micro_batches}
+            found = replace(
+                found,
+                recorded=record.gradient,
+                loss=self.loss.hex(),
+                recorded_loss=record.loss,
+                micro_batches=[n for n, part in record.micro_batches.items() if part.digest != mine[n]],
             )
-        elif step == self._request.step or record is not None:
-            self._compare(step, loss, record)
+        self.compared.append(found)
 
     def _is_single(self, batch: Batch) -> bool:
         """True where only one micro-batch of the step is computed."""
         return batch.plan.step == self._request.step and self._request.micro_batch is not None
-
-    def _compare(self, step: int, loss: Tensor, record: GradientRecord | None) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
-        gradient = self._digest(loss)
-        recorded = record.micro_batches if record is not None else {}
-        own = watch.take() if watch is not None else {}
-        self.compared.append(
-            GradientComparison(
-                step=step,
-                gradient=gradient,
-                recorded=record.gradient if record is not None else None,
-                loss=self.loss.hex(),
-                recorded_loss=record.loss if record is not None else self.loss.hex(),
-                micro_batches=[
-                    k
-                    for k, part in recorded.items()
-                    if part.digest != GradientDigest.of(own.get(k, {})).digest
-                ],
-            )
-        )
-
-    def _digest(self, loss: Tensor) -> GradientDigest:
-        digests, self.norm = digest_gradients(self._run)
-        self.loss = float(loss)
-        return GradientDigest.of(digests)
 
 
 def _backward_of_one(run: Run, batch: Batch, loss: Callable[..., Any], k: int) -> None:
@@ -170,9 +153,7 @@ def _backward_of_one(run: Run, batch: Batch, loss: Callable[..., Any], k: int) -
         total, weight = compute(batch.micro_batches[k])
         (total if scale == 1.0 else total * scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
         value = total.detach().double()
-        finite = torch.ones(
-            (), dtype=torch.bool, device=value.device
-        )  # a value that is not is reported as it is
+        finite = torch.ones((), dtype=torch.bool, device=value.device)  # NaN is reported as it is
         return StepResult(value / weight, value.reshape(1), torch.zeros((), device=value.device), finite)
 
     run.backward_by(one_micro_batch, batch, loss)
@@ -189,12 +170,12 @@ def _train_to(trainer: Trainer, request: ReplayRequest, epochs: int) -> Batch:
             batch: Batch | None = next(batches, None)
             if batch is None:
                 break
-            upcoming += 1
-            if batch.plan.step == request.step and request.micro_batch is not None:
+            upcoming, wanted = upcoming + 1, batch.plan.step == request.step
+            if wanted and request.micro_batch is not None:
                 _backward_of_one(run, batch, trainer.loss, request.micro_batch)
             else:
                 trainer.train_step(batch)
-            if batch.plan.step == request.step:
+            if wanted:
                 return batch
     raise AssertionError("_require_step has checked that the run has this step")
 

@@ -90,9 +90,10 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
         other: the run to compare.
         repeats: whether a second run of the reference gave the same bits; None if there was none.
     """
-    found = _context(reference, other) or _start(reference, other)
-    if found is not None and found.step < 0 and found.cause is Cause.START:
-        return found
+    found = _context(reference, other)
+    name = _first_difference(reference.start, other.start)
+    if found is None and name:
+        return Diagnosis(Cause.START, -1, repr(name))
     for mine, theirs in zip(reference.steps, other.steps):
         step = _step(mine, theirs, reference, other, repeats)
         if step is not None:
@@ -123,17 +124,8 @@ def _context(reference: Trace, other: Trace) -> Diagnosis | None:
     return None
 
 
-def _start(reference: Trace, other: Trace) -> Diagnosis | None:
-    name = _first_difference(reference.start, other.start)
-    return Diagnosis(Cause.START, -1, repr(name)) if name else None
-
-
 def _step(
-    mine: StepTrace,
-    theirs: StepTrace,
-    reference: Trace,
-    other: Trace,
-    repeats: bool | None,
+    mine: StepTrace, theirs: StepTrace, reference: Trace, other: Trace, repeats: bool | None
 ) -> Diagnosis | None:
     step = mine.step
     if setting := _first_difference(mine.settings, theirs.settings):
@@ -186,15 +178,14 @@ def _gradients(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
 
 
 def _after(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
-    if name := _first_difference(mine.buffers, theirs.buffers):
-        return Diagnosis(Cause.BUFFERS, mine.step, repr(name))
-    if name := _first_difference(mine.optimizer, theirs.optimizer):
-        return Diagnosis(Cause.UPDATE, mine.step, f"optimizer state {name!r}")
-    if name := _first_difference(mine.parameters, theirs.parameters):
-        return Diagnosis(Cause.UPDATE, mine.step, repr(name))
-    if theirs.apart:
-        return Diagnosis(Cause.REPLICAS, mine.step, repr(theirs.apart[0]))
-    return None
+    for first, second, cause, prefix in (
+        (mine.buffers, theirs.buffers, Cause.BUFFERS, ""),
+        (mine.optimizer, theirs.optimizer, Cause.UPDATE, "optimizer state "),
+        (mine.parameters, theirs.parameters, Cause.UPDATE, ""),
+    ):
+        if name := _first_difference(first, second):
+            return Diagnosis(cause, mine.step, f"{prefix}{name!r}")
+    return Diagnosis(Cause.REPLICAS, mine.step, repr(theirs.apart[0])) if theirs.apart else None
 
 
 def _repeated(step: StepTrace, trace: Trace) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.job import JobConfig
 from lockstep.config.rules import machine_problems
@@ -43,20 +44,17 @@ class Layout:
 
     def of(self, config: JobConfig, directory: str) -> JobConfig:
         """The job in this layout, which writes only into ``directory``."""
-        training = dataclasses.replace(config.training, strategy=self.strategy, mesh=self.mesh)
-        run = dataclasses.replace(
-            config.run, devices=f"cpu:{self.devices}", directory=directory, name="verify"
-        )
-        log = dataclasses.replace(config.log, tensorboard=False, json=False, progress=False)
-        checkpoint = dataclasses.replace(config.checkpoint, resume="")
-        servers = dataclasses.replace(config.parameter_server, mode=self.mode or "synchronous")
-        changed = dataclasses.replace(
-            config, training=training, run=run, log=log, checkpoint=checkpoint, parameter_server=servers
-        )
-        if (option := ONE_PROCESS.get(self.strategy)) is None:
-            return changed
-        options = dataclasses.replace(getattr(config, self.strategy), **{option: self.devices})
-        return dataclasses.replace(changed, **{self.strategy: options})
+        changed: dict[str, dict[str, Any]] = {
+            "training": {"strategy": self.strategy, "mesh": self.mesh},
+            "run": {"devices": f"cpu:{self.devices}", "directory": directory, "name": "verify"},
+            "log": {"tensorboard": False, "json": False, "progress": False},
+            "checkpoint": {"resume": ""},
+            "parameter_server": {"mode": self.mode or "synchronous"},
+        }
+        if (option := ONE_PROCESS.get(self.strategy)) is not None:
+            changed[self.strategy] = {option: self.devices}
+        parts = {name: dataclasses.replace(getattr(config, name), **new) for name, new in changed.items()}
+        return dataclasses.replace(config, **parts)
 
 
 REFERENCE = Layout("single", 1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.job import JobConfig
-from lockstep.core.fingerprint import digest_tensor
+from lockstep.core.fingerprint import digest_tensor, digest_tensors
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError
@@ -41,67 +41,75 @@ from lockstep.verify.trace import StepTrace, Trace
 
 
 class Observer(Callback):
-    """Records the steps of a prepared run. Collective: every rank must create one and make the same calls."""
+    """Records the steps of a prepared run, and raises ``StopRecording`` at the end of the last one.
 
-    def __init__(self, run: Run, label: str) -> None:
-        self._run, self._saved = run, run.require_prepared().state
+    Collective: every rank must create one.
+    """
+
+    def __init__(self, run: Run, label: str, steps: int) -> None:
+        self.run, self._saved, self._steps = run, run.require_prepared().state, steps
         self._group = self._saved.group
         self._seconds: list[float] = []
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
-        strategy = run.strategy
+        self._loss: Tensor | None = None
+        strategy, context = run.strategy, self._saved.context.as_dict()
         self.trace = Trace(
             label=label,
             strategy=strategy.name,
             ranks=run.world.world_size,
             level=strategy.level.value,
             independent=isinstance(strategy, IndependentStrategy),
-            context={
-                key: str(value)
-                for key, value in self._saved.context.as_dict().items()
-                if key in ("threads", "device", "torch", "optimizers")
-            },
+            context={key: str(context[key]) for key in ("threads", "device", "torch", "optimizers")},
             start=self._state()[0],
             draws=draws_in_forward(self._saved.parts.model),
         )
         self._names = [name for each in self._saved.model.members for group in each for name in group]
         run.add_callback(self)
 
-    def begin_step(self) -> None:
+    def on_step_begin(self, batch: Batch) -> None:
         """Starts the clock of a step."""
+        self._loss = None
         self._began, self._observing = time.perf_counter(), 0.0
 
-    def end_step(self, loss: Tensor) -> None:
-        """Records a step after the optimizer has stepped. Collective."""
+    def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
+        """Keeps the loss of the step."""
+        self._loss = loss
+
+    def on_step_end(self, batch: Batch) -> None:
+        """Records the step, unless the loop has left out its backward pass. Collective."""
+        if self._loss is None:
+            return
         self._seconds.append(time.perf_counter() - self._began - self._observing)
         model, apart = self._state()
-        captured = self._saved.capture("", keep=self._run.is_main)
+        captured = self._saved.capture("", keep=self.run.is_main)
         trained = set(self._names)
         self.trace.steps.append(
             StepTrace(
                 step=len(self.trace.steps),
-                loss=float(loss).hex(),
+                loss=float(self._loss).hex(),
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
-                optimizer={name: digest_tensor(tensor) for name, tensor in captured.optimizer.items()},
+                optimizer=digest_tensors(captured.optimizer),
                 apart=apart,
                 **self._noted,
             )
         )
+        if len(self.trace.steps) >= self._steps:
+            raise StopRecording
 
-    def finish(self, final: Path | None) -> Trace:
-        """Ends the observation and writes the parameters to ``final``. Collective."""
-        run = self._run
+    def finish(self, final: Path) -> Trace:
+        """Returns the trace and writes the parameters to ``final``. Collective."""
+        run = self.run
         self.trace.milliseconds = 1000 * statistics.median(self._seconds)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
         self.trace.sent = max(sent for _, sent in everyone) / len(self._seconds)
         state = run.state_dict()
-        if final is not None and run.is_main:
-            save_file(
-                {n: t.detach().clone().contiguous() for n, t in state.items() if t.is_floating_point()}, final
-            )
+        if run.is_main:
+            floating = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+            save_file({name: t.detach().clone().contiguous() for name, t in floating.items()}, final)
         return self.trace
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
@@ -113,22 +121,22 @@ class Observer(Callback):
         if self.trace.independent:  # a collective would come between a gradient and its push
             return
         began = time.perf_counter()
-        own: dict[str, dict[str, str]] = {"samples": {}, "inputs": {}}
-        for part in batch.micro_batches:
-            if part.k < batch.plan.leaves:
-                own["samples"][str(part.k)] = digest_tensor(torch.as_tensor(part.indices))
-                own["inputs"][str(part.k)] = _digest(part.data)
-        everyone = self._gather(own)
-        merged = {kind: _by_number(each[kind] for each in everyone) for kind in ("samples", "inputs")}
+        own = [
+            (part.k, digest_tensor(torch.as_tensor(part.indices)), _digest(part.data))
+            for part in batch.micro_batches
+            if part.k < batch.plan.leaves
+        ]
+        parts = sorted((part for each in self._gather(own) for part in each), key=lambda part: part[0])
         self._noted |= {
-            **merged,
+            "samples": {str(k): samples for k, samples, _ in parts},
+            "inputs": {str(k): inputs for k, _, inputs in parts},
             "losses": [float(value).hex() for value in result.losses.tolist()],
             "gradients": self._gradients(),
         }
         self._observing += time.perf_counter() - began
 
     def _gradients(self) -> dict[str, tuple[str, float]]:
-        strategy, held = self._run.strategy, self._run.strategy.trainable()
+        strategy, held = self.run.strategy, self.run.strategy.trainable()
         own = [name for name, parameter in held.items() if parameter.grad is not None]
         used = {name for names in self._gather(own) for name in names}
         found = {}
@@ -141,22 +149,17 @@ class Observer(Callback):
 
     def _state(self) -> tuple[dict[str, str], list[str]]:
         """Digests of the whole model, and the names whose bits differ between ranks. Collective."""
-        digests = {name: digest_tensor(tensor) for name, tensor in self._run.strategy.state()}
+        digests = {name: digest_tensor(tensor) for name, tensor in self.run.strategy.state()}
         everyone = self._gather(digests)
         return digests, [name for name in digests if any(each[name] != digests[name] for each in everyone)]
 
     def _gather(self, value: Any) -> list[Any]:
-        return gather_records(self._run.strategy, value, self._group)
+        return gather_records(self.run.strategy, value, self._group)
 
 
 def _digest(data: Any) -> str:
     """One digest of all tensors in a micro-batch's data."""
     return " ".join(digest_tensor(leaf)[:16] for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
-
-
-def _by_number(parts: Any) -> dict[str, str]:
-    merged = {k: digest for part in parts for k, digest in part.items()}
-    return {k: merged[k] for k in sorted(merged, key=int)}
 
 
 def main(payload: Any) -> None:
@@ -176,17 +179,11 @@ def main(payload: Any) -> None:
             refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
             refused.write(folder / "trace.json")
         return
-    observer = Observer(trainer.run, payload["label"])
-    done = 0
-    for _ in trainer.run.epochs(config.training.epochs):
-        for batch in trainer.batches():
-            observer.begin_step()
-            observer.end_step(trainer.train_step(batch))
-            done += 1
-            if done == payload["steps"]:
-                break
-        if done == payload["steps"]:
-            break
+    observer = Observer(trainer.run, payload["label"], payload["steps"])
+    with contextlib.suppress(StopRecording):
+        for _ in trainer.run.epochs(config.training.epochs):
+            for batch in trainer.batches():
+                trainer.train_step(batch)
     trace = observer.finish(folder / "final.safetensors")
     if world.is_main:
         trace.write(folder / "trace.json")
@@ -232,7 +229,6 @@ class _Watch(Callback):
 
     def __init__(self, label: str, steps: int, folder: Path) -> None:
         self._label, self._steps, self._folder = label, steps, folder
-        self._run: Run | None = None
         self._observer: Observer | None = None
         self._trace: Trace | None = None
 
@@ -243,40 +239,16 @@ class _Watch(Callback):
 
     def finish(self) -> Trace | None:
         """The trace, if a run was observed. Collective."""
-        observer, self._observer = self._observer, None
-        if observer is not None and observer.trace.steps:
-            self._trace = observer.finish(self._folder / "final.safetensors")
+        if self._trace is None and self._observer is not None and self._observer.trace.steps:
+            self._trace = self._observer.finish(self._folder / "final.safetensors")
         return self._trace
 
     def on_prepare_end(self, run: Run) -> None:
         """Observes the first run."""
-        if self._run is None:
-            self._run, self._observer = run, Observer(run, self._label)
-            run.add_callback(_Steps(self._observer, self._steps))
+        if self._observer is None:
+            self._observer = Observer(run, self._label, self._steps)
 
     def on_close(self, run: Run) -> None:
         """Ends the observation while the process group is still open."""
-        if run is self._run:
+        if self._observer is not None and run is self._observer.run:
             self.finish()
-
-
-class _Steps(Callback):
-    """Tells an observer where steps begin and end, and stops the script after the last."""
-
-    def __init__(self, observer: Observer, steps: int) -> None:
-        self._observer, self._steps = observer, steps
-        self._loss: Tensor | None = None
-
-    def on_step_begin(self, batch: Batch) -> None:
-        self._loss = None
-        self._observer.begin_step()
-
-    def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
-        self._loss = loss
-
-    def on_step_end(self, batch: Batch) -> None:
-        if self._loss is None:
-            return
-        self._observer.end_step(self._loss)
-        if len(self._observer.trace.steps) >= self._steps:
-            raise StopRecording

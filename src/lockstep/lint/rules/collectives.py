@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.ranks import FIRST, OTHERS, conditions, rank_test
-from lockstep.lint.script import Function, Loop, Script, argument, constant, last_name, receiver
-from lockstep.lint.wrappers import DDP, FSDP, is_distributed, reduces, starts_group, wraps
+from lockstep.lint.ranks import FIRST, conditions, rank_test
+from lockstep.lint.script import Function, Loop, Script, argument, constant, last_name, method, receiver
+from lockstep.lint.wrappers import DDP, FSDP, is_distributed, is_managed, reduces, starts_group, wraps
 
 # fmt: off
 COLLECTIVES = (
@@ -18,6 +18,12 @@ COLLECTIVES = (
     "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
 )
 # fmt: on
+_DIST = "torch.distributed."
+_LISTS = {
+    "all_gather": ("tensor_list", 0),
+    "gather": ("gather_list", 1),
+    "all_to_all": ("output_tensor_list", 0),
+}
 _ACCELERATE = ("wait_for_everyone", "gather_for_metrics", "gather")
 _STEPPED = ("optim", "sched", "scaler")
 
@@ -41,16 +47,14 @@ def collectives(script: Script) -> tuple[ast.Call, ...]:
 def collective_under_rank_condition(script: Script) -> Iterator[Hit]:
     """Not where the other ranks make the same call, in the other branch or under the opposite condition."""
     for call in collectives(script):
-        for statement, kind, inside in conditions(script, call):
-            if _matched(script, call, statement, kind, inside):
-                continue
+        alone = next((each for each in conditions(script, call) if not _matched(script, call, *each)), None)
+        if alone is not None:
             yield Hit(
                 call,
-                f"only some ranks pass the condition in line {statement.lineno}; the others never make this "
+                f"only some ranks pass the condition in line {alone[0].lineno}; the others never make this "
                 "call, and the run hangs.",
                 f"{script.text(call)}  # outside of the condition, on every rank",
             )
-            break
 
 
 @rule(
@@ -59,18 +63,17 @@ def collective_under_rank_condition(script: Script) -> Iterator[Hit]:
 )
 def one_tensor_many_times(script: Script) -> Iterator[Hit]:
     """``[torch.zeros_like(x)] * n`` makes n names of one tensor."""
-    for call in script.torch_calls("all_gather", "gather", "all_to_all"):
-        position = 1 if script.name(call).endswith(".gather") else 0
-        keyword = {"all_gather": "tensor_list", "gather": "gather_list"}.get(
-            script.name(call).rpartition(".")[2], "output_tensor_list"
-        )
-        given = argument(call, keyword, position)
-        for value in [] if given is None else [given, *script.values(given)]:
-            if _repeated_tensor(script, value) and not _filled(script, script.text(given or call)):
+    stores = (node for node in script.find(ast.Subscript) if isinstance(node.ctx, ast.Store))
+    filled = {script.text(store.value) for store in stores}
+    for call in script.torch_calls(*_LISTS):
+        given = argument(call, *_LISTS[script.name(call).rpartition(".")[2]])
+        for value in [] if given is None or script.text(given) in filled else [given, *script.values(given)]:
+            fresh = _fresh(script, value)
+            if value is not None and fresh:
                 yield Hit(
-                    value or call,
+                    value,
                     "this list holds one tensor several times, so every rank's result overwrites the one before.",
-                    _fresh(script, value),
+                    fresh,
                 )
 
 
@@ -80,10 +83,9 @@ def one_tensor_many_times(script: Script) -> Iterator[Hit]:
 )
 def async_handle_dropped(script: Script) -> Iterator[Hit]:
     """``async_op=True``, isend or irecv as a statement of its own."""
-    for call in script.torch_calls(*COLLECTIVES, "isend", "irecv"):
-        name = script.name(call)
-        late = constant(argument(call, "async_op")) is True or name.endswith((".isend", ".irecv"))
-        if name.startswith("torch.distributed.") and late and isinstance(script.parent(call), ast.Expr):
+    for call in script.torch_calls(*COLLECTIVES, "isend", "irecv", within=_DIST):
+        late = constant(argument(call, "async_op")) is True or method(call) in ("isend", "irecv")
+        if late and isinstance(script.parent(call), ast.Expr):
             yield Hit(
                 call,
                 "the handle is dropped, so the tensor is read before the other ranks' values are in it.",
@@ -97,12 +99,12 @@ def cpu_tensor_on_nccl(script: Script) -> Iterator[Hit]:
     backends = {constant(argument(call, "backend", 0)) for call in starts_group(script)}
     if backends != {"nccl"} or script.mentions("set_default", "gloo"):
         return
-    for call in script.torch_calls("all_reduce", "reduce", "broadcast"):
+    moved = {script.text(receiver(call)) for call in script.method_calls("cuda", "to")}
+    for call in script.torch_calls("all_reduce", "reduce", "broadcast", within=_DIST):
         tensor = argument(call, "tensor", 0)
-        if not isinstance(tensor, ast.Name) or not script.name(call).startswith("torch.distributed."):
-            continue
-        values = script.values(tensor)
-        if values and all(_made_on_cpu(script, value) for value in values) and not _moved(script, tensor.id):
+        values = script.values(tensor) if isinstance(tensor, ast.Name) else []
+        made_here = bool(values) and all(_made_on_cpu(script, value) for value in values)
+        if made_here and isinstance(tensor, ast.Name) and tensor.id not in moved:
             yield Hit(
                 call,
                 f"{tensor.id} is a CPU tensor and the backend is nccl: 'no backend type associated with device "
@@ -119,7 +121,7 @@ def sharded_state_on_one_rank(script: Script) -> Iterator[Hit]:
     """state_dict() of a name that FSDP has wrapped, under a condition on the rank."""
     targets = {wrap.target for wrap in wraps(script, FSDP)} - {""}
     for call in script.method_calls("state_dict"):
-        if script.text(receiver(call)) in targets and any(True for _ in conditions(script, call)):
+        if script.owner(call) in targets and any(True for _ in conditions(script, call)):
             yield Hit(
                 call,
                 "gathering the shards is a collective: the ranks outside of the condition never join it.",
@@ -133,21 +135,21 @@ def sharded_state_on_one_rank(script: Script) -> Iterator[Hit]:
 )
 def collective_after_rank_return(script: Script) -> Iterator[Hit]:
     """Not where the ranks that return have made the same call before."""
-    for node in script.nodes:
-        if not isinstance(node, ast.If) or node.orelse or not isinstance(node.body[-1], ast.Return):
+    for node in script.find(ast.If):
+        last = node.body[-1]
+        if node.orelse or not isinstance(last, ast.Return):
             continue
         parts = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
-        if any(rank_test(script, part) not in (FIRST, OTHERS) for part in parts):
-            continue
-        if isinstance(node.body[-1].value, ast.Call) and len(node.body) == 1:
+        goes_on = isinstance(last.value, ast.Call) and len(node.body) == 1
+        if goes_on or not all(rank_test(script, part) for part in parts):
             continue
         made = {script.name(call) for call in collectives(script) if script.holds(node, call)}
         for call in collectives(script):
             if script.follows(call, node) and not script.holds(node, call) and script.name(call) not in made:
                 yield Hit(
                     call,
-                    f"some ranks have returned in line {node.body[-1].lineno} and never make this call: the "
-                    "others wait for them.",
+                    f"some ranks have returned in line {last.lineno} and never make this call: the others wait for "
+                    "them.",
                     f"{script.text(call)}  # above line {node.lineno}",
                 )
                 break
@@ -167,26 +169,15 @@ def _matched(script: Script, call: ast.Call, statement: ast.If | ast.IfExp, kind
     return False
 
 
-def _repeated_tensor(script: Script, value: ast.expr | None) -> bool:
-    if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Mult):
-        return False
-    held = value.left if isinstance(value.left, ast.List) else value.right
-    made = isinstance(held, ast.List) and len(held.elts) == 1 and isinstance(held.elts[0], ast.Call)
-    return made and isinstance(held, ast.List) and script.name(held.elts[0]).startswith("torch.")
-
-
-def _filled(script: Script, name: str) -> bool:
-    """Returns True where entries of the list are set one by one."""
-    stores = [n for n in script.nodes if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
-    return any(script.text(store.value) == name for store in stores)
-
-
 def _fresh(script: Script, value: ast.expr | None) -> str:
-    if not isinstance(value, ast.BinOp):
-        return ""
-    left = isinstance(value.left, ast.List)
-    held, times = (value.left, value.right) if left else (value.right, value.left)
-    return f"[{script.text(held)[1:-1]} for _ in range({script.text(times)})]"
+    """For ``[torch.zeros(1)] * n``, the list with n tensors; empty for anything else."""
+    match value:
+        case (
+            ast.BinOp(left=ast.List(elts=[ast.Call() as made]), op=ast.Mult(), right=times)
+            | ast.BinOp(left=times, op=ast.Mult(), right=ast.List(elts=[ast.Call() as made]))
+        ) if script.name(made).startswith("torch."):
+            return f"[{script.text(made)} for _ in range({script.text(times)})]"
+    return ""
 
 
 def _made_on_cpu(script: Script, value: ast.expr | None) -> bool:
@@ -194,11 +185,6 @@ def _made_on_cpu(script: Script, value: ast.expr | None) -> bool:
         return False
     made = script.name(value).removeprefix("torch.")
     return made in ("tensor", "zeros", "ones", "empty", "FloatTensor") and made != script.name(value)
-
-
-def _moved(script: Script, name: str) -> bool:
-    moves = script.method_calls("cuda", "to")
-    return any(isinstance(receiver(call), ast.Name) and script.text(receiver(call)) == name for call in moves)
 
 
 @rule(
@@ -209,14 +195,14 @@ def rank_leaves_loop(script: Script) -> Iterator[Hit]:
     """The loop must hold a backward pass or a collective."""
     if not is_distributed(script):
         return
-    for node in script.nodes:
-        if not isinstance(node, ast.Break | ast.Return):
-            continue
+    meetings = [*script.method_calls("backward"), *collectives(script)]
+    for node in script.find(ast.Break, ast.Return):
         loop = _left_loop(script, node)
-        if loop is None or not _synchronises(script, loop):
+        if loop is None or not any(script.holds(loop, call) for call in meetings):
             continue
         inner = [item for item, _, _ in conditions(script, node) if script.holds(loop, item)]
-        if inner and not _both_leave(inner[0], type(node)):
+        kinds = [{type(each) for each in branch} for item in inner[:1] for branch in _branches(item)]
+        if not all(type(node) in found for found in kinds):
             yield Hit(
                 node,
                 f"only some ranks leave the loop of line {loop.lineno} here; the others wait for them in the "
@@ -238,7 +224,9 @@ def step_on_some_ranks(script: Script) -> Iterator[Hit]:
         if not any(word in name for word in _STEPPED) or "server" in name:
             continue
         for statement, _, _ in conditions(script, call):
-            if isinstance(statement, ast.If) and not _steps_in_both(script, statement, call):
+            calls = [[n for n in nodes if isinstance(n, ast.Call)] for nodes in _branches(statement)]
+            same = [any(script.text(each.func) == script.text(call.func) for each in part) for part in calls]
+            if isinstance(statement, ast.If) and not all(same):
                 yield Hit(
                     call,
                     f"only some ranks pass the condition in line {statement.lineno}: what this steps differs "
@@ -253,17 +241,13 @@ def step_on_some_ranks(script: Script) -> Iterator[Hit]:
 )
 def plateau_on_local_metric(script: Script) -> Iterator[Hit]:
     """Only where nothing in the file brings values of several ranks together."""
-    if not wraps(script, DDP) or not is_distributed(script) or reduces(script):
+    if not wraps(script, DDP) or is_managed(script) or reduces(script):
         return
-    made = {
-        script.text(node.targets[0])
-        for node in script.nodes
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and script.name(node.value) == "torch.optim.lr_scheduler.ReduceLROnPlateau"
-    }
+    makers = script.calls_of("torch.optim.lr_scheduler.ReduceLROnPlateau")
+    statements = [script.parent(call) for call in makers]
+    made = {script.text(node.targets[0]) for node in statements if isinstance(node, ast.Assign)}
     for call in script.method_calls("step"):
-        if script.text(receiver(call)) in made and (call.args or call.keywords):
+        if script.owner(call) in made and (call.args or call.keywords):
             yield Hit(
                 call,
                 "every rank gives its own metric, so one lowers its learning rate and another does not.",
@@ -271,7 +255,7 @@ def plateau_on_local_metric(script: Script) -> Iterator[Hit]:
             )
 
 
-def _left_loop(script: Script, node: ast.Break | ast.Return) -> Loop | None:
+def _left_loop(script: Script, node: ast.stmt) -> Loop | None:
     """The loop that the statement ends: the innermost for break, the outermost for return."""
     found: Loop | None = None
     for ancestor, child in script.ancestors(node):
@@ -282,22 +266,7 @@ def _left_loop(script: Script, node: ast.Break | ast.Return) -> Loop | None:
     return found
 
 
-def _synchronises(script: Script, loop: Loop) -> bool:
-    calls = [*script.method_calls("backward"), *collectives(script)]
-    return any(script.holds(loop, call) for call in calls)
-
-
-def _in_both_branches(statement: ast.If, is_meant: Callable[[ast.AST], bool]) -> bool:
-    branches = (statement.body, statement.orelse)
-    return all(any(is_meant(node) for item in branch for node in ast.walk(item)) for branch in branches)
-
-
-def _both_leave(statement: ast.If | ast.IfExp, kind: type[ast.stmt]) -> bool:
-    return isinstance(statement, ast.If) and _in_both_branches(statement, lambda node: isinstance(node, kind))
-
-
-def _steps_in_both(script: Script, statement: ast.If, call: ast.Call) -> bool:
-    text = script.text(call.func)
-    return _in_both_branches(
-        statement, lambda node: isinstance(node, ast.Call) and script.text(node.func) == text
-    )
+def _branches(statement: ast.If | ast.IfExp) -> list[list[ast.AST]]:
+    """All nodes of the body, and all of the other branch."""
+    blocks = (statement.body, statement.orelse) if isinstance(statement, ast.If) else ([],)
+    return [[node for item in block for node in ast.walk(item)] for block in blocks]

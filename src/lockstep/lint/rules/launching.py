@@ -8,29 +8,25 @@ from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import GLOBAL, LOCAL, proved_rank
-from lockstep.lint.script import Script, argument, constant, method, receiver
+from lockstep.lint.script import FUNCTIONS, Script, argument, constant, method
 from lockstep.lint.wrappers import DDP, is_managed, starts_group, wraps
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _FALLBACK = re.compile("MASTER_|environ|RANK|SLURM|debug|is None|WORLD")
 _ADDRESS = re.compile(r"tcp://[^{}]*:([1-9]\d*)$")
+# fmt: off
 _STARTERS = (
-    "is_available",
-    "init",
-    "set_device",
-    "current_device",
-    "get_device_name",
-    "get_device_properties",
+    "is_available", "init", "set_device", "current_device", "get_device_name", "get_device_properties",
 )
+# fmt: on
 
 
 @rule("LS010", "CUDA_VISIBLE_DEVICES is compared with == where it was meant to be assigned.")
 def visible_devices_compared(script: Script) -> Iterator[Hit]:
     """A comparison that stands alone as a statement has no effect."""
-    for node in script.nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare):
-            left = node.value.left
-            if isinstance(left, ast.Subscript) and constant(left.slice) == _VISIBLE:
+    for node in script.find(ast.Expr):
+        match node.value:
+            case ast.Compare(left=ast.Subscript(slice=index) as left) if constant(index) == _VISIBLE:
                 yield Hit(
                     node,
                     "this compares and does nothing: the devices are not restricted.",
@@ -47,9 +43,7 @@ def visible_devices_set_late(script: Script) -> Iterator[Hit]:
     if script.mentions("spawn", "process", "popen", "subprocess"):
         return
     starts = [call for call in script.calls if _starts_cuda(script, call)]
-    for node in script.nodes:
-        if not isinstance(node, ast.Assign) or not _is_variable(script, node.targets[0], _VISIBLE):
-            continue
+    for node in _sets_variable(script, _VISIBLE):
         early = [call for call in starts if _runs_before(script, call, node)]
         if early:
             yield Hit(
@@ -106,29 +100,30 @@ def every_rank_on_one_device(script: Script) -> Iterator[Hit]:
             )
 
 
-def _is_variable(script: Script, target: ast.expr, variable: str) -> bool:
-    """Returns True for ``os.environ[variable]``."""
-    named = isinstance(target, ast.Subscript) and constant(target.slice) == variable
-    return named and isinstance(target, ast.Subscript) and script.name(target.value) == "os.environ"
+def _sets_variable(script: Script, variable: str) -> Iterator[ast.Assign]:
+    """The assignments to ``os.environ[variable]``."""
+    for node in script.find(ast.Assign):
+        match node.targets[0]:
+            case ast.Subscript(value=held, slice=key) if constant(key) == variable:
+                if script.name(held) == "os.environ":
+                    yield node
 
 
 def _starts_cuda(script: Script, call: ast.Call) -> bool:
     name = script.name(call)
     if name.startswith("torch.cuda."):
         return name.rpartition(".")[2] in _STARTERS
-    if not call.args:
-        return method(call) == "cuda" and not call.keywords
-    return method(call) == "to" and str(constant(call.args[0])).startswith("cuda")
+    if call.args:
+        return method(call) == "to" and str(constant(call.args[0])).startswith("cuda")
+    return method(call) == "cuda" and not call.keywords
 
 
 def _runs_before(script: Script, early: ast.Call, late: ast.Assign) -> bool:
     if any(script.around(early, ast.Lambda)):
         return False
-    if script.follows(late, early):
-        return True
-    at_module = not any(script.around(early, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)))
-    guarded = any(script.around(early, (ast.If, ast.IfExp)))
-    return at_module and early.lineno < late.lineno and not guarded and not script.exclusive(late, early)
+    held = any(script.around(early, (*FUNCTIONS, ast.ClassDef, ast.If, ast.IfExp)))
+    above = early.lineno < late.lineno and not script.exclusive(late, early)
+    return script.follows(late, early) or (above and not held)
 
 
 def _device_numbers(script: Script) -> Iterator[ast.expr]:
@@ -140,43 +135,35 @@ def _device_numbers(script: Script) -> Iterator[ast.expr]:
         if call.args and (chooses or moves):
             yield call.args[0]
         elif name == "torch.device":
-            yield from _numbers_of(call)
+            match call.args:
+                case [ast.Constant(value="cuda"), number]:
+                    yield number
+                case [ast.JoinedStr(values=[ast.Constant("cuda:"), ast.FormattedValue(value=number)]), *_]:
+                    yield number
         devices = argument(call, "device_ids")
         if isinstance(devices, ast.List) and len(devices.elts) == 1:
             yield devices.elts[0]
 
 
-def _numbers_of(call: ast.Call) -> Iterator[ast.expr]:
-    if len(call.args) == 2 and constant(call.args[0]) == "cuda":
-        yield call.args[1]
-    if call.args and isinstance(call.args[0], ast.JoinedStr):
-        parts = call.args[0].values
-        if len(parts) == 2 and constant(parts[0]) == "cuda:" and isinstance(parts[1], ast.FormattedValue):
-            yield parts[1].value
-
-
 def _on_first_device(script: Script, source: str) -> bool:
     """Returns True where the model is moved to "cuda" or "cuda:0" and nothing else."""
-    calls = script.method_calls("cuda", "to")
-    moves = [call for call in calls if source.startswith(script.text(receiver(call)))]
-    return bool(moves) and all(_means_first(script, call) for call in moves)
-
-
-def _means_first(script: Script, call: ast.Call) -> bool:
-    if not call.args:
-        return method(call) == "cuda" and not call.keywords
-    values = script.values(call.args[0]) or [call.args[0]]
-    texts = [script.text(value) if value is not None else "" for value in values]
-    return all("'cuda'" in text or "'cuda:0'" in text for text in texts)
+    moves = [call for call in script.method_calls("cuda", "to") if source.startswith(script.owner(call))]
+    for call in moves:
+        values = [value for item in call.args[:1] for value in script.values(item) or [item]]
+        texts = [script.text(value) if value is not None else "" for value in values]
+        anywhere = not values and (method(call) != "cuda" or call.keywords)
+        if anywhere or not all("'cuda'" in text or "'cuda:0'" in text for text in texts):
+            return False
+    return bool(moves)
 
 
 @rule("LS015", "The port of the rendezvous is a number in the script: two runs on a host collide.")
 def hard_coded_port(script: Script) -> Iterator[Hit]:
     """MASTER_PORT assigned without a look at what the launcher has set, or a literal init_method."""
-    for node in script.nodes:
-        if not isinstance(node, ast.Assign) or not _is_variable(script, node.targets[0], "MASTER_PORT"):
-            continue
-        if str(_text(node.value)).isdigit() and not _is_fallback(script, node):
+    for node in _sets_variable(script, "MASTER_PORT"):
+        port = node.value.args[0] if isinstance(node.value, ast.Call) and node.value.args else node.value
+        asked = any(_FALLBACK.search(script.text(test)) for test in script.tests_around(node))
+        if str(constant(port)).isdigit() and not asked and not any(script.around(node, ast.ExceptHandler)):
             yield Hit(
                 node,
                 "a second run on this host fails with 'address already in use', and a launcher's own "
@@ -201,7 +188,7 @@ def local_rank_option_only(script: Script) -> Iterator[Hit]:
     """Needs the process group in the same file, where LOCAL_RANK could have been read."""
     if not starts_group(script) or is_managed(script):
         return
-    assigned = [n for n in script.nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call)]
+    assigned = [node for node in script.find(ast.Assign) if isinstance(node.value, ast.Call)]
     overwritten = any(".local_rank" in script.text(target) for node in assigned for target in node.targets)
     if overwritten or any("LOCAL_RANK" in word for word in script.words):
         return
@@ -220,10 +207,8 @@ def local_rank_option_only(script: Script) -> Iterator[Hit]:
 )
 def spawn_without_main_guard(script: Script) -> Iterator[Hit]:
     """Only torch.multiprocessing's spawn on the module's own lines."""
-    for call in script.calls:
-        if script.name(call) not in ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"):
-            continue
-        if not any(script.around(call, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.If))):
+    for call in script.torch_calls("spawn", "start_processes", within="torch.multiprocessing."):
+        if not any(script.around(call, (*FUNCTIONS, ast.Lambda, ast.If))):
             yield Hit(
                 call,
                 "each child imports this file and comes past this line again: RuntimeError in every child.",
@@ -248,21 +233,3 @@ def group_not_destroyed(script: Script) -> Iterator[Hit]:
             "the others waiting.",
             "torch.distributed.destroy_process_group()  # last line, in a finally",
         )
-
-
-def _text(value: ast.expr) -> object:
-    """The literal, also within ``str(...)``."""
-    if isinstance(value, ast.Call) and len(value.args) == 1:
-        value = value.args[0]
-    return constant(value)
-
-
-def _is_fallback(script: Script, node: ast.Assign) -> bool:
-    """Returns True where the line runs only where nothing else has set the port, or where there is one process."""
-    for ancestor, child in script.ancestors(node):
-        if isinstance(ancestor, ast.ExceptHandler):
-            return True
-        test = ancestor.test if isinstance(ancestor, ast.If) else child
-        if test is not child and _FALLBACK.search(script.text(test)):
-            return True
-    return False

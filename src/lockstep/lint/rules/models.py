@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank
+from lockstep.lint.rules.gradients import gradient_reductions, optimizers
 from lockstep.lint.rules.sampling import assigned_name
-from lockstep.lint.script import LOOPS, Script, argument, arguments, last_name, receiver
+from lockstep.lint.script import Script, argument, arguments, last_name
 from lockstep.lint.wrappers import DDP, DP, FSDP, Wrap, is_managed, wraps
 
 _MODULE = """
@@ -34,18 +35,12 @@ MODULE_NAMES = frozenset((_MODULE + _WRAPPERS).split())
 """The public attributes of DDP and DataParallel (torch 2.8 to 2.13); a test compares them with the installed torch."""
 _ASKED_FIRST = re.compile("isinstance|hasattr|distributed|parallel|gpu|ddp")
 _LENGTHS = {"CosineAnnealingLR": ("T_max", 1), "OneCycleLR": ("total_steps", 2)}
+_SCHEDULE = re.compile(r"torch\.optim\.lr_scheduler\.|transformers\.(\w+\.)*get_(\w+_)?schedule\w*$")
+# fmt: off
 _WORLD = (
-    "world",
-    "replica",
-    "gpu",
-    "rank",
-    "process",
-    "device_count",
-    "nproc",
-    "sampler",
-    "loader",
-    "global",
+    "world", "replica", "gpu", "rank", "process", "device_count", "nproc", "sampler", "loader", "global",
 )
+# fmt: on
 
 
 @rule(
@@ -54,23 +49,17 @@ _WORLD = (
 )
 def schedule_of_one_process(script: Script) -> Iterator[Hit]:
     """The length is len(data) by the batch size, the loader splits the same data by a DistributedSampler."""
-    if not script.torch_calls("DistributedSampler") or is_managed(script):
-        return
-    split = {
-        script.text(data)
-        for call in script.torch_calls("DistributedSampler")
-        if (data := argument(call, "dataset", 0)) is not None
-    }
-    for call in script.torch_calls(*_LENGTHS):
+    datasets = [argument(call, "dataset", 0) for call in script.torch_calls("DistributedSampler")]
+    split = {script.text(data) for data in datasets if data is not None}
+    for call in script.torch_calls(*_LENGTHS) if not is_managed(script) else ():
         keyword, position = _LENGTHS[script.name(call).rpartition(".")[2]]
         length = argument(call, keyword, position)
-        if length is None:
-            continue
         parts = list(script.sources(length))
         texts = {script.text(part) for part in parts}
         counted = [data for data in split if f"len({data})" in texts]
         divided = any(isinstance(p, ast.BinOp) and isinstance(p.op, ast.FloorDiv | ast.Div) for p in parts)
-        if counted and divided and not any(word in text.lower() for text in texts for word in _WORLD):
+        aware = any(word in text.lower() for text in texts for word in _WORLD)
+        if length is not None and counted and divided and not aware:
             yield Hit(
                 length,
                 f"{script.text(length)} counts the steps of one process over all of {counted[0]}; each of N ranks "
@@ -89,8 +78,7 @@ def schedule_divided_twice(script: Script) -> Iterator[Hit]:
     if "accelerate" not in script.imported_roots or chosen:
         return
     prepares = [call for call in script.method_calls("prepare") if "accelerator" in script.text(call.func)]
-    makers = [call for call in script.calls if _makes_schedule(script, call)]
-    for maker in makers:
+    for maker in (call for call in script.calls if _SCHEDULE.match(script.name(call))):
         name = assigned_name(script, maker)
         parts = {script.text(part) for item in arguments(maker) for part in script.sources(item)}
         early = [
@@ -108,13 +96,6 @@ def schedule_divided_twice(script: Script) -> Iterator[Hit]:
                 "num_processes times a step: it runs that much too fast.",
                 f"len({early[0]}) * accelerator.num_processes  # as its length",
             )
-
-
-def _makes_schedule(script: Script, call: ast.Call) -> bool:
-    name = script.name(call)
-    return name.startswith("torch.optim.lr_scheduler.") or bool(
-        re.match(r"transformers\.(\w+\.)*get_(\w+_)?schedule\w*$|transformers\.(\w+\.)*get_scheduler$", name)
-    )
 
 
 _WITH_BATCH_NORM = re.compile(
@@ -168,17 +149,13 @@ def sync_batchnorm_after_wrapping(script: Script) -> Iterator[Hit]:
 )
 def optimizer_before_sharding(script: Script) -> Iterator[Hit]:
     """The optimizer must get the parameters of the very name that is wrapped below it."""
-    makers = [call for call in script.calls if script.name(call).startswith("torch.optim.") and call.args]
+    makers = [call for call in optimizers(script) if call.args]
     for wrap in wraps(script, FSDP):
-        for maker in makers:
+        later = [script.text(maker) for maker in makers if script.follows(maker, wrap.call)]
+        again = any(f"{wrap.target}.parameters()" in text for text in later)
+        for maker in makers if not again else ():
             given = script.text(maker.args[0])
-            if given != f"{wrap.source}.parameters()" or not script.follows(wrap.call, maker):
-                continue
-            again = any(
-                script.follows(other, wrap.call) and f"{wrap.target}.parameters()" in script.text(other)
-                for other in makers
-            )
-            if not again:
+            if given == f"{wrap.source}.parameters()" and script.follows(wrap.call, maker):
                 yield Hit(
                     maker,
                     f"FSDP replaces these parameters in line {wrap.call.lineno}; the optimizer keeps the old ones.",
@@ -204,8 +181,7 @@ def ranks_start_apart(script: Script) -> Iterator[Hit]:
                 f"the seed of line {apart[0].lineno} differs between ranks, so each shards weights of its own.",
                 "FSDP(..., sync_module_states=True)",
             )
-    by_hand = [c for c in script.torch_calls("all_reduce") if c.args and ".grad" in script.text(c.args[0])]
-    if by_hand and not wraps(script, DDP, FSDP) and not script.mentions("broadcast"):
+    if gradient_reductions(script) and not wraps(script, DDP, FSDP) and not script.mentions("broadcast"):
         yield Hit(
             apart[0],
             "the seed differs between ranks and the weights are never broadcast, so the ranks train different models.",
@@ -239,13 +215,10 @@ def eval_without_train(script: Script) -> Iterator[Hit]:
     switched = script.method_calls("train") or script.mentions("set_grad_enabled", "set_training")
     if switched or is_managed(script):
         return
-    makers = [call for call in script.calls if script.name(call).startswith("torch.optim.")]
-    trained = {model for maker in makers for model in _owners(script, maker)}
+    trained = {model for maker in optimizers(script) for model in _owners(script, maker)}
     for call in script.method_calls("eval"):
-        backwards = script.method_calls("backward")
-        in_loop = any(script.holds(loop, b) for loop in script.around(call, LOOPS) for b in backwards)
-        model = script.text(receiver(call))
-        if model in trained and in_loop:
+        model = script.owner(call)
+        if model in trained and script.in_loop_with(call, script.method_calls("backward")):
             yield Hit(
                 call,
                 f"{model} is never set back to train(), so training goes on without dropout and with frozen BatchNorm.",
@@ -257,32 +230,20 @@ def _asks_wrapper(script: Script, node: ast.Attribute, wrap: Wrap) -> bool:
     """Returns True where an attribute is read of the wrapped name, and is neither torch's nor set there."""
     if not isinstance(node.ctx, ast.Load) or node.attr in MODULE_NAMES or node.attr.startswith("_"):
         return False
-    if not script.follows(node, wrap.call) or _asked_first(script, node):
-        return False
+    asked_first = any(_ASKED_FIRST.search(script.text(test)) for test in script.tests_around(node))
+    if asked_first or script.is_tried(node) or not script.follows(node, wrap.call):
+        return False  # a condition or a ``try`` around the node could know better
     for name in script.names[wrap.target]:
         parent = script.parent(name)
-        asked = isinstance(parent, ast.Attribute) and parent.attr == node.attr
-        place = parent if asked and isinstance(parent, ast.Attribute) else name
-        is_set = not isinstance(name.ctx, ast.Load) or not isinstance(place.ctx, ast.Load)
+        asked = parent if isinstance(parent, ast.Attribute) and parent.attr == node.attr else name
+        is_set = not isinstance(name.ctx, ast.Load) or not isinstance(asked.ctx, ast.Load)
         if is_set and name.lineno > wrap.call.lineno and script.same_function(name, node):
             return False
     return True
 
 
-def _asked_first(script: Script, node: ast.Attribute) -> bool:
-    """Returns True where a condition or a ``try`` around the node could know better."""
-    for ancestor, child in script.ancestors(node):
-        if isinstance(ancestor, ast.Try) and child in ancestor.body:
-            return True
-        test = ancestor.test if isinstance(ancestor, ast.If | ast.IfExp) else child
-        if test is not child and _ASKED_FIRST.search(script.text(test)):
-            return True
-    return False
-
-
 def _owners(script: Script, call: ast.Call) -> Iterator[str]:
     """The models whose parameters an optimizer is given."""
-    for part in call.args[:1]:
-        for node in script.sources(part, depth=1):
-            if isinstance(node, ast.Call) and last_name(node.func) == "parameters":
-                yield script.text(receiver(node))
+    for node in script.sources(call.args[0] if call.args else None, depth=1):
+        if isinstance(node, ast.Call) and last_name(node.func) == "parameters":
+            yield script.owner(node)

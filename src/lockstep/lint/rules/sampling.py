@@ -15,11 +15,6 @@ _EVALUATION = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|dev)(?![a-z
 _SPLITTERS = ("sampler", "split_dataset_by_node", "shard", "num_replicas", "webdataset", "scatter")
 
 
-def samplers(script: Script) -> list[ast.Call]:
-    """The calls that make torch's DistributedSampler."""
-    return script.torch_calls("DistributedSampler")
-
-
 def assigned_name(script: Script, call: ast.Call) -> str:
     """The name or attribute that a call's result is given to; empty where there is none."""
     for ancestor, child in script.ancestors(call):
@@ -43,17 +38,15 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
     loop = _epoch_loop(script)
     if loop is None or script.mentions("set_epoch") or is_managed(script):
         return
-    for call in samplers(script):
-        if constant(argument(call, "shuffle", 3)) is False or for_evaluation(script, call):
-            continue
-        if _handed_on(script, call):
-            continue
-        name = assigned_name(script, call) or "train_sampler"
-        yield Hit(
-            call,
-            "this sampler is never told the epoch, so every epoch reads the samples in the same order.",
-            f"{name}.set_epoch({script.text(loop.target)})  # first line of the loop in line {loop.lineno}",
-        )
+    for call in script.torch_calls("DistributedSampler"):
+        in_order = constant(argument(call, "shuffle", 3)) is False or for_evaluation(script, call)
+        if not in_order and not _handed_on(script, call):
+            name = assigned_name(script, call) or "train_sampler"
+            yield Hit(
+                call,
+                "this sampler is never told the epoch, so every epoch reads the samples in the same order.",
+                f"{name}.set_epoch({script.text(loop.target)})  # first line of the loop in line {loop.lineno}",
+            )
 
 
 @rule(
@@ -62,32 +55,26 @@ def sampler_without_set_epoch(script: Script) -> Iterator[Hit]:
 def sampler_and_shuffle(script: Script) -> Iterator[Hit]:
     """torch raises ValueError for these; here it is said before the data are read."""
     for call in script.torch_calls("DataLoader"):
-        if constant(argument(call, "shuffle", 2)) is not True:
-            continue
-        for kind, position in (("sampler", 3), ("batch_sampler", 4)):
+        shuffles = constant(argument(call, "shuffle", 2)) is True
+        for kind, position in (("sampler", 3), ("batch_sampler", 4)) if shuffles else ():
             given = argument(call, kind, position)
-            if given is None or isinstance(given, ast.Constant):
-                continue
-            values = script.values(given)
-            if values and all(isinstance(value, ast.Constant) and value.value is None for value in values):
-                continue
-            yield Hit(
-                call,
-                f"{kind} and shuffle=True exclude each other: DataLoader raises ValueError.",
-                f"shuffle=False  # {script.text(given)} shuffles",
-            )
+            values = script.values(given) if given is not None else []
+            absent = values and all(isinstance(each, ast.Constant) and each.value is None for each in values)
+            if given is not None and not isinstance(given, ast.Constant) and not absent:
+                yield Hit(
+                    call,
+                    f"{kind} and shuffle=True exclude each other: DataLoader raises ValueError.",
+                    f"shuffle=False  # {script.text(given)} shuffles",
+                )
 
 
 @rule("LS005", "A DistributedSampler is made and never given to a DataLoader.")
 def sampler_not_used(script: Script) -> Iterator[Hit]:
     """A sampler whose name is only ever told the epoch splits nothing."""
-    for call in samplers(script):
+    for call in script.torch_calls("DistributedSampler") if not script.mentions("locals", "globals") else ():
         name = assigned_name(script, call)
-        if not name.isidentifier() or script.mentions("locals", "globals"):
-            continue
-        uses = [node for node in script.names[name] if isinstance(node.ctx, ast.Load)]
-        read = [node for node in uses if not _tells_epoch(script, node)]
-        if not read:
+        uses = [script.parent(node) for node in script.names.get(name, []) if isinstance(node.ctx, ast.Load)]
+        if name.isidentifier() and all(isinstance(u, ast.Attribute) and u.attr == "set_epoch" for u in uses):
             yield Hit(
                 call,
                 f"{name} is never given to a DataLoader, so every rank reads all samples.",
@@ -111,7 +98,7 @@ def set_epoch_on_some_ranks(script: Script) -> Iterator[Hit]:
 @rule("LS007", "A DistributedSampler gets a seed that depends on the rank.")
 def sampler_seed_by_rank(script: Script) -> Iterator[Hit]:
     """The ranks must permute alike, or their shares overlap."""
-    for call in samplers(script):
+    for call in script.torch_calls("DistributedSampler"):
         seed = argument(call, "seed", 4)
         if seed is not None and mentions_rank(script, seed):
             yield Hit(
@@ -123,11 +110,11 @@ def sampler_seed_by_rank(script: Script) -> Iterator[Hit]:
 
 
 def _epoch_loop(script: Script) -> ast.For | None:
-    for node in script.nodes:
-        if isinstance(node, ast.For) and isinstance(node.target, ast.Name):
-            over = node.target.id in ("ep", "e") or "epoch" in node.target.id.lower()
-            if over or "epoch" in script.text(node.iter).lower():
-                return node
+    for node in script.find(ast.For):
+        name = node.target.id if isinstance(node.target, ast.Name) else ""
+        over = name in ("ep", "e") or "epoch" in name.lower() or "epoch" in script.text(node.iter).lower()
+        if name and over:
+            return node
     return None
 
 
@@ -147,17 +134,12 @@ def _handed_on(script: Script, sampler: ast.Call) -> bool:
         unseen = last_name(call.func) not in defined and any("epoch" in text for text in given)
         if loaders & given and unseen:
             return True
-    left = [node for node in script.nodes if isinstance(node, ast.Return)]
-    return any(_uses(script, node, item) for node in left for item in {name, *loaders} - {""})
+    given = {name, *loaders} - {""}
+    return any(_uses(script, node, item) for node in script.find(ast.Return) for item in given)
 
 
 def _uses(script: Script, node: ast.AST, name: str) -> bool:
     return any(isinstance(p, ast.Name | ast.Attribute) and script.text(p) == name for p in ast.walk(node))
-
-
-def _tells_epoch(script: Script, node: ast.Name) -> bool:
-    parent = script.parent(node)
-    return isinstance(parent, ast.Attribute) and parent.attr == "set_epoch"
 
 
 @rule("LS003", "A DDP script shuffles its training data without any sampler: every rank reads all samples.")
@@ -170,7 +152,9 @@ def every_rank_reads_everything(script: Script) -> Iterator[Hit]:
         data = argument(call, "dataset", 0)
         if data is None or not is_open(call) or constant(argument(call, "shuffle", 2)) is not True:
             continue
-        if not mentions_rank(script, data) and not _for_one_process(script, call):
+        tests = [script.text(statement.test).lower() for statement in script.around(call, ast.If)]
+        asked = any(re.search("dist|world_size|ddp|rank|gpu|multi|parallel", test) for test in tests)
+        if not asked and not mentions_rank(script, data):
             yield Hit(
                 call,
                 "no sampler splits these samples: each of N ranks reads all of them, so that one epoch is N.",
@@ -188,7 +172,7 @@ def padded_samples_counted(script: Script) -> Iterator[Hit]:
     """
     if is_managed(script) or script.mentions("total_size", "coco"):
         return
-    for call in samplers(script):
+    for call in script.torch_calls("DistributedSampler"):
         drops = argument(call, "drop_last", 5)
         if for_evaluation(script, call) and (drops is None or constant(drops) is False):
             data = argument(call, "dataset", 0)
@@ -209,7 +193,7 @@ def metric_of_one_share(script: Script) -> Iterator[Hit]:
     """Only where the shares are read in this file, and nothing in it reduces or gathers anything."""
     if not is_distributed(script) or reduces(script) or "torchmetrics" in script.imported_roots:
         return
-    for call in samplers(script):
+    for call in script.torch_calls("DistributedSampler"):
         if for_evaluation(script, call) and _is_read_here(script, assigned_name(script, call)):
             yield Hit(
                 call,
@@ -224,17 +208,21 @@ def split_differs_between_ranks(script: Script) -> Iterator[Hit]:
     """Samples that one rank validates on are then trained on by another."""
     if not is_distributed(script):
         return
-    for call in [*script.torch_calls("random_split"), *_sklearn_splits(script)]:
-        keyword = "random_state" if last_name(call.func) == "train_test_split" else "generator"
-        if not is_open(call) or argument(call, keyword) is not None or on_one_rank(script, call):
-            continue
-        if script.mentions("seed") and not _seeded_by_rank(script):
-            continue
-        yield Hit(
-            call,
-            "every rank draws another split, so samples that one rank validates on are trained on by others.",
-            f"{keyword}=" + ("0" if keyword == "random_state" else "torch.Generator().manual_seed(0)"),
-        )
+    seeds = [call for call in script.calls if "seed" in last_name(call.func).lower() and call.args]
+    by_rank = bool(seeds) and all(mentions_rank(script, call.args[0]) for call in seeds)
+    if script.mentions("seed") and not by_rank:
+        return
+    sklearns = script.calls_of("sklearn.model_selection.train_test_split")
+    for call in [*script.torch_calls("random_split"), *sklearns]:
+        keyword, shared = "generator", "torch.Generator().manual_seed(0)"
+        if call in sklearns:
+            keyword, shared = "random_state", "0"
+        if is_open(call) and argument(call, keyword) is None and not on_one_rank(script, call):
+            yield Hit(
+                call,
+                "every rank draws another split, so samples that one rank validates on are trained on by others.",
+                f"{keyword}={shared}",
+            )
 
 
 @rule(
@@ -245,57 +233,35 @@ def iterable_not_split(script: Script) -> Iterator[Hit]:
     """Needs a DataLoader with workers over that very class, in the same file."""
     if script.mentions("get_worker_info", "worker_init_fn", "worker_id", "split_by_worker"):
         return
-    for node in script.nodes:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        if not any(script.name(base).endswith("data.IterableDataset") for base in node.bases):
-            continue
+    for node in script.find(ast.ClassDef):
+        iterable = any(script.name(base).endswith("data.IterableDataset") for base in node.bases)
         method = next((item for item in node.body if getattr(item, "name", "") == "__iter__"), None)
-        if isinstance(method, ast.FunctionDef) and _read_by_workers(script, node.name):
+        if iterable and isinstance(method, ast.FunctionDef) and _read_by_workers(script, node.name):
             yield Hit(
                 method,
-                f"each worker of the DataLoader goes through all of {node.name}: every sample comes "
-                "num_workers times.",
+                f"each worker of the DataLoader goes through all of {node.name}: every sample comes num_workers times.",
                 "info = torch.utils.data.get_worker_info()  # and yield only the share of info.id",
             )
-
-
-def _for_one_process(script: Script, call: ast.Call) -> bool:
-    tests = [script.text(statement.test).lower() for statement in script.around(call, ast.If)]
-    return any(re.search("dist|world_size|ddp|rank|gpu|multi|parallel", test) for test in tests)
 
 
 def _is_read_here(script: Script, sampler: str) -> bool:
     """Returns True where a loop of this file reads the loader of a sampler, there or in a function that takes it."""
     makers = [c for c in script.torch_calls("DataLoader") if sampler in map(script.text, arguments(c))]
     loaders = {assigned_name(script, call) for call in makers} - {""}
-    defined = {function.name: function for function in script.functions}
-    loops = [node.iter for node in script.nodes if isinstance(node, ast.For)]
     names = set(loaders)
-    for call in script.calls:
-        function = defined.get(last_name(call.func))
-        if function is not None:
+    for function in script.functions:
+        for call in script.calls_by_name.get(function.name, []):
             given = zip(call.args, parameters(function))
             names |= {name for item, name in given if script.text(item) in loaders}
-    read = {part.id for item in loops for part in ast.walk(item) if isinstance(part, ast.Name)}
+    loops = script.find(ast.For)
+    read = {part.id for loop in loops for part in ast.walk(loop.iter) if isinstance(part, ast.Name)}
     return bool(sampler) and bool(names & read)
-
-
-def _sklearn_splits(script: Script) -> list[ast.Call]:
-    return [call for call in script.calls if script.name(call) == "sklearn.model_selection.train_test_split"]
-
-
-def _seeded_by_rank(script: Script) -> bool:
-    """Returns True where the only seeds of the file are torch's, set to something that depends on the rank."""
-    seeds = [call for call in script.calls if "seed" in last_name(call.func).lower() and call.args]
-    return bool(seeds) and all(mentions_rank(script, call.args[0]) for call in seeds)
 
 
 def _read_by_workers(script: Script, name: str) -> bool:
     for call in script.torch_calls("DataLoader"):
         data, workers = argument(call, "dataset", 0), argument(call, "num_workers", 5)
-        if data is None or workers is None or constant(workers) == 0:
-            continue
-        if any(isinstance(part, ast.Call) and last_name(part.func) == name for part in script.sources(data)):
+        made = {last_name(part.func) for part in script.sources(data) if isinstance(part, ast.Call)}
+        if workers is not None and constant(workers) != 0 and name in made:
             return True
     return False

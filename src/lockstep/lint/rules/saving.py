@@ -23,21 +23,17 @@ _LOGS = ("add_scalar", "add_scalars", "log_metric", "log_metrics")
 _CHECKS = ("os.path.exists", "os.path.isdir", "os.path.lexists")
 _MAKERS = ("os.makedirs", "os.mkdir")
 _CHECKPOINT = re.compile(r"check|ckpt|resume|pretrain|weight|state|model|snapshot|\bcp\b", re.IGNORECASE)
+# fmt: off
 _HANDLES_MODULE = (
-    "module.",
-    "without_ddp",
-    "unwrap",
-    "de_parallel",
-    "consume_prefix",
-    "raw_model",
-    "get_model",
+    "module.", "without_ddp", "unwrap", "de_parallel", "consume_prefix", "raw_model", "get_model",
 )
+# fmt: on
 
 
 @rule("LS054", "The loss of one rank's samples is logged as if it were that of all.")
 def loss_of_one_rank_logged(script: Script) -> Iterator[Hit]:
     """TensorBoard, wandb and mlflow, where nothing in the file brings the ranks' values together; once a file."""
-    if not wraps(script, DDP) or not is_distributed(script) or reduces(script):
+    if not wraps(script, DDP) or is_managed(script) or reduces(script):
         return
     for call in script.calls:
         if method(call) not in _LOGS and script.name(call) not in ("wandb.log", "mlflow.log_metric"):
@@ -60,10 +56,8 @@ def tracker_on_every_rank(script: Script) -> Iterator[Hit]:
         name = script.name(call)
         if name != "wandb.init" and not (name.endswith(".SummaryWriter") and "tensorboard" in name.lower()):
             continue
-        given = arguments(call)
-        if any(mentions_rank(script, item) for item in given) or argument(call, "group") is not None:
-            continue
-        if runs_on_ranks(script, call) and is_used_here(script, call) and not on_one_rank(script, call):
+        own = any(mentions_rank(script, item) for item in arguments(call))
+        if not own and argument(call, "group") is None and _by_all(script, call):
             yield Hit(
                 call,
                 "every rank comes past this line and opens a log of its own.",
@@ -77,13 +71,12 @@ def download_on_every_rank(script: Script) -> Iterator[Hit]:
     if not starts_group(script) or is_managed(script):
         return
     for call in script.calls:
-        wanted = argument(call, "download")
-        if constant(wanted) is not True or not script.name(call).startswith(("torchvision.", "torchaudio.")):
+        wanted = constant(argument(call, "download")) is True
+        if not wanted or not script.name(call).startswith(("torchvision.", "torchaudio.")):
             continue
-        locked = any(script.around(call, ast.With))
         barriers = [each for each in script.torch_calls("barrier") if script.same_function(each, call)]
-        waits = any(barrier.lineno < call.lineno for barrier in barriers)
-        if runs_on_ranks(script, call) and not (locked or waits or on_one_rank(script, call)):
+        ordered = any(script.around(call, ast.With)) or any(each.lineno < call.lineno for each in barriers)
+        if runs_on_ranks(script, call) and not ordered and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "all ranks download and unpack into this folder at once, and read each other's half-written files.",
@@ -99,13 +92,11 @@ def folder_made_by_several_ranks(script: Script) -> Iterator[Hit]:
     for call in script.calls:
         if script.name(call) not in _MAKERS or argument(call, "exist_ok", 2) is not None:
             continue
-        around = [(each.test, child) for each, child in script.ancestors(call) if isinstance(each, ast.If)]
-        parts = [part for test, child in around if child is not test for part in ast.walk(test)]
+        parts = [part for test in script.tests_around(call) for part in ast.walk(test)]
         asked = any(script.name(part) in _CHECKS for part in parts if isinstance(part, ast.Call))
-        caught = any(isinstance(a, ast.Try) and child in a.body for a, child in script.ancestors(call))
         path = call.args[0] if call.args else None
-        own = path is not None and mentions_rank(script, path)
-        if asked and not caught and not own and runs_on_ranks(script, call) and not on_one_rank(script, call):
+        excused = script.is_tried(call) or mentions_rank(script, path) or on_one_rank(script, call)
+        if asked and not excused and runs_on_ranks(script, call):
             yield Hit(
                 call,
                 "between the test and this line another rank can make the folder: FileExistsError.",
@@ -123,7 +114,7 @@ def _logs_trained_loss(script: Script, call: ast.Call) -> bool:
         if isinstance(part, ast.Name) and "loss" in part.id.lower()
     }
     meters = {
-        script.text(receiver(update))
+        script.owner(update)
         for update in script.method_calls("update")
         for item in update.args
         for part in ast.walk(item)
@@ -138,9 +129,9 @@ def save_on_every_rank(script: Script) -> Iterator[Hit]:
     """Not where a rank test stands around the call or around all calls of its function, or in the path."""
     for call in _saves(script):
         path = argument(call, "f", 1)
-        if path is None or mentions_rank(script, path) or on_one_rank(script, call):
-            continue
-        if runs_on_ranks(script, call) and is_used_here(script, call) and not _is_in_memory(script, path):
+        calls = [part for part in script.sources(path) if isinstance(part, ast.Call)]
+        in_memory = any("BytesIO" in script.text(part.func) for part in calls)
+        if path is not None and not in_memory and not mentions_rank(script, path) and _by_all(script, call):
             yield Hit(
                 call,
                 "every rank writes this file at the same time: it can end torn, or mixed of several writers.",
@@ -156,8 +147,7 @@ def save_on_every_host(script: Script) -> Iterator[Hit]:
     """Only where no test of the global rank stands around it as well."""
     for call in _saves(script):
         tests = [s.test for s, kind, inside in conditions(script, call) if (kind == FIRST) == inside]
-        path = argument(call, "f", 1)
-        named = path is not None and any("host" in script.text(part) for part in script.sources(path))
+        named = any("host" in script.text(part) for part in script.sources(argument(call, "f", 1)))
         if tests and all(tests_local_only(script, test) for test in tests) and not named:
             yield Hit(
                 call,
@@ -176,7 +166,7 @@ def wrapped_state_saved(script: Script) -> Iterator[Hit]:
     if script.mentions(*_HANDLES_MODULE) or "module" in script.words or is_managed(script):
         return
     for call in script.method_calls("state_dict"):
-        model = script.text(receiver(call))
+        model = script.owner(call)
         wrap = wrapped.get(model)
         if wrap is None or call.args or not _is_saved(script, call) or not _reached(script, call, wrap.call):
             continue
@@ -199,17 +189,17 @@ def load_without_map_location(script: Script) -> Iterator[Hit]:
     """In files that show that they run on several ranks, for what is called a checkpoint or a state."""
     if not (is_distributed(script) or wraps(script, DDP)):
         return
-    for call in script.calls:
-        mapped = argument(call, "map_location", 1) is not None
-        if script.name(call) != "torch.load" or not is_open(call) or mapped:
+    loads = script.calls_of("torch.load")
+    for call in loads:
+        if not is_open(call) or argument(call, "map_location", 1) is not None:
             continue
         statement = script.statement(call)
         words = script.text(statement) if isinstance(statement, ast.Assign | ast.Expr) else script.text(call)
         if not _CHECKPOINT.search(words.replace("torch.load", "")) or "load_state_dict" not in script.words:
             continue
-        path = argument(call, "f", 0)
-        own = path is not None and mentions_rank(script, path)
-        if not own and not _has_mapped_twin(script, call) and not on_one_rank(script, call):
+        twins = (load for load in loads if script.exclusive(call, load))
+        mapped = any(argument(load, "map_location", 1) is not None for load in twins)
+        if not mapped and not mentions_rank(script, argument(call, "f", 0)) and not on_one_rank(script, call):
             yield Hit(
                 call,
                 "every rank loads this to the GPU it was saved from, mostly the first, which runs out of memory.",
@@ -217,34 +207,25 @@ def load_without_map_location(script: Script) -> Iterator[Hit]:
             )
 
 
-def _has_mapped_twin(script: Script, call: ast.Call) -> bool:
-    """Returns True where the other branch of a condition around the call loads with map_location."""
-    loads = [other for other in script.calls if script.name(other) == "torch.load"]
-    return any(script.exclusive(call, o) and argument(o, "map_location", 1) is not None for o in loads)
+def _by_all(script: Script, call: ast.Call) -> bool:
+    """Returns True where this file runs the call on every rank."""
+    return runs_on_ranks(script, call) and is_used_here(script, call) and not on_one_rank(script, call)
 
 
 def _saves(script: Script) -> list[ast.Call]:
     """torch.save in a file that starts the process group itself."""
-    if not starts_group(script) or is_managed(script):
-        return []
-    return [call for call in script.calls if script.name(call) == "torch.save"]
-
-
-def _is_in_memory(script: Script, path: ast.expr) -> bool:
-    """Returns True where what is written to is no file but a buffer."""
-    calls = [part for part in script.sources(path) if isinstance(part, ast.Call)]
-    return any("BytesIO" in script.text(call.func) for call in calls)
+    return script.calls_of("torch.save") if starts_group(script) and not is_managed(script) else []
 
 
 def _is_loaded(script: Script, model: str, wrap: Wrap) -> bool:
     """Returns True where a state is loaded into the wrapped model, by itself or by a function that it is given to."""
-    for call in script.calls:
+    for call in (call for call in script.calls if _reached(script, call, wrap.call)):
         name = last_name(call.func).lower()
-        taken = name == "load_state_dict" and script.text(receiver(call)) == model
+        parts = (part for item in arguments(call) for part in ast.walk(item))
         handed = any(word in name for word in ("load", "resume", "restart", "restore"))
-        parts = [part for item in arguments(call) for part in ast.walk(item)]
-        given = handed and any(script.text(part) == model for part in parts)
-        if (taken or given) and _reached(script, call, wrap.call):
+        if name == "load_state_dict" and script.owner(call) == model:
+            return True
+        if handed and any(script.text(part) == model for part in parts):
             return True
     return False
 

@@ -8,9 +8,10 @@ after a step     skipped updates, replicas, buffers, the update itself, the repo
 
 from __future__ import annotations
 
-import ast
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from lockstep.text import numbered
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain.record import Measure, RankRecord, Recording, StepRecord
 
+T = TypeVar("T")
 Vector = NDArray[np.float64]
 
 _TOLERANCES = {"float64": 1e-6, "float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
@@ -85,11 +87,19 @@ def vector(measure: Measure) -> Vector:
     return np.array(measure.sketch, dtype=np.float64)
 
 
+def by_name(ranks: Iterable[Mapping[str, T]]) -> dict[str, dict[int, T]]:
+    """For each name, the value on each rank that has it."""
+    found: dict[str, dict[int, T]] = {}
+    for rank, held in enumerate(ranks):
+        for name, value in held.items():
+            found.setdefault(name, {})[rank] = value
+    return found
+
+
 def frozen(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a parameter that only some of its ranks train."""
     records = pair.other.at(step)
-    for name in dict.fromkeys(name for record in records for name in record.begin):
-        holders = [rank for rank, record in enumerate(records) if name in record.begin]
+    for name, holders in by_name(record.begin for record in records).items():
         without = [rank for rank in holders if name not in records[rank].trained]
         if without and len(without) < len(holders):
             return Diagnosis(Cause.FROZEN, step, repr(name), f"not on {numbered('rank', without)}")
@@ -99,8 +109,8 @@ def frozen(pair: Pair, step: int) -> Diagnosis | None:
 def values(pair: Pair) -> Diagnosis | None:
     """Finds a parameter whose initial value differs from the reference or between ranks."""
     ranks = pair.other.ranks
-    for name in dict.fromkeys(name for rank in ranks for name in rank.start):
-        held = {rank.rank: rank.start[name].digest for rank in ranks if name in rank.start}
+    for name, measures in by_name(rank.start for rank in ranks).items():
+        held = {rank: measure.digest for rank, measure in measures.items()}
         known = pair.first.start.get(name)
         odd = [rank for rank, digest in held.items() if known is None or digest != known.digest]
         if not odd:
@@ -167,39 +177,20 @@ def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
     return None
 
 
-def precision(pair: Pair) -> Diagnosis | None:
-    """Finds a forward pass in another precision."""
-    mine = pair.first.context["precision"]
-    for rank in pair.other.ranks:
-        if rank.context["precision"] != mine:
-            detail = f"{rank.context['precision']} on rank {rank.rank}, {mine} in the reference"
-            return Diagnosis(Cause.PRECISION, -1, "precision", detail)
+def context(pair: Pair) -> Diagnosis | None:
+    """Finds a forward pass in another precision, or an optimizer of another class."""
+    for key, cause in (("precision", Cause.PRECISION), ("optimizers", Cause.OPTIMIZER)):
+        mine = pair.first.context[key]
+        for rank in pair.other.ranks:
+            theirs = rank.context[key]
+            if _first_words(theirs) != _first_words(mine):
+                detail = f"{theirs} on rank {rank.rank}, {mine} in the reference"
+                return Diagnosis(cause, -1, key, detail)
     return None
 
 
-def optimizers(pair: Pair) -> Diagnosis | None:
-    """Finds an optimizer of another class."""
-
-    def classes(listed: str) -> list[str]:
-        return [each.split()[0] for each in listed.split(", ")]
-
-    mine = pair.first.context["optimizers"]
-    for rank in pair.other.ranks:
-        theirs = rank.context["optimizers"]
-        if classes(theirs) != classes(mine):
-            detail = f"{theirs} on rank {rank.rank}, {mine} in the reference"
-            return Diagnosis(Cause.OPTIMIZER, -1, "optimizers", detail)
-    return None
-
-
-def implementation(pair: Pair) -> tuple[str, str] | None:
-    """The first setting of the optimizers' implementation that differs, and how."""
-    mine = pair.mine(0).settings
-    for name in mine:
-        for rank, record in enumerate(pair.other.at(0)):
-            if record.settings.get(name, "") != mine[name]:
-                return name, f"{record.settings.get(name, '')} on rank {rank}, {mine[name]} in the reference"
-    return None
+def _first_words(listed: str) -> list[str]:
+    return [each.split()[0] for each in listed.split(", ")]
 
 
 def stale(pair: Pair, step: int) -> Diagnosis | None:
@@ -215,40 +206,27 @@ def stale(pair: Pair, step: int) -> Diagnosis | None:
         changed = [n for n, digest in record.begin.items() if n in before and before[n].digest != digest]
         for name in changed:
             usual = name in now.begin and now.begin[name] == last.values[name].digest
-            older = _step_after_which(pair, rank, name, record.begin[name])
+            held = [each for each in pair.other.ranks[rank].steps if name in each.values]
+            older = next((e.step for e in held if e.values[name].digest == record.begin[name]), None)
             if usual or (older is not None and len(changed) < len(record.begin)):
-                detail = (
-                    f"on rank {rank} it is as after step {older}" if older is not None else f"rank {rank}"
-                )
+                same = f"on rank {rank} it is as after step {older}"
+                detail = same if older is not None else f"rank {rank}"
                 return Diagnosis(Cause.STALE, step, repr(name), detail)
     return None
 
 
-def _step_after_which(pair: Pair, rank: int, name: str, digest: str) -> int | None:
-    steps = pair.other.ranks[rank].steps
-    return next(
-        (each.step for each in steps if name in each.values and each.values[name].digest == digest), None
-    )
-
-
 def _step_with(pair: Pair, name: str, value: str) -> int | None:
     """The first step of the reference that has a number in a setting, to nine digits."""
-    number = _number(value)
-    if number is None:
-        return None
-    for record in pair.first.steps:
-        found = _number(record.settings.get(name, ""))
-        if found is not None and abs(found - number) <= 1e-9 * abs(number):
-            return record.step
-    return None
+    held = ((record.step, _number(record.settings.get(name, ""))) for record in pair.first.steps)
+    return next((step for step, found in held if math.isclose(found, _number(value), rel_tol=1e-9)), None)
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> float:
+    """NaN, which is close to nothing, for anything else."""
     try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None
-    return float(value) if isinstance(value, int | float) else None
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 _OF_UPDATE = 10
@@ -258,8 +236,8 @@ _OF_UPDATE = 10
 def skipped(pair: Pair, step: int) -> Diagnosis | None:
     """Finds an update that some ranks, or one of the runs, did not make."""
     mine, theirs = pair.mine(step).updates, [record.updates for record in pair.other.at(step)]
-    if len(set(theirs)) > 1:
-        without = [rank for rank, count in enumerate(theirs) if count < max(theirs)]
+    without = [rank for rank, count in enumerate(theirs) if count < max(theirs)]
+    if without:
         return Diagnosis(Cause.SKIPPED, step, "optimizer", f"not taken on {numbered('rank', without)}")
     if theirs[0] != mine:
         detail = f"{theirs[0]} updates, and {mine} in the reference"
@@ -269,26 +247,20 @@ def skipped(pair: Pair, step: int) -> Diagnosis | None:
 
 def replicas(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a parameter whose bits differ between ranks."""
-    records = pair.other.at(step)
-    for name in dict.fromkeys(name for record in records for name in record.values):
-        held = [record.values[name].digest for record in records if name in record.values]
-        if len(set(held)) > 1:
+    for name, held in by_name(record.values for record in pair.other.at(step)).items():
+        if len({measure.digest for measure in held.values()}) > 1:
             return Diagnosis(Cause.REPLICAS, step, repr(name))
     return None
 
 
 def buffers(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a buffer that begins a step with a value that differs between ranks or from the reference."""
-    records, mine = pair.other.at(step), pair.mine(step).buffers
-    for name in dict.fromkeys(name for record in records for name in record.buffers):
-        held = {rank: record.buffers[name] for rank, record in enumerate(records) if name in record.buffers}
+    mine = pair.mine(step).buffers
+    for name, held in by_name(record.buffers for record in pair.other.at(step)).items():
         if len({each.digest for each in held.values()}) > 1:
             return Diagnosis(Cause.BUFFERS, step - 1, repr(name), "ranks hold different values")
-        if (
-            name in mine
-            and not pair.is_same(mine[name], next(iter(held.values())))
-            and not _drifts(pair, step)
-        ):
+        same = name not in mine or pair.is_same(mine[name], next(iter(held.values())))
+        if not same and not _drifts(pair, step):
             detail = "equal on all ranks, and not the reference's"
             return Diagnosis(Cause.BUFFERS, step - 1, repr(name), detail)
     return None
@@ -336,10 +308,8 @@ def reported(pair: Pair, step: int) -> Diagnosis | None:
     wanted = sum(mine) / len(mine)
     for rank, record in enumerate(pair.other.at(step)):
         found = [batch for batch in record.batches if batch.loss is not None]
-        if not found:
-            continue
-        value = sum(batch.loss or 0.0 for batch in found) / len(found)
-        if not pair.is_close(value, wanted):
+        value = sum(batch.loss or 0.0 for batch in found) / max(len(found), 1)
+        if found and not pair.is_close(value, wanted):
             own = [loss for batch in found for loss in batch.losses]
             is_own = bool(own) and pair.is_close(value, sum(own) / len(own))
             detail = f"{value:.4g} on rank {rank}{', the mean of its own samples' if is_own else ''}"

@@ -6,6 +6,7 @@ in another order on every number of ranks, so differences within rounding are re
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,45 +53,39 @@ def diagnose_plain(
             f"The reference was recorded on {len(reference.ranks)} processes. Record it on one process."
         )
     pair = Pair(reference, other, tolerance)
-    found = beyond_rounding(pair)
-    rounded = _by_bits(pair)
-    if again is not None and _by_bits(Pair(reference, again, tolerance)) is not None:
-        differs = found if found is not None and found.cause in (Cause.FORWARD, Cause.GRADIENTS) else None
-        if differs is None and found is None:
-            differs = rounded
-        if differs is not None:
-            return replace(differs, cause=Cause.OPERATOR, detail="the reference differs from itself")
-    return found or rounded
+    beyond = beyond_rounding(pair)
+    found = beyond or _by_bits(pair)
+    unstable = again is not None and _by_bits(Pair(reference, again, tolerance)) is not None
+    if found and unstable and (beyond is None or beyond.cause in (Cause.FORWARD, Cause.GRADIENTS)):
+        return replace(found, cause=Cause.OPERATOR, detail="the reference differs from itself")
+    return found
 
 
 def beyond_rounding(pair: Pair) -> Diagnosis | None:
     """The first thing that differs by more than rounding."""
-    steps = range(min(pair.reference.length, pair.other.length))
-    found = checks.values(pair) or checks.precision(pair) or checks.optimizers(pair) or checks.stages(pair)
-    for step in steps if found is None else ():
-        found = next((each for check in _CHECKS if (each := check(pair, step)) is not None), None)
-        if found is not None:
-            break
-    if found is not None:
+    if found := checks.values(pair) or checks.context(pair) or checks.stages(pair):
         return found
-    unequal = next((each for step in steps if (each := checks.reported(pair, step)) is not None), None)
-    return unequal or samples.same_order(pair)
+    steps = range(min(pair.reference.length, pair.other.length))
+    every = [(check, step) for step in steps for check in _CHECKS]
+    every += [(checks.reported, step) for step in steps]
+    first = next((found for check, step in every if (found := check(pair, step)) is not None), None)
+    return first or samples.same_order(pair)
 
 
 def _by_bits(pair: Pair) -> Diagnosis | None:
     """The first difference in bits, with a cause other than the order of sums if there is one."""
-    context = pair.first.context
     for step in range(min(pair.reference.length, pair.other.length)):
         mine = pair.mine(step).values
         for record in pair.other.at(step):
             for name, value in record.values.items():
                 if name in mine and mine[name].digest != value.digest:
                     rounding = Diagnosis(Cause.REDUCTION_ORDER, step, repr(name), "no more than rounding")
-                    return _explained(pair, rounding, context)
+                    return _explained(pair, rounding)
     return None
 
 
-def _explained(pair: Pair, found: Diagnosis, context: dict[str, str]) -> Diagnosis:
+def _explained(pair: Pair, found: Diagnosis) -> Diagnosis:
+    context = pair.first.context
     for key in sorted(context):
         for rank in pair.other.ranks:
             value = rank.context.get(key, "")
@@ -98,9 +93,13 @@ def _explained(pair: Pair, found: Diagnosis, context: dict[str, str]) -> Diagnos
                 cause = Cause.THREADS if key == "threads" else Cause.SOFTWARE
                 detail = f"{key}: {value} on rank {rank.rank}, {context[key]} in the reference"
                 return replace(found, cause=cause, detail=detail)
-    setting = checks.implementation(pair)
-    if setting is not None:
-        return replace(found, cause=Cause.OPTIMIZER, detail=f"{setting[0]}: {setting[1]}")
+    mine = pair.mine(0).settings
+    for name in mine:
+        for number, record in enumerate(pair.other.at(0)):
+            theirs = record.settings.get(name, "")
+            if theirs != mine[name]:
+                detail = f"{name}: {theirs} on rank {number}, {mine[name]} in the reference"
+                return replace(found, cause=Cause.OPTIMIZER, detail=detail)
     return found
 
 
@@ -119,7 +118,11 @@ def compare_plain(reference: Recording, other: Recording, label: str, *, again: 
 
 def trace_of(run: Recording, label: str) -> Trace:
     """A recorded run in the form of the table."""
-    steps = [StepTrace(step, _loss(run, step).hex()) for step in range(run.length)]
+    steps = []
+    for step in range(run.length):
+        losses = [loss for _, batch in run.batches(step) for loss in batch.losses]
+        losses = losses or [batch.loss for _, batch in run.batches(step) if batch.loss is not None]
+        steps.append(StepTrace(step, (sum(losses) / len(losses) if losses else math.nan).hex()))
     seconds = [max(record.seconds for record in run.at(step)) for step in range(run.length)]
     return Trace(
         label=label,
@@ -131,13 +134,6 @@ def trace_of(run: Recording, label: str) -> Trace:
         milliseconds=1000 * statistics.median(seconds),
         memory=[rank.steps[-1].memory for rank in run.ranks],
     )
-
-
-def _loss(run: Recording, step: int) -> float:
-    losses = [loss for _, batch in run.batches(step) for loss in batch.losses]
-    reported = [batch.loss for _, batch in run.batches(step) if batch.loss is not None]
-    values = losses or reported
-    return sum(values) / len(values) if values else float("nan")
 
 
 def _difference(reference: Recording, other: Recording) -> float:

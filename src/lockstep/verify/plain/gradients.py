@@ -24,41 +24,43 @@ from lockstep.verify.plain.checks import Pair, Vector, vector
 from lockstep.verify.plain.record import BatchRecord, Measure, StepRecord
 
 
-def name_weights(
-    batches: Sequence[tuple[int, BatchRecord]],
-    used: Sequence[float],
-    wanted: Sequence[float],
-    world_size: int,
-    tolerance: float,
-) -> tuple[Cause, str]:
-    """The cause behind the weights of backward passes, used and wanted, and a sentence on the numbers."""
+@dataclass(frozen=True)
+class _Sums:
+    """Weights of each backward pass in the gradients of the run and in those of the reference."""
+
+    batches: list[tuple[int, BatchRecord]]
+    used: list[float]
+    wanted: list[float]
+    rest_of_used: float
+    """Relative size of the part that the weights leave unexplained."""
+    rest_of_wanted: float
+
+
+def _name_weights(sums: _Sums, world_size: int, tolerance: float) -> tuple[Cause, str]:
+    """The cause behind the weights of backward passes, and a sentence on the numbers."""
+    batches, used, wanted = sums.batches, sums.used, sums.wanted
     ratios = [a / b if b else math.inf for a, b in zip(used, wanted)]
     middle = statistics.median(ratios)
     if all(abs(ratio - middle) <= tolerance * abs(middle) for ratio in ratios):
-        return _one_factor(batches, used, middle, world_size, tolerance)
+        return _one_factor(sums, middle, world_size, tolerance)
     absent = sorted({rank for (rank, _), ratio in zip(batches, ratios) if abs(ratio) <= tolerance})
     if absent:
         return Cause.NOT_REDUCED, f"those of {numbered('rank', absent)} do not count"
     counts = [len(batch.samples) for _, batch in batches]
     listed = "weights " + ", ".join(f"{each:.3g}" for each in used)
+    samples = f"for {' and '.join(map(str, counts))} samples"
     if _alike(used, tolerance) and not _alike(counts, 0.0):
-        return Cause.LOSS_WEIGHTING, f"all have weight {used[0]:.3g}, for {_words(counts)} samples"
+        return Cause.LOSS_WEIGHTING, f"all have weight {used[0]:.3g}, {samples}"
     norms = [math.hypot(*(each.norm for each in batch.gradients.values())) for _, batch in batches]
     if _alike(wanted, tolerance) and _is_clipped(norms, used, tolerance):
         return Cause.CLIPPING, f"{listed}, for own gradients of norm {', '.join(f'{n:.3g}' for n in norms)}"
-    return Cause.LOSS_WEIGHTING, f"{listed}, for {_words(counts)} samples"
+    return Cause.LOSS_WEIGHTING, f"{listed}, {samples}"
 
 
-def _one_factor(
-    batches: Sequence[tuple[int, BatchRecord]],
-    used: Sequence[float],
-    factor: float,
-    world_size: int,
-    tolerance: float,
-) -> tuple[Cause, str]:
+def _one_factor(sums: _Sums, factor: float, world_size: int, tolerance: float) -> tuple[Cause, str]:
     detail = f"all are {factor:.4g} times as large"
-    each = len(batches) / len({rank for rank, _ in batches})
-    is_mean_over_ranks = all(abs(weight * world_size - 1) <= tolerance for weight in used)
+    each = len(sums.batches) / len({rank for rank, _ in sums.batches})
+    is_mean_over_ranks = all(abs(weight * world_size - 1) <= tolerance for weight in sums.used)
     if each > 1 and abs(factor / each - 1) <= tolerance and (is_mean_over_ranks or each != world_size):
         return Cause.ACCUMULATION, f"{detail}, and every rank accumulates {each:.0f}"
     return Cause.GRADIENT_SCALE, f"{detail}, in a world of {world_size}"
@@ -77,10 +79,6 @@ def _is_clipped(norms: Sequence[float], weights: Sequence[float], tolerance: flo
     )
 
 
-def _words(counts: Sequence[int]) -> str:
-    return " and ".join(str(count) for count in counts)
-
-
 _WEIGHTS = 0.05
 """Relative difference of weights that are equal, at most."""
 
@@ -93,7 +91,11 @@ def gradients(pair: Pair, step: int) -> Diagnosis | None:
 def _between_ranks(pair: Pair, step: int) -> Diagnosis | None:
     records = pair.other.at(step)
     common = [name for name in records[0].used if any(name in record.used for record in records[1:])]
-    apart = [name for name in common if not _agree(pair, [r.used[name] for r in records if name in r.used])]
+    apart = [
+        name
+        for name in common
+        if not all(pair.is_same(records[0].used[name], r.used[name]) for r in records[1:] if name in r.used)
+    ]
     if not apart:
         return None
     own = [name for name in apart if all(_is_own(pair, record, name) for record in records)]
@@ -103,10 +105,6 @@ def _between_ranks(pair: Pair, step: int) -> Diagnosis | None:
         return Diagnosis(Cause.NOT_REDUCED, step, repr(apart[0]), "every rank steps with its own")
     detail = f"every rank steps with its own; {len(apart)} of {len(common)} parameters"
     return Diagnosis(Cause.LEFT_OUT, step, repr(apart[0]), detail)
-
-
-def _agree(pair: Pair, found: list[Measure]) -> bool:
-    return all(pair.is_same(found[0], each) for each in found[1:])
 
 
 def _is_own(pair: Pair, record: StepRecord, name: str) -> bool:
@@ -130,9 +128,8 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
     if not odd:
         return None
     first = repr(odd[0])
-    if all(pair.is_same(mine[n], theirs[n], scale, pair.fit) for n in odd) and _is_mean(
-        pair, step, list(mine)
-    ):
+    near = all(pair.is_same(mine[name], theirs[name], scale, pair.fit) for name in odd)
+    if near and _is_mean(_sums(pair, step, list(mine)), pair.fit):
         return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
     if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
@@ -143,22 +140,17 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         weights = ", ".join(f"{weight:.3g}" for weight in sums.used)
         detail = f"reduced with the weights {weights}; {len(odd)} of {len(mine)} parameters"
         return Diagnosis(Cause.LEFT_OUT, step, first, detail)
-    cause, detail = name_weights(
-        sums.batches, sums.used, sums.wanted, len(pair.other.ranks), min(pair.fit, _WEIGHTS)
-    )
+    cause, detail = _name_weights(sums, len(pair.other.ranks), min(pair.fit, _WEIGHTS))
     return Diagnosis(cause, step, first, detail)
 
 
-def _is_mean(pair: Pair, step: int, names: list[str]) -> bool:
+def _is_mean(sums: _Sums | None, fit: float) -> bool:
     """True if the weight of every backward pass is its number of samples."""
-    sums = _sums(pair, step, names)
-    if sums is None or sums.rest_of_used > pair.fit:
+    if sums is None or sums.rest_of_used > fit:
         return False
     counts = [len(batch.samples) for _, batch in sums.batches]
     unit = sum(sums.used) / max(sum(counts), 1)
-    return all(
-        abs(weight - unit * count) <= _WEIGHTS * unit * count for weight, count in zip(sums.used, counts)
-    )
+    return all(abs(w - unit * count) <= _WEIGHTS * unit * count for w, count in zip(sums.used, counts))
 
 
 def _merged(records: list[StepRecord]) -> dict[str, Measure]:
@@ -166,25 +158,10 @@ def _merged(records: list[StepRecord]) -> dict[str, Measure]:
     return {name: measure for record in reversed(records) for name, measure in record.used.items()}
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Weights of each backward pass in the gradients of the run and in those of the reference."""
-
-    batches: list[tuple[int, BatchRecord]]
-    used: list[float]
-    wanted: list[float]
-    rest_of_used: float
-    """Relative size of the part that the weights leave unexplained."""
-    rest_of_wanted: float
-
-
 def _sums(pair: Pair, step: int, names: list[str]) -> _Sums | None:
     """The weights over some parameters; None where no rank recorded their gradients."""
-    batches = [
-        (rank, batch)
-        for rank, batch in pair.other.batches(step)
-        if any(name in batch.gradients for name in names)
-    ]
+    every = pair.other.batches(step)
+    batches = [(rank, batch) for rank, batch in every if not batch.gradients.keys().isdisjoint(names)]
     if not batches:
         return None
     mine, theirs = pair.mine(step).used, _merged(pair.other.at(step))

@@ -140,12 +140,10 @@ class Recording:
 
 def _step(line: str) -> StepRecord:
     fields: dict[str, Any] = json.loads(line)
-    batches = [
-        BatchRecord(
-            **each | {"generators": tuple(each["generators"]), "gradients": _measures(each["gradients"])}
-        )
-        for each in fields.pop("batches")
-    ]
+    batches = []
+    for each in fields.pop("batches"):
+        read = {"generators": tuple(each["generators"]), "gradients": _measures(each["gradients"])}
+        batches.append(BatchRecord(**each | read))
     for name in ("buffers", "used", "values"):
         fields[name] = _measures(fields[name])
     fields["calls"] = [(name, before, after) for name, before, after in fields["calls"]]

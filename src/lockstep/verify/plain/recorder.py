@@ -21,7 +21,7 @@ import json
 import resource
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -35,13 +35,14 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.fingerprint import device_model, digest_tensor
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.optimizer_step import hyperparameters, implementation
-from lockstep.verify.plain.record import BatchRecord, Measure, RankRecord, Sample, StepRecord
+from lockstep.verify.plain.record import BatchRecord, Measure, RankRecord, StepRecord
 
 LENGTH = 16
 """Numbers per tensor; a smaller tensor is its own sketch."""
@@ -87,16 +88,13 @@ requested: ContextVar[RecordingRequest | None] = ContextVar("requested", default
 """Set by ``lockstep verify --script`` around the script."""
 
 
-def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> Callable[[], None]:
-    """Calls ``note`` with name, digest of input and of output for each call of an innermost module; returns its end.
+def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> list[RemovableHandle]:
+    """Calls ``note`` with name, digest of input and of output for each call of an innermost module; returns the hooks.
 
     Calls without gradients are ignored.
     """
-    names = {
-        module: name
-        for name, module in model.named_modules()
-        if name and next(module.children(), None) is None
-    }
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    names = {module: name for name, module in modules if next(module.children(), None) is None}
     inputs: dict[nn.Module, str] = {}
     handles = []
 
@@ -109,12 +107,7 @@ def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> Call
 
     for module in names:
         handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-    def stop() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return stop
+    return handles
 
 
 def _digest(value: Any) -> str:
@@ -187,11 +180,11 @@ class Recorder:
         self._record = RankRecord(rank, world_size, torch.initial_seed())
         self._number, self._hooked = first_step, set[str]()
         self._step: StepRecord | None = None
-        self._stop_watching: Callable[[], None] | None = None
+        self._watches: list[RemovableHandle] = []
         if first_step:
             _keep(self._path, first_step)
         elif not hasattr(self._model, "_orig_mod"):  # a compiled model calls no modules
-            self._stop_watching = watch_calls(self._model, self._call)
+            self._watches = watch_calls(self._model, self._call)
         self._model.register_forward_pre_hook(self._before_forward)
         self._model.register_forward_hook(self._after_forward)
         for optimizer in optimizers:
@@ -221,7 +214,7 @@ class Recorder:
             step.batches.append(BatchRecord())
         record = step.batches[-1]
         record.inputs = [digest_tensor(row)[:16] for row in inputs] if inputs is not None else []
-        record.samples = _samples(samples, record.inputs)
+        record.samples = [int(n) for n in samples] if samples is not None else list(record.inputs)
         record.losses = losses.detach().double().reshape(-1).tolist() if losses is not None else []
         record.loss = float(loss.detach() if isinstance(loss, Tensor) else loss) if loss is not None else None
         for name, found in (("inputs", record.inputs), ("losses", record.losses)):
@@ -239,9 +232,8 @@ class Recorder:
         step.seconds = began - self._mark
         step.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         step.values = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
-        if self._stop_watching is not None:
-            self._stop_watching()
-            self._stop_watching = None
+        while self._watches:
+            self._watches.pop().remove()
         with self._path.open("a") as file:
             file.write(json.dumps(step, default=vars) + "\n")
         self._step, self._number = None, self._number + 1
@@ -258,9 +250,8 @@ class Recorder:
         measure, named = self._sketcher.measure, list(self._model.named_parameters())
         step = self._step = StepRecord(self._number)
         step.begin = {name: digest_tensor(parameter) for name, parameter in named}
-        step.buffers = {
-            n: measure(n, buffer) for n, buffer in self._model.named_buffers() if buffer.is_floating_point()
-        }
+        floating = ((n, b) for n, b in self._model.named_buffers() if b.is_floating_point())
+        step.buffers = {name: measure(name, buffer) for name, buffer in floating}
         step.settings = hyperparameters(self._optimizers)
         step.trained = [name for name, parameter in named if parameter.requires_grad]
         step.batch_norms = batch_norms(self._model)
@@ -337,9 +328,3 @@ def _keep(path: Path, steps: int) -> None:
             "folder in which the run was recorded before it stopped."
         )
     path.write_text("".join(lines[: steps + 1]))
-
-
-def _samples(samples: Sequence[int] | Tensor | None, inputs: Iterable[str]) -> list[Sample]:
-    if samples is None:
-        return list(inputs)
-    return [int(index) for index in samples]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from lockstep.text import numbered, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain.checks import Pair
-from lockstep.verify.plain.record import BatchRecord, Recording, Sample
+from lockstep.verify.plain.record import Recording, Sample
 
 
 def samples(pair: Pair, step: int) -> Diagnosis | None:
@@ -49,15 +49,13 @@ def same_order(pair: Pair) -> Diagnosis | None:
 def inputs(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a sample whose input differs."""
     mine = {key for _, batch in pair.reference.batches(step) for key in zip(batch.samples, batch.inputs)}
-    if not mine:
-        return None
     odd = [
         (rank, sample)
         for rank, batch in pair.other.batches(step)
         for sample, digest in zip(batch.samples, batch.inputs)
         if (sample, digest) not in mine
     ]
-    if not odd:
+    if not odd or not mine:
         return None
     ranks = sorted({rank for rank, _ in odd})
     return Diagnosis(Cause.AUGMENTATION, step, f"sample {odd[0][1]}", f"on {numbered('rank', ranks)}")
@@ -105,7 +103,8 @@ def _some(found: Iterable[Sample]) -> str:
 
 def losses(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a sample whose loss differs by more than rounding."""
-    mine = _by_sample(batch for _, batch in pair.reference.batches(step))
+    reference = [batch for _, batch in pair.reference.batches(step)]
+    mine = {sample: loss for batch in reference for sample, loss in zip(batch.samples, batch.losses)}
     if not mine:
         return None
     scale = sum(abs(value) for value in mine.values()) / len(mine)
@@ -120,9 +119,9 @@ def losses(pair: Pair, step: int) -> Diagnosis | None:
 
 def _cause(pair: Pair, step: int, where: str, numbers: str) -> Diagnosis:
     batches = [(rank, batch) for rank, batch in pair.other.batches(step) if batch.losses]
-    drew = [batch.generators[0] != batch.generators[1] for _, batch in batches]
-    states = [_states(pair, step, rank) for rank in sorted({rank for rank, _ in batches})]
-    if any(drew):
+    ranks = [pair.other.at(step)[rank].batches for rank in sorted({rank for rank, _ in batches})]
+    states = [[batch.generators[0] for batch in each] for each in ranks]
+    if any(batch.generators[0] != batch.generators[1] for _, batch in batches):
         if len(states) > 1 and all(state == states[0] for state in states):
             return Diagnosis(Cause.SAME_MASKS, step, where, "torch's generator is in one state on all ranks")
         return Diagnosis(Cause.MODEL_RANDOMNESS, step, where, numbers)
@@ -130,11 +129,3 @@ def _cause(pair: Pair, step: int, where: str, numbers: str) -> Diagnosis:
     if norms and len(batches) > len(list(pair.reference.batches(step))):
         return Diagnosis(Cause.BATCH_NORM, step, where, f"{norms[0]!r} is one; {numbers}")
     return Diagnosis(Cause.FORWARD, step, where, numbers)
-
-
-def _states(pair: Pair, step: int, rank: int) -> list[str]:
-    return [batch.generators[0] for batch in pair.other.ranks[rank].steps[step].batches]
-
-
-def _by_sample(batches: Iterable[BatchRecord]) -> dict[Sample, float]:
-    return {sample: loss for batch in batches for sample, loss in zip(batch.samples, batch.losses)}
