@@ -12,7 +12,7 @@ from lockstep.checkpoint import (
     BackgroundWriter,
     CheckpointState,
     committed,
-    latest,
+    prepare,
     read,
     read_newest,
     writer,
@@ -20,6 +20,10 @@ from lockstep.checkpoint import (
 from lockstep.checkpoint.background import snapshot
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.runtime.stop_signals import CriticalThread, Ended, wait_for_critical_threads
+
+
+def write(background, directory, state, **options):
+    return background.carry_out(prepare(directory, state, **options))
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def slow_disk(monkeypatch):
 def test_what_is_written_is_the_state_at_the_save_and_not_a_later_one(tmp_path, state_of, shown, slow_disk):
     asked, go_on = slow_disk
     background, state = BackgroundWriter(), state_of(4)
-    path = background.write(tmp_path, state, step=4)
+    path = write(background, tmp_path, state, step=4)
     for tensor in (*state.model.values(), *state.optimizer.values()):
         tensor.fill_(-1)
     state.progress["step"] = -1
@@ -54,7 +58,7 @@ def test_what_is_written_is_the_state_at_the_save_and_not_a_later_one(tmp_path, 
 
 def test_a_check_never_waits(tmp_path, state_of, slow_disk):
     background = BackgroundWriter()
-    background.write(tmp_path, state_of(1), step=1)
+    write(background, tmp_path, state_of(1), step=1)
     background.check()
     assert background.busy
     slow_disk[1].set()
@@ -64,9 +68,9 @@ def test_a_check_never_waits(tmp_path, state_of, slow_disk):
 def test_the_next_save_waits_for_the_one_on_its_way(tmp_path, state_of, slow_disk):
     asked, go_on = slow_disk
     background = BackgroundWriter()
-    background.write(tmp_path, state_of(1), step=1)
+    write(background, tmp_path, state_of(1), step=1)
     assert asked.wait(30)
-    second = threading.Thread(target=background.write, args=(tmp_path, state_of(2)), kwargs={"step": 2})
+    second = threading.Thread(target=write, args=(background, tmp_path, state_of(2)), kwargs={"step": 2})
     second.start()
     second.join(0.2)
     assert second.is_alive()
@@ -80,8 +84,8 @@ def test_the_next_save_waits_for_the_one_on_its_way(tmp_path, state_of, slow_dis
 def test_readers_of_the_same_process_wait_for_it(tmp_path, state_of, shown):
     background = BackgroundWriter()
     for step in (1, 2, 3):
-        background.write(tmp_path, state_of(step), step=step)
-        assert latest(tmp_path).name == f"step-0000000{step}"
+        write(background, tmp_path, state_of(step), step=step)
+        assert read_newest(tmp_path).path.name == f"step-0000000{step}"
     assert shown(read_newest(tmp_path).state) == 3
 
 
@@ -90,17 +94,17 @@ def test_a_disk_that_fills_up_meanwhile_is_one_sentence_once_and_leaves_the_form
     tmp_path, state_of, shown
 ):
     background = BackgroundWriter()
-    background.write(tmp_path, state_of(1), step=1)
+    write(background, tmp_path, state_of(1), step=1)
     background.finish()
     with largest_file(1 << 10):
-        background.write(tmp_path, state_of(2, 5000), step=2)
+        write(background, tmp_path, state_of(2, 5000), step=2)
         wait_for_critical_threads()
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*make room") as failure:
         background.check()
     assert "\n" not in str(failure.value)
     background.check()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    background.write(tmp_path, state_of(3), step=3)
+    write(background, tmp_path, state_of(3), step=3)
     background.finish()
     assert shown(read_newest(tmp_path).state) == 3
 
@@ -109,10 +113,10 @@ def test_what_cannot_be_written_at_all_is_refused_at_once(tmp_path, state_of):
     background, state = BackgroundWriter(), state_of(1)
     state.progress["function"] = print
     with pytest.raises(ConfigError, match="a checkpoint cannot hold"):
-        background.write(tmp_path / "run", state, step=1)
+        write(background, tmp_path / "run", state, step=1)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"):
-        background.write(tmp_path / "file", state_of(1), step=1)
+        write(background, tmp_path / "file", state_of(1), step=1)
     assert not background.busy
 
 
@@ -120,7 +124,7 @@ def test_what_cannot_be_written_at_all_is_refused_at_once(tmp_path, state_of):
 def test_old_ones_go_and_the_one_before_a_broken_newest_is_found(tmp_path, state_of, shown, caplog):
     background = BackgroundWriter()
     for step in range(1, 6):
-        background.write(tmp_path, state_of(step), step=step, keep=2)
+        write(background, tmp_path, state_of(step), step=step, keep=2)
     background.finish()
     assert [path.name for path in committed(tmp_path)] == ["step-00000004", "step-00000005"]
     weights = tmp_path / "step-00000005" / "model.safetensors"
@@ -132,10 +136,10 @@ def test_old_ones_go_and_the_one_before_a_broken_newest_is_found(tmp_path, state
 def test_a_program_that_ends_without_a_last_look_does_not_seem_to_have_saved(tmp_path):
     code = """if True:
         import resource, sys, torch
-        from lockstep.checkpoint import BackgroundWriter, CheckpointState
+        from lockstep.checkpoint import BackgroundWriter, CheckpointState, prepare
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))
         state = CheckpointState({"w": torch.zeros(5000)}, {}, {})
-        BackgroundWriter().write(sys.argv[1], state, step=7)
+        BackgroundWriter().carry_out(prepare(sys.argv[1], state, step=7))
     """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 3
@@ -147,7 +151,7 @@ def test_a_snapshot_shares_no_memory_and_keeps_values_types_and_shapes():
     base = torch.arange(12.0).reshape(3, 4)
     state = CheckpointState({"a": base, "b": base.t(), "c": base[1:, ::2].to(torch.bfloat16)}, {}, {})
     wanted = {name: tensor.clone() for name, tensor in state.model.items()}
-    copied = snapshot(state).wait()
+    copied, _ = snapshot(state)
     base.zero_()
     for name, tensor in copied.model.items():
         assert (tensor.dtype, tensor.is_contiguous()) == (wanted[name].dtype, True)
@@ -159,11 +163,13 @@ def test_a_snapshot_of_a_gpu_holds_what_was_there_before_the_next_update(tmp_pat
     state = state_of(6, 1 << 22)
     tensors = {name: tensor.cuda() for name, tensor in state.model.items()}
     moved = type(state)(tensors, {k: t.cuda() for k, t in state.optimizer.items()}, state.progress)
-    taken = snapshot(moved)
+    taken, events = snapshot(moved)
     for tensor in (*moved.model.values(), *moved.optimizer.values()):
         tensor.zero_()
-    assert all(tensor.is_pinned() for tensor in taken.state.model.values())
-    assert shown(taken.wait()) == 6
+    assert all(tensor.is_pinned() for tensor in taken.model.values())
+    for event in events:
+        event.synchronize()
+    assert shown(taken) == 6
 
 
 def test_a_rank_that_fails_waits_for_a_moment_though_it_is_told_to_end():

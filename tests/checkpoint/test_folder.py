@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.checkpoint import Best, best, committed, latest, prune, read, read_best, write, write_best
+from lockstep.checkpoint import Best, committed, prune, read, read_best, write, write_best
 from lockstep.checkpoint.manifest import seal
 from lockstep.errors import CheckpointError
 
@@ -16,14 +16,12 @@ def names(directory):
 
 def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
     assert committed(tmp_path / "none") == []
-    assert latest(tmp_path) is None
-    assert best(tmp_path) is None
+    assert read_best(tmp_path) is None
 
 
 def test_the_newest_is_the_highest_step_whatever_the_order_of_names(tmp_path, save):
     for step in (99_999_999, 100_000_000, 5):
         save(step)
-    assert latest(tmp_path).name == "step-100000000"
     assert [path.name for path in committed(tmp_path)] == ["step-00000005", "step-99999999", "step-100000000"]
 
 
@@ -39,18 +37,17 @@ def test_the_best_is_never_deleted_until_another_is_best(tmp_path, save):
     for step in (1, 2):
         save(step, keep=1)
     assert names(tmp_path) == ["step-00000000", "step-00000002"]
-    assert best(tmp_path).name == "step-00000000"
     assert read_best(tmp_path) == Best(0, "accuracy", 0.97)
     write_best(tmp_path, Best(2, "accuracy", 0.98))
     save(3, keep=1)
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def test_protected_steps_and_the_one_just_written_stay(tmp_path, save):
+def test_the_newest_step_and_the_one_just_written_stay(tmp_path, save):
     for step in (10, 20, 30):
         save(step)
-    save(15, keep=1, protect={10})
-    assert names(tmp_path) == ["step-00000010", "step-00000015", "step-00000030"]
+    save(15, keep=1)
+    assert names(tmp_path) == ["step-00000015", "step-00000030"]
 
 
 @pytest.mark.fault("K4")
@@ -59,8 +56,6 @@ def test_saving_a_step_again_never_writes_over_it(tmp_path, save, shown):
     second = save(4)
     assert (first.name, second.name) == ("step-00000004", "step-00000004-2")
     assert names(tmp_path) == ["step-00000004-2"]
-    write_best(tmp_path, Best(4, "loss", -1.0))
-    assert best(tmp_path) == second
     assert shown(read(second)) == 4
 
 

@@ -7,9 +7,10 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+from tests.checkpoint.manifests import manifest_of
 
 from lockstep.checkpoint import read, read_newest, verify, write
-from lockstep.checkpoint.manifest import Manifest, digest, seal
+from lockstep.checkpoint.manifest import digest, seal
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
@@ -109,10 +110,10 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(sound, tmp_path, monkeypatch):
     for name in ("model.safetensors", "optimizer.safetensors", "state.json"):
         kept = (sound / name).read_bytes()
         (sound / name).write_bytes(pickle.dumps(Evil()))
-        (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+        (sound / "manifest.json").write_bytes(manifest_of(sound, 7))
         refused(sound)
         torch.save({"a": Evil()}, sound / name)
-        (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+        (sound / "manifest.json").write_bytes(manifest_of(sound, 7))
         refused(sound)
         (sound / name).write_bytes(kept)
     (sound / "manifest.json").write_bytes(pickle.dumps(Evil()))
@@ -124,7 +125,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(sound, tmp_path, monkeypatch):
 def test_a_sealed_record_of_other_content_is_refused(sound, record):
     text = record if isinstance(record, str) else json.dumps(record)
     (sound / "state.json").write_text(text)
-    (sound / "manifest.json").write_bytes(Manifest.of(sound, 7).to_bytes())
+    (sound / "manifest.json").write_bytes(manifest_of(sound, 7))
     refused(sound)
 
 
@@ -150,9 +151,7 @@ def test_the_newest_that_is_broken_is_passed_over_and_said(tmp_path, state_of, s
     restored = read_newest(tmp_path)
     assert shown(restored.state) == 2
     assert restored.path.name == "step-00000002"
-    assert len(restored.refused) == 1
-    assert str(path / "model.safetensors") in restored.refused[0]
-    assert "Checkpoint passed over" in caplog.text
+    assert f"Checkpoint passed over: {path / 'model.safetensors'}" in caplog.text
 
 
 def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):
@@ -163,12 +162,6 @@ def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):
         CheckpointError, match=r"(?s)Every checkpoint .* is broken.*step-00000002.*step-00000001"
     ):
         read_newest(tmp_path)
-
-
-@pytest.mark.gpus(1)
-def test_tensors_arrive_on_the_asked_device(sound):
-    state = read(sound, map_location="cuda")
-    assert all(tensor.is_cuda for tensor in [*state.model.values(), *state.optimizer.values()])
 
 
 def test_verify_returns_what_the_checkpoint_consists_of(sound):

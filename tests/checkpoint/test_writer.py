@@ -4,7 +4,7 @@ import torch
 from tests.checkpoint.full_disk import largest_file
 from torch import nn
 
-from lockstep.checkpoint import CheckpointState, export, model_state, read, read_newest, write
+from lockstep.checkpoint import CheckpointState, export, read, read_newest, write
 from lockstep.errors import CheckpointError, ConfigError
 
 
@@ -106,7 +106,7 @@ def test_equal_states_make_equal_files(tmp_path, state_of):
 
 
 def test_exported_weights_load_into_the_plain_model(tmp_path, tied):
-    path = export(tmp_path / "out" / "weights.safetensors", *model_state(tied))
+    path = export(tmp_path / "out" / "weights.safetensors", tied.state_dict())
     fresh = type(tied)()
     fresh.load_state_dict(safetensors.torch.load_file(path))
     assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), tied.state_dict().values()))
@@ -114,8 +114,8 @@ def test_exported_weights_load_into_the_plain_model(tmp_path, tied):
 
 
 def test_an_export_that_fails_leaves_the_older_file(tmp_path):
-    path = export(tmp_path / "weights.safetensors", *model_state(nn.Linear(2, 2)))
+    path = export(tmp_path / "weights.safetensors", nn.Linear(2, 2).state_dict())
     before = contents(tmp_path)
     with largest_file(100), pytest.raises(CheckpointError, match="could not be written"):
-        export(path, *model_state(nn.Linear(200, 200)))
+        export(path, nn.Linear(200, 200).state_dict())
     assert contents(tmp_path) == before

@@ -7,15 +7,7 @@ import json
 import pytest
 import torch
 
-from lockstep.core.fingerprint import (
-    Context,
-    combine,
-    device_model,
-    differing,
-    digest_tensor,
-    digest_tensors,
-    fingerprint,
-)
+from lockstep.core.fingerprint import Context, combine, device_model, differing, digest_tensor, digest_tensors
 
 CONTEXT = Context(
     global_batch=64,
@@ -40,8 +32,6 @@ def test_a_digest_is_sha256_of_type_shape_and_bytes():
 def test_a_fingerprint_is_the_hash_of_sorted_names_and_digests():
     lines = "a 11\nb 22\n"
     assert combine({"b": "22", "a": "11"}) == hashlib.sha256(lines.encode()).hexdigest()
-    tensors = {"b": torch.zeros(2), "a": torch.ones(3)}
-    assert fingerprint(tensors) == combine({name: digest_tensor(tensor) for name, tensor in tensors.items()})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,7 +95,7 @@ def test_a_context_without_an_entry_differs_in_it():
 
 
 def test_the_world_is_no_part_of_the_context():
-    assert not {"world_size", "rank", "strategy", "workers"} & set(Context.known())
+    assert not {"world_size", "rank", "strategy", "workers"} & CONTEXT.as_dict().keys()
 
 
 def test_a_cpu_is_named_by_its_vector_instructions():

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import torch
+from tests.checkpoint.manifests import manifest_of
 from tests.checkpoint.shards import save
 from tests.fuzz.damage import damaged_bytes, damaged_value
 from tests.run.jobs import begin, dataset, train_step
@@ -12,7 +13,7 @@ from torch import nn
 
 from lockstep.checkpoint import read, read_best, write_best
 from lockstep.checkpoint.folder import Best
-from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, seal
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, seal
 
 
 def begun(folder, **options):
@@ -102,7 +103,7 @@ class Attempt:
             for _ in range(rng.randint(1, 3)):
                 record = damaged_value(record, rng)
             (path / RECORD).write_text(json.dumps(record))
-        manifest = Manifest.of(path, 1).to_bytes()
+        manifest = manifest_of(path, 1)
         if rng.random() < 0.25:
             body = damaged_value(json.loads(manifest)["body"], rng)
             manifest = seal(body) if isinstance(body, dict) else manifest

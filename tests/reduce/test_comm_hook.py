@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
-from lockstep.core.fingerprint import fingerprint
+from lockstep.core.fingerprint import combine, digest_tensors
 from lockstep.errors import ConfigError
 from lockstep.reduce import OrderedHookState, ordered_hook
 
@@ -60,7 +60,7 @@ def train_with_torch(world, *, hook=True, bucket_cap_mb=0.01, as_view=False, fin
         nn.functional.cross_entropy(ddp(inputs[part]), targets[part]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return fingerprint(model.state_dict())
+    return combine(digest_tensors(model.state_dict()))
 
 
 def train_with_lockstep(world):

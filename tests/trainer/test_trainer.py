@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
-from lockstep.config.job import TrainingConfig
+from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
-from lockstep.trainer import Intervals, Trainer, TrainingParts
+from lockstep.trainer import Trainer, TrainingParts
 
 
 def blobs(seed):
@@ -39,9 +39,9 @@ def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings)
         validation_set=blobs(1),
         workers=0,
     )
-    intervals = Intervals(log_every=2, save_every_steps=save_every_steps)
+    saving = CheckpointConfig(every_steps=save_every_steps)
     logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
-    return Trainer(run, parts, settings, intervals, logger)
+    return Trainer(run, parts, settings, saving, 2, logger)
 
 
 def outcome(world, folder, options):
@@ -74,7 +74,7 @@ def test_a_run_that_does_not_improve_stops_early_and_names_its_best(tmp_path):
     assert 0 < values["validation_accuracy"] < 1
     assert [record["epoch"] for record in records(tmp_path) if record["kind"] == "epoch"] == [0, 1, 2]
     assert checkpoint.read_best(tmp_path).step == 4
-    assert checkpoint.best(tmp_path).name == "step-00000004"
+    assert (tmp_path / "step-00000004").is_dir()
 
 
 def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
@@ -120,5 +120,5 @@ def test_the_exported_weights_load_into_the_plain_model(tmp_path):
     run_ranks(exported, 2, tmp_path)
     model = nn.Linear(3, 2)
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
-    newest = checkpoint.read(checkpoint.latest(tmp_path))
+    newest = checkpoint.read_newest(tmp_path).state
     assert all(torch.equal(newest.model[name], value) for name, value in model.state_dict().items())

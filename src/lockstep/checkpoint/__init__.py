@@ -2,7 +2,7 @@
 
 from lockstep.checkpoint.atomic import clean
 from lockstep.checkpoint.background import BackgroundWriter
-from lockstep.checkpoint.folder import Best, best, committed, latest, prune, read_best, write_best
+from lockstep.checkpoint.folder import Best, committed, prune, read_best, write_best
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
 from lockstep.checkpoint.state import (
     CheckpointState,
@@ -13,23 +13,22 @@ from lockstep.checkpoint.state import (
     parameter_names,
     require_same_model,
 )
-from lockstep.checkpoint.writer import export, write
+from lockstep.checkpoint.writer import export, prepare, write
 
 __all__ = [
     "BackgroundWriter",
     "Best",
     "CheckpointState",
     "Restored",
-    "best",
     "clean",
     "committed",
     "export",
-    "latest",
     "load_model_state",
     "load_optimizer_state",
     "model_state",
     "optimizer_state",
     "parameter_names",
+    "prepare",
     "prune",
     "read",
     "read_best",

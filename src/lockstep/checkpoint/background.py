@@ -12,8 +12,7 @@ import atexit
 import dataclasses
 import os
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,28 +20,13 @@ from torch import Tensor
 
 from lockstep.checkpoint.sharded import ShardedOrder
 from lockstep.checkpoint.state import CheckpointState
-from lockstep.checkpoint.writer import Order, prepare
+from lockstep.checkpoint.writer import Order
 from lockstep.errors import EXIT_DATA, LockstepError
 from lockstep.runtime.stop_signals import CriticalThread
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of a run's state, so that training can go on while it is written."""
-
-    state: CheckpointState
-    copied: tuple[torch.cuda.Event, ...] = ()
-    """One per GPU, recorded after its copies."""
-
-    def wait(self) -> CheckpointState:
-        """The state, once every copy from a GPU has arrived."""
-        for event in self.copied:
-            event.synchronize()
-        return self.state
-
-
-def snapshot(state: CheckpointState) -> Snapshot:
-    """Copies all tensors of a state to the host, in row order.
+def snapshot(state: CheckpointState) -> tuple[CheckpointState, list[torch.cuda.Event]]:
+    """Copies all tensors of a state to the host, in row order; the copy is whole once each GPU's event has passed.
 
     What lies on a GPU goes to page-locked memory without holding up the host: the copies stand in the queue of the
     current stream, so the optimizer's next update comes after them.
@@ -50,7 +34,7 @@ def snapshot(state: CheckpointState) -> Snapshot:
     copied = dataclasses.replace(state, model=_copies(state.model), optimizer=_copies(state.optimizer))
     tensors = [*state.model.values(), *state.optimizer.values()]
     devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    return Snapshot(copied, tuple(_mark(device) for device in devices))
+    return copied, [_mark(device) for device in devices]
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,35 +66,13 @@ class BackgroundWriter:
         """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def write(
-        self,
-        directory: Path | str,
-        state: CheckpointState,
-        *,
-        step: int,
-        keep: int | None = None,
-        protect: Collection[int] = (),
-        owned: bool = False,
-    ) -> Path:
-        """Begins to write ``state`` and returns the folder that the checkpoint will have once it is whole.
+    def carry_out(self, order: Order | ShardedOrder, *, owned: bool = False) -> Path:
+        """Begins to carry out an order and returns the folder that the checkpoint will have once it is whole.
 
-        Waits for the previous checkpoint. Errors that can be known in advance are raised at once.
-
-        Args:
-            directory: as for ``checkpoint.write``.
-            state: what to write; copied, so that it may change afterwards.
-            step: as for ``checkpoint.write``.
-            keep: as for ``checkpoint.write``.
-            protect: as for ``checkpoint.write``.
-            owned: True if nobody changes the tensors afterwards, so that no copy is needed.
+        Waits for the previous checkpoint. The state is copied, unless it is ``owned``: nobody changes it afterwards.
         """
         self.finish()
-        return self.carry_out(prepare(directory, state, step=step, keep=keep, protect=protect), owned=owned)
-
-    def carry_out(self, order: Order | ShardedOrder, *, owned: bool = False) -> Path:
-        """Begins to carry out a prepared order; ``write`` prepares one itself."""
-        self.finish()
-        self._thread = _Writing(order, Snapshot(order.state) if owned else snapshot(order.state))
+        self._thread = _Writing(order, *((order.state, []) if owned else snapshot(order.state)))
         atexit.register(self._finish_at_exit)
         self._thread.start()
         return order.path
@@ -145,17 +107,21 @@ class BackgroundWriter:
 class _Writing(CriticalThread):
     """The thread of one checkpoint."""
 
-    def __init__(self, order: Order | ShardedOrder, taken: Snapshot) -> None:
+    def __init__(
+        self, order: Order | ShardedOrder, state: CheckpointState, copied: list[torch.cuda.Event]
+    ) -> None:
         super().__init__(name=f"checkpoint of step {order.step}")
-        self._order, self._taken = order, taken
+        self._order, self._copied = dataclasses.replace(order, state=state), copied
         self.error: Exception | None = None
         """The error, once the thread has ended."""
 
     def run(self) -> None:
         """Writes the checkpoint, then frees the copy."""
         try:
-            dataclasses.replace(self._order, state=self._taken.wait()).carry_out()
+            for event in self._copied:
+                event.synchronize()
+            self._order.carry_out()
         except Exception as error:
             self.error = error
         finally:
-            del self._order, self._taken
+            del self._order

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.atomic import remove_folder, write_whole
-from lockstep.checkpoint.manifest import MANIFEST, read_sealed, seal
+from lockstep.checkpoint.manifest import JSON, read_sealed, seal
 from lockstep.errors import CheckpointError
-from lockstep.runtime.stop_signals import wait_for_critical_threads
 
 BEST = "best.json"
 _STEP = re.compile(r"step-(\d{8,18})(?:-(\d{1,9}))?")
@@ -50,27 +49,15 @@ def committed(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir() and not path.is_symlink()]
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest committed checkpoint of a run folder, not yet verified; None if there is none.
-
-    Waits for what this process is still writing.
-    """
-    wait_for_critical_threads()
-    paths = [path for path in committed(Path(directory)) if (path / MANIFEST).exists()]
-    return paths[-1] if paths else None
-
-
 def write_best(directory: Path, best: Best) -> None:
     """Records which step is best, atomically. That step's checkpoint is kept from then on."""
-    write_whole(
-        Path(directory) / BEST,
-        seal({"step": best.step, "metric": best.metric, "value": repr(float(best.value))}),
-    )
+    body: dict[str, JSON] = {"step": best.step, "metric": best.metric, "value": repr(float(best.value))}
+    write_whole(directory / BEST, seal(body))
 
 
 def read_best(directory: Path) -> Best | None:
     """The recorded best step; None if none was recorded, ``CheckpointError`` if the record was altered."""
-    path = Path(directory) / BEST
+    path = directory / BEST
     if not path.exists():
         return None
     body = read_sealed(path)
@@ -79,15 +66,6 @@ def read_best(directory: Path) -> Best | None:
         with suppress(ValueError):
             return Best(step, metric, float(value))
     raise CheckpointError(f"{path} does not state a step, a metric and its value. Remove it, or use a copy.")
-
-
-def best(directory: Path) -> Path | None:
-    """The checkpoint of the recorded best step; None if none was recorded or it is gone."""
-    record = read_best(directory)
-    of_step = [
-        path for path in committed(Path(directory)) if record and (step_of(path) or (-1,))[0] == record.step
-    ]
-    return of_step[-1] if of_step else None
 
 
 def prune(directory: Path, *, keep: int | None, protect: Collection[int] = ()) -> list[Path]:

@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +128,11 @@ def tensor_files(names: Collection[str]) -> tuple[list[str], list[str]] | None:
     return [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
 
 
-def load_tensors(paths: Iterable[Path], device: str) -> dict[str, Tensor]:
-    """The tensors of some files, whole.
-
-    Raises:
-        CheckpointError: rows of one tensor do not fit together.
-    """
+def load_tensors(paths: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of some files, whole, on the CPU; ``CheckpointError`` where rows of one do not fit together."""
     rows: dict[str, list[Tensor]] = {}
     for path in paths:
-        for name, tensor in safetensors.torch.load_file(path, device=device).items():
+        for name, tensor in safetensors.torch.load_file(path).items():
             rows.setdefault(name, []).append(tensor)
     return {name: _joined(name, rows.pop(name)) for name in list(rows)}
 
@@ -180,17 +176,9 @@ class Manifest:
     step: int
     files: dict[str, FileEntry]
 
-    @classmethod
-    def of(cls, folder: Path, step: int) -> Manifest:
-        """Reads the sizes and digests of all files in ``folder``."""
-        names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-        return cls(step, {name: FileEntry.of(folder / name) for name in names})
-
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``."""
-        files: JSON = {
-            name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()
-        }
+        files: JSON = {name: asdict(entry) for name, entry in self.files.items()}
         return seal({"format": FORMAT, "step": self.step, "files": files})
 
     @classmethod

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 
 from lockstep.checkpoint.folder import committed, step_of
@@ -22,14 +21,11 @@ from lockstep.runtime.stop_signals import wait_for_critical_threads
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The newest sound checkpoint of a run folder."""
+class Restored(NamedTuple):
+    """A checkpoint that was read, and its folder."""
 
     path: Path
     state: CheckpointState
-    refused: tuple[str, ...]
-    """Why each newer one was passed over; empty in the ordinary case."""
 
 
 def verify(path: Path | str) -> Manifest:
@@ -50,19 +46,13 @@ def verify(path: Path | str) -> Manifest:
     return manifest
 
 
-def read(path: Path | str, *, map_location: torch.device | str = "cpu") -> CheckpointState:
-    """Reads one checkpoint, on any number of processes; each that calls it gets the whole state.
-
-    Args:
-        path: the checkpoint's own folder.
-        map_location: device of the tensors.
-    """
+def read(path: Path | str) -> CheckpointState:
+    """Reads one checkpoint to the CPU, on any number of processes; each that calls it gets the whole state."""
     path = Path(path)
     files = tensor_files(verify(path).files)
     assert files is not None  # the manifest was verified
-    device = str(torch.device(map_location))
     try:
-        model, optimizer = (load_tensors([path / name for name in names], device) for names in files)
+        model, optimizer = (load_tensors([path / name for name in names]) for names in files)
         record = json.loads((path / RECORD).read_bytes())
         progress, aliases, records = decode(record["progress"]), record["aliases"], record["optimizers"]
         sound = all(isinstance(part, dict) for part in (progress, aliases, records))
@@ -76,9 +66,7 @@ def read(path: Path | str, *, map_location: torch.device | str = "cpu") -> Check
     return CheckpointState(model, optimizer, progress, aliases, records)
 
 
-def read_newest(
-    directory: Path | str, *, map_location: torch.device | str = "cpu", written_by: str = ""
-) -> Restored | None:
+def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:
     """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
 
     A broken one is passed over with a warning. ``CheckpointError`` lists them where all are broken:
@@ -86,20 +74,19 @@ def read_newest(
 
     Args:
         directory: the run folder.
-        map_location: device of the tensors.
         written_by: id of the run whose checkpoints count; empty for those of any.
     """
     wait_for_critical_threads()
     refused: list[str] = []
     for path in reversed(committed(Path(directory))):
         try:
-            state = read(path, map_location=map_location)
+            state = read(path)
         except CheckpointError as error:
             logger.warning("Checkpoint passed over: %s", error)
             refused.append(str(error))
         else:
             if not written_by or state.progress.get("run") == written_by:
-                return Restored(path, state, tuple(refused))
+                return Restored(path, state)
     if not refused:
         return None
     raise CheckpointError(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.models.weights import Differences, compare
+from lockstep.models.weights import compare
 from lockstep.text import shorten
 
 
@@ -33,15 +33,13 @@ class CheckpointState:
     """Epoch, step, best metric, scaler, fingerprint, ...: numbers, strings, None, lists, tuples, dicts."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Further names of tied tensors, each with the name under which ``model`` holds it."""
-    optimizer_records: dict[str, JSON] = field(default_factory=dict)
+    optimizer_records: dict[str, Any] = field(default_factory=dict)
     """The JSON part of ``optimizer_state`` for each optimizer."""
 
     @property
     def tensor_bytes(self) -> int:
         """Size of all tensors together."""
-        return sum(
-            t.numel() * t.element_size() for part in (self.model, self.optimizer) for t in part.values()
-        )
+        return sum(tensor.nbytes for part in (self.model, self.optimizer) for tensor in part.values())
 
 
 def parameter_names(model: nn.Module) -> dict[Tensor, str]:
@@ -79,11 +77,7 @@ def require_same_model(
 ) -> None:
     """Raises ``CheckpointMismatch`` that lists every name that is missing, unexpected, or of another shape, dtype, tie.
 
-    Args:
-        tensors: what a checkpoint holds of a model.
-        aliases: its further names of tied tensors.
-        wanted: what the model has; values do not matter.
-        wanted_aliases: the further names of its tied tensors.
+    Compares what a checkpoint holds with what is ``wanted`` for the model; values do not matter.
     """
     differences = compare(_with_aliases(tensors, aliases), _with_aliases(wanted, wanted_aliases))
     if differences:
@@ -100,28 +94,17 @@ def require_same_model(
         )
 
 
-def load_model_state(
-    model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], *, strict: bool = True
-) -> Differences:
+def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
     """Copies state into a model, in place; layouts, devices and ties of the model stay.
 
     ``CheckpointMismatch`` lists every name that is missing, unexpected, or of another shape, dtype, tie;
-    nothing has been copied then. With ``strict=False`` what fits is copied and the differences are returned.
+    nothing has been copied then.
     """
-    wanted, wanted_aliases = model_state(model)
-    given, everything = _with_aliases(tensors, aliases), _with_aliases(wanted, wanted_aliases)
-    if strict:
-        require_same_model(tensors, aliases, wanted, wanted_aliases)
-    differences = compare(given, everything)
-    fitting = OrderedDict(
-        (name, given[name])
-        for name, own in everything.items()
-        if name in given and given[name].shape == own.shape and given[name].dtype == own.dtype
-    )
+    require_same_model(tensors, aliases, *model_state(model))
+    given = OrderedDict(_with_aliases(tensors, aliases))
     # Without the version metadata, torch would take every module's state for one of its oldest format.
-    fitting._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined] # torch's own name
-    model.load_state_dict(fitting, strict=False)
-    return differences
+    given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined] # torch's own name
+    model.load_state_dict(given)
 
 
 def _with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
@@ -142,7 +125,7 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 def optimizer_state(
     optimizer: Optimizer, names: Mapping[Tensor, str]
-) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Takes the state of a torch optimizer as named tensors and a JSON record.
 
     Args:
@@ -154,8 +137,8 @@ def optimizer_state(
         class, hyperparameters per group, and which parameters have state at all.
     """
     tensors: dict[str, Tensor] = {}
-    groups: list[JSON] = []
-    states: dict[str, JSON] = {}
+    groups: list[Any] = []
+    states: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         members = [_name(parameter, names) for parameter in group["params"]]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -175,7 +158,7 @@ def load_optimizer_state(
     optimizer: Optimizer,
     names: Mapping[Tensor, str],
     tensors: Mapping[str, Tensor],
-    record: Mapping[str, JSON],
+    record: Mapping[str, Any],
     members: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Gives named state to a torch optimizer, whose groups and parameter order may differ from the writer's.
@@ -201,7 +184,6 @@ def load_optimizer_state(
     _require_equal_names(hyperparameters, {name for group in whole for name in group})
     chosen = [_common_hyperparameters(group, hyperparameters) for group in whole]
     state = record["state"]
-    assert isinstance(state, dict)
     optimizer.state.clear()
     for group, held, values in zip(optimizer.param_groups, groups, chosen, strict=True):
         group.update({key: value for key, value in values.items() if key not in _IMPLEMENTATION})
@@ -232,19 +214,14 @@ def _placed(value: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -
 
 
 def _hyperparameters_by_name(
-    record: Mapping[str, JSON], tensors: Mapping[str, Tensor]
+    record: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[JSON, dict[str, Any]]]:
     found: dict[str, tuple[JSON, dict[str, Any]]] = {}
-    groups = record["groups"]
-    assert isinstance(groups, list)
-    for group in groups:
-        assert isinstance(group, dict)
-        members = group["parameters"]
-        assert isinstance(members, list)
+    for group in record["groups"]:
         values = decode(group["hyperparameters"], tensors)
         if not isinstance(values, dict):
             raise CheckpointError("The checkpoint's optimizer record holds a group without hyperparameters.")
-        for name in members:
+        for name in group["parameters"]:
             found[str(name)] = (group["hyperparameters"], values)
     return found
 

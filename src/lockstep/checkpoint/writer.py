@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +46,6 @@ class Order:
     """The content of ``state.json``."""
     step: int
     keep: int | None
-    protect: frozenset[int]
 
     def carry_out(self) -> Path:
         """Writes and commits the checkpoint, deletes older ones, and returns the checkpoint's folder.
@@ -59,12 +58,7 @@ class Order:
         return self.path
 
     def commit(self, aside: Path, files: Mapping[str, FileEntry]) -> None:
-        """Adds the record and the manifest to a hidden folder, and gives it the checkpoint's name.
-
-        Args:
-            aside: the folder.
-            files: the tensors in it, which are durable.
-        """
+        """Adds the record and the manifest to a hidden folder with durable ``files``, and names it a checkpoint."""
         record = _write_bytes(aside / RECORD, self.record)
         _write_bytes(aside / MANIFEST, Manifest(self.step, {**files, RECORD: record}).to_bytes())
         make_durable(aside)
@@ -73,21 +67,14 @@ class Order:
 
     def prune(self) -> None:
         """Deletes older checkpoints; where that fails the log says so."""
-        directory, protect = self.path.parent, {self.step, *self.protect}
+        directory = self.path.parent
         try:
-            prune(directory, keep=self.keep, protect=protect)
+            prune(directory, keep=self.keep, protect={self.step})
         except (OSError, CheckpointError) as error:
             logger.warning("Older checkpoints in %s were not removed: %s", directory, error)
 
 
-def write(
-    directory: Path | str,
-    state: CheckpointState,
-    *,
-    step: int,
-    keep: int | None = None,
-    protect: Collection[int] = (),
-) -> Path:
+def write(directory: Path | str, state: CheckpointState, *, step: int, keep: int | None = None) -> Path:
     """Writes ``state`` as the checkpoint of ``step`` and returns its folder; one process of the run calls it.
 
     On any failure what was there before is untouched and nothing new is left. What a process that was killed while
@@ -97,10 +84,9 @@ def write(
         directory: the run folder; made if it does not exist.
         state: what to write; its tensors may be on any device.
         step: global step, the checkpoint's name.
-        keep: how many of the newest checkpoints stay, this one included; None keeps all.
-        protect: steps that stay in any case; the recorded best one does without being named.
+        keep: how many of the newest checkpoints stay, this one included, beside the best one; None keeps all.
     """
-    return prepare(directory, state, step=step, keep=keep, protect=protect).carry_out()
+    return prepare(directory, state, step=step, keep=keep).carry_out()
 
 
 def prepare(
@@ -109,18 +95,11 @@ def prepare(
     *,
     step: int,
     keep: int | None = None,
-    protect: Collection[int] = (),
     tensor_bytes: int | None = None,
 ) -> Order:
-    """The first part of ``write``, to which its arguments belong: refuses what cannot be written.
+    """The first part of ``write``: refuses what cannot be written.
 
-    Args:
-        directory: as for ``write``.
-        state: as for ``write``.
-        step: as for ``write``.
-        keep: as for ``write``.
-        protect: as for ``write``.
-        tensor_bytes: size of all tensors, where ``state`` holds only some of them.
+    ``tensor_bytes`` is the size of all tensors, where ``state`` holds only some of them.
 
     Raises:
         ConfigError: the state holds something that a checkpoint cannot.
@@ -145,7 +124,7 @@ def prepare(
         clean(directory)
         require_space(directory, needed + len(record))
         path = name_of(directory, step)
-    return Order(path=path, state=state, record=record, step=step, keep=keep, protect=frozenset(protect))
+    return Order(path=path, state=state, record=record, step=step, keep=keep)
 
 
 @contextmanager
@@ -171,19 +150,17 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
-def export(path: Path | str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> Path:
+def export(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Writes model weights as one plain safetensors file, replacing an older one atomically.
 
-    ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model: a tied
-    tensor is written under each of its names.
+    ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model, where a tied tensor
+    is given under each of its names.
     """
-    path = Path(path)
-    everything = {**tensors, **{alias: tensors[name] for alias, name in (aliases or {}).items()}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        require_space(path.parent, sum(t.numel() * t.element_size() for t in everything.values()))
+        require_space(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
         with file_aside(path) as aside:
-            _write_tensors(aside, everything)
+            _write_tensors(aside, tensors)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The weights could not be written to {path}: {error}. Choose another file."
@@ -192,13 +169,7 @@ def export(path: Path | str, tensors: Mapping[str, Tensor], aliases: Mapping[str
 
 
 def write_tensors(folder: Path, state: CheckpointState, names: tuple[str, str]) -> dict[str, FileEntry]:
-    """Writes the tensors of a state, durably; returns what a manifest says of the files.
-
-    Args:
-        folder: where to.
-        state: whole, or a process's rows.
-        names: of the files, from ``file_names``.
-    """
+    """Writes the tensors of a state, durably, to files named by ``file_names``; returns a manifest's entries."""
     for name, tensors in zip(names, (state.model, state.optimizer)):
         _write_tensors(folder / name, tensors)
         make_durable(folder / name)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-Digests = dict[str, str]
 _MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
@@ -27,7 +26,7 @@ def digest_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def digest_tensors(tensors: Mapping[str, Tensor]) -> Digests:
+def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each named tensor."""
     return {name: digest_tensor(tensor) for name, tensor in tensors.items()}
 
@@ -36,11 +35,6 @@ def combine(digests: Mapping[str, str]) -> str:
     """One fingerprint for all tensors: SHA-256 over ``name digest`` lines in name order, in hexadecimal."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """The fingerprint of named tensors. 64 hexadecimal digits; equal exactly if all bits are."""
-    return combine(digest_tensors(tensors))
 
 
 def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
@@ -87,11 +81,6 @@ class Context:
         """The entries, ready for JSON."""
         return {**asdict(self), "optimizers": list(self.optimizers)}
 
-    @classmethod
-    def known(cls) -> Iterable[str]:
-        """The names of the entries."""
-        return (field.name for field in fields(cls))
-
 
 def device_model(device: torch.device) -> str:
     """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
@@ -106,7 +95,5 @@ def _matrix_instructions() -> list[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return []
-    flags = next(
-        (line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), []
-    )
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
     return [name for name in _MATRIX_INSTRUCTIONS if name in flags]

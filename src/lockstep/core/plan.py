@@ -38,12 +38,7 @@ _Round = Callable[[Indices], Indices]
 
 
 class Permutation:
-    """A keyed bijection of ``0 .. size-1``.
-
-    Args:
-        size: number of elements, at least 1.
-        key: any 64-bit integer; another key gives an unrelated order.
-    """
+    """A keyed bijection of ``0 .. size-1``; another key, of 64 bits, gives an unrelated order."""
 
     def __init__(self, size: int, key: int) -> None:
         if size < 1:

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from torch import (
-        Tensor,
-    )  # the functions on tensors import torch themselves: ``lockstep explain`` needs none
+if TYPE_CHECKING:  # the functions on tensors import torch themselves: ``lockstep explain`` needs none
+    from torch import Tensor
 
 T = TypeVar("T")
 

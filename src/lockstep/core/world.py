@@ -1,8 +1,4 @@
-"""The place of this process among all processes of the run, read once from the environment.
-
-``World`` is the place of one process, as Lockstep's launcher, torchrun, SLURM or Open MPI describe it; the place of one
-host comes after it.
-"""
+"""The place of a process, and of a host, in the run, as Lockstep, torchrun, SLURM or Open MPI describe it."""
 
 from __future__ import annotations
 
@@ -32,9 +28,6 @@ def meeting_place(variables: Mapping[str, str]) -> str:
     """The rendezvous of a step's ranks: the first host of its nodes, on a port that follows from job and step.
 
     A ``MASTER_ADDR`` that the batch script exports comes first.
-
-    Args:
-        variables: of a process inside a step.
     """
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
         return "env://"

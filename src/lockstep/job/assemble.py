@@ -36,7 +36,7 @@ from lockstep.run.step import ForwardPass
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.trainer import Intervals, Trainer, TrainingParts
+from lockstep.trainer import Trainer, TrainingParts
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,8 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         validation_set=validation_set,
         workers=config.data.workers,
     )
-    return Trainer(run, parts, config.training, _intervals(config), _loggers(config, run))
+    logger = _loggers(config, run)
+    return Trainer(run, parts, config.training, config.checkpoint, config.log.every, logger)
 
 
 def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
@@ -221,14 +222,6 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
         return instantiate(component, optimizer, name="schedule")
     schedule = config.schedule.schedule(epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
     return LambdaLR(optimizer, schedule.factor)
-
-
-def _intervals(config: JobConfig) -> Intervals:
-    return Intervals(
-        save_every_epochs=config.checkpoint.every_epochs,
-        save_every_steps=config.checkpoint.every_steps,
-        log_every=config.log.every,
-    )
 
 
 def _loggers(config: JobConfig, run: Run) -> Logger:

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.core.seeding import derive_seed, unit_seed
 from lockstep.errors import ConfigError
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NEVER_DRAW = (
     nn.Linear,
     nn.Bilinear,
@@ -194,9 +194,9 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """The units of a model by name (see the module's description); the model itself is ``""``."""
     units: dict[str, nn.Module] = {"": model}
     for name, module in model.named_modules():
-        if any(isinstance(inner, _CONTAINERS) for inner in module.modules()):
+        if any(isinstance(inner, CONTAINERS) for inner in module.modules()):
             units.setdefault(name, module)
-        if isinstance(module, _CONTAINERS):
+        if isinstance(module, CONTAINERS):
             for child, inner in module.named_children():
                 units.setdefault(f"{name}.{child}" if name else child, inner)
     first_names: dict[nn.Module, str] = {}
@@ -228,4 +228,4 @@ def _may_draw(module: nn.Module) -> bool:
 
 def _passes_through(module: nn.Module) -> bool:
     """Returns whether the module only calls its children one after the other and draws nothing itself."""
-    return type(module) in _CONTAINERS
+    return type(module) in CONTAINERS

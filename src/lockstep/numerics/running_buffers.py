@@ -72,7 +72,7 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
             groups.append(
                 BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
             )
-    found = names(groups, counters)
+    found = _names(groups, counters)
     for pattern in declared:
         matched = [name for name in buffers if fnmatchcase(name, pattern)]
         if not matched:
@@ -90,8 +90,7 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
     return groups, counters
 
 
-def names(groups: Sequence[BufferGroup], counters: Sequence[BufferLocation]) -> set[str]:
-    """The names of what ``find`` gave."""
+def _names(groups: Sequence[BufferGroup], counters: Sequence[BufferLocation]) -> set[str]:
     return {location.name for group in groups for location in group.locations} | {
         location.name for location in counters
     }
@@ -116,12 +115,15 @@ class RunningBuffers:
         on: take only the buffers on this device; None for all.
     """
 
+    _others: dict[str, str] | None = None
+    _others_stay = False
+
     def __init__(
         self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
     ) -> None:
         self._model = model
         groups, counters = find(model, declared)
-        self._known = names(groups, counters)
+        self._known = _names(groups, counters)
         groups = [group for group in groups if on in (None, group.locations[0].buffer.device)]
         counters = [location for location in counters if on in (None, location.buffer.device)]
         averaged = [location for group in groups for location in group.locations]
@@ -140,9 +142,6 @@ class RunningBuffers:
         self._compared = [
             slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None
         ]
-        self._others: dict[str, str] | None = None
-        self._others_stay = False
-
         self.numel: int = self._flat.numel()
         """Number of values that are averaged."""
         self.counters: int = self._counts.numel() + len(self._compared)
@@ -220,7 +219,7 @@ class RunningBuffers:
     @staticmethod
     def names(model: nn.Module, declared: Sequence[str] = ()) -> set[str]:
         """The names of a model's running buffers and their counters."""
-        return names(*find(model, declared))
+        return _names(*find(model, declared))
 
     def take_over(self, other: RunningBuffers) -> None:
         """Sets the values to those of the same model's buffers elsewhere."""
@@ -270,6 +269,7 @@ class RunningBuffersOnDevices(RunningBuffers):
     def __init__(self, model: nn.Module, declared: Sequence[str] = ()) -> None:
         names = RunningBuffers.names(model, declared)
         devices = dict.fromkeys(b.device for name, b in model.named_buffers() if name in names)
+        self._model, self._known = model, names
         self._parts = [RunningBuffers(model, declared, device) for device in devices or [None]]
         self._sizes = [part.numel for part in self._parts]
         self.numel, self.counters = sum(self._sizes), sum(part.counters for part in self._parts)
@@ -295,11 +295,3 @@ class RunningBuffersOnDevices(RunningBuffers):
         counts = torch.split(advanced, [part.counters for part in self._parts])
         for part, values, own in zip(self._parts, torch.split(total, self._sizes), counts):
             part.finish_step(values.to(part.device), leaves, own.to(part.device))
-
-    def remember_others(self) -> None:
-        """See ``RunningBuffers``."""
-        self._parts[0].remember_others()
-
-    def refuse_changed_others(self) -> None:
-        """See ``RunningBuffers``."""
-        self._parts[0].refuse_changed_others()

@@ -54,11 +54,8 @@ class RankRows:
     def open(cls, group: dist.ProcessGroup, device: torch.device, timeout: float, shared: bool) -> RankRows:
         """An exchange whose order is its own, whatever else goes over ``group``. Collective.
 
-        Args:
-            group: the ranks.
-            device: where the rows are.
-            timeout: seconds that a rank waits in shared memory before it names the missing ones (``StallError``).
-            shared: whether shared memory may be used, where all ranks are CPU ranks of one host.
+        It may be ``shared`` memory, where all ranks are CPU ranks of one host; there a rank waits ``timeout`` seconds
+        before it names the missing ones (``StallError``).
         """
         own = dist.new_group(dist.get_process_group_ranks(group))
         possible = shared and can_share_memory(own, device)
@@ -165,26 +162,18 @@ class NormaliseByAll(torch.autograd.Function):
         rows: RankRows,
         counts: bool,
     ) -> Tensor:
-        """The normalised x, of its type, shape and memory format.
+        """The normalised x, of its type, memory format and shape (n, channels, ...), where n may be 0.
 
-        Args:
-            ctx: torch's.
-            x: this rank's values, shape (n, channels, ...); n may be 0.
-            weight: w, shape (channels,), or None for ones.
-            bias: b, shape (channels,), or None for zeros.
-            mean: over all ranks, shape (channels,).
-            variance: the biased one over all ranks, shape (channels,).
-            count: values per channel over all ranks, 0-dim.
-            eps: added to the variance.
-            rows: exchanges with the other ranks in backward.
-            counts: whether this rank's values are in mean and variance; without, x gets no gradient.
+        Weight and bias have the shape (channels,); mean, biased variance and count are those of ``gather_moments``.
+        Without ``counts``, this rank's values are not in them, and x gets no gradient.
         """
         dtype = statistics_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance, count)
         ctx.eps, ctx.rows, ctx.counts = eps, rows, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _normalise(x, _in(weight, dtype), _in(bias, dtype), mean, variance, eps)
+        weight, bias = (None if each is None else each.to(dtype) for each in (weight, bias))
+        return _normalise(x, weight, bias, mean, variance, eps)
 
     @staticmethod
     @once_differentiable
@@ -234,10 +223,6 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: floa
         wide_gradient, wide, ones, mean, variance, None, None, False, eps, [False, True, True]
     )
     return total, product
-
-
-def _in(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if values is None else values.to(dtype)
 
 
 class SyncBatchNorm(_BatchNorm):

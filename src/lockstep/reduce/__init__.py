@@ -46,15 +46,12 @@ def open_reducer(
     through collectives; both give the same bits.
 
     Args:
-        name: one of ``REDUCERS``.
+        name: one of ``REDUCERS``; ``ConfigError`` for any other.
         group: the data-parallel ranks.
         device: where the buckets are.
         timeout: seconds a rank waits for another's numbers in shared memory.
         shared: whether shared memory may be used.
         powersgd_rank: columns of the factors of ``powersgd``.
-
-    Raises:
-        ConfigError: the name is not known.
     """
     if name == "ring":
         return RingReducer(group, device)

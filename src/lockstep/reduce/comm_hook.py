@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from lockstep.core.summation_tree import Node, fold
-from lockstep.distributed.collectives import all_gather_flat
 from lockstep.errors import ConfigError
-from lockstep.runtime.stack_dump import Mark, stack_marker
+from lockstep.reduce.ordered import OrderedBucket
+from lockstep.reduce.reducer import BucketShape, NodeLayout
 
 
 class OrderedHookState:
@@ -38,7 +37,8 @@ class OrderedHookState:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = _default_group() if group is None else group
-        self.ranks = dist.get_world_size(self.group)
+        self._rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._layout = NodeLayout.of(ranks, ranks)
         self._gather_group = dist.new_group(dist.get_process_group_ranks(self.group))
         self._exchanges: dict[int, _Exchange] = {}
         self._sent: list[_Exchange] = []
@@ -52,10 +52,9 @@ class OrderedHookState:
             self._sent, self._gathering = [], []
         exchange = self._exchanges.get(number)
         if exchange is None or not exchange.fits(buffer):
-            exchange = self._exchanges[number] = _Exchange(buffer, self.ranks)
-        future = exchange.send(buffer, self.group)
+            exchange = self._exchanges[number] = _Exchange(buffer, self._layout.leaves)
         self._sent.append(exchange)
-        return future
+        return exchange.begin(buffer, self._layout, self._rank, self.group)
 
     def advance(self, *, everything: bool) -> None:
         """Moves on the buckets whose data has arrived, the oldest first; or all of them, to their end."""
@@ -69,7 +68,7 @@ class OrderedHookState:
     def _advance(self, *, everything: bool) -> None:
         while self._sent and (everything or self._sent[0].has_arrived()):
             exchange = self._sent.pop(0)
-            exchange.fold_and_gather(self._gather_group)
+            exchange.fold_and_gather(self._layout, self._gather_group)
             self._gathering.append(exchange)
         while self._gathering and (everything or self._gathering[0].has_arrived()):
             self._gathering.pop(0).complete()
@@ -105,51 +104,32 @@ def _default_group() -> dist.ProcessGroup:
     return group
 
 
-class _Exchange:
-    """The memory of one bucket and where its exchange stands."""
+class _Exchange(OrderedBucket):
+    """The memory of one bucket of DDP and where its exchange stands."""
 
     def __init__(self, buffer: Tensor, ranks: int) -> None:
-        self.device, self._ranks = buffer.device, ranks
-        self._identity = (buffer.numel(), buffer.dtype, buffer.device)
-        self._shard = -(-buffer.numel() // ranks)
-        self._outgoing = buffer.new_zeros(self._shard * ranks)
-        self._incoming = torch.empty_like(self._outgoing)
-        self._gathered = torch.empty_like(self._outgoing)
+        super().__init__(BucketShape(buffer.numel(), buffer.dtype), ranks, 1, buffer.device)
+        self.device = buffer.device
         self._divisor = torch.tensor(float(ranks), device=buffer.device)
-        self._buffer = buffer
-        self._work: dist.Work | None = None
-        self._future: torch.futures.Future[Tensor] = torch.futures.Future()
 
     def fits(self, buffer: Tensor) -> bool:
         """Returns whether the memory is right for this bucket; DDP re-buckets after the first step."""
-        return self._identity == (buffer.numel(), buffer.dtype, buffer.device)
+        own = self.total
+        return (own.numel(), own.dtype, own.device) == (buffer.numel(), buffer.dtype, buffer.device)
 
-    def send(self, buffer: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    def begin(
+        self, buffer: Tensor, layout: NodeLayout, rank: int, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
         self._buffer = buffer
-        self._future = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
-        self._outgoing[: buffer.numel()].copy_(buffer)
-        self._work = dist.all_to_all_single(self._incoming, self._outgoing, group=group, async_op=True)
+        self._future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[self.device] if self.device.type == "cuda" else None
+        )
+        self.staging(0).copy_(buffer)
+        self.send(layout, rank, group)
         return self._future
-
-    def has_arrived(self) -> bool:
-        return self._work is not None and self._work.is_completed()
-
-    def fold_and_gather(self, group: dist.ProcessGroup) -> None:
-        self._wait()
-        shards = self._incoming.view(self._ranks, self._shard)
-        leaves = ((Node(rank, rank + 1), shards[rank]) for rank in range(self._ranks))
-        folded = fold(leaves, self._ranks, lambda left, right: left.add_(right))
-        self._work = all_gather_flat(self._gathered, folded, group, async_op=True)
 
     def complete(self) -> None:
         """Divides once, and hands the bucket back to DDP."""
-        self._wait()
-        total = self._gathered[: self._buffer.numel()]
-        torch.div(total, self._divisor, out=self._buffer)
+        self.finish()
+        torch.div(self.total, self._divisor, out=self._buffer)
         self._future.set_result(self._buffer)
-
-    @stack_marker(Mark.WAITS_FOR_GRADIENTS)
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None

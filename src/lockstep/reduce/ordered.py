@@ -27,10 +27,8 @@ from lockstep.runtime.stack_dump import Mark, stack_marker
 class OrderedReducer(Reducer):
     """Sums in the order of the gradient tree by ``all_to_all_single``, adds, and ``all_gather``.
 
-    Args:
-        group: process group of the data-parallel ranks, for [1] and the headers.
-        gather_group: a second group of the same ranks, for [3].
-        device: where the buckets are.
+    [1] and the headers go over ``group``, that of the data-parallel ranks, and [3] over a second group of the same
+    ranks.
     """
 
     level = Level.BITWISE

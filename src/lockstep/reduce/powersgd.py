@@ -34,15 +34,9 @@ _COMPRESSED = (torch.float32, torch.float64)
 
 
 class PowerSgdReducer(Reducer):
-    """Compresses matrices, around three exact reducers that do the sums.
+    """Compresses matrices to factors of ``rank`` columns, around three exact reducers that do the sums.
 
-    Args:
-        group: process group of the data-parallel ranks.
-        device: where the buckets are.
-        rank: r, the columns of the factors.
-        exact: sums what is not compressed, and exchanges the headers.
-        left: sums the factors P.
-        right: sums the factors R.
+    ``exact`` sums what is not compressed, and exchanges the headers; ``left`` sums the factors P, ``right`` R.
     """
 
     level = Level.STATISTICAL

@@ -13,12 +13,7 @@ from lockstep.runtime.stack_dump import Mark, stack_marker
 
 
 class RingReducer(Reducer):
-    """Adds a rank's nodes to one tensor and hands it to ``all_reduce``.
-
-    Args:
-        group: process group of the data-parallel ranks.
-        device: where the buckets are.
-    """
+    """Adds a rank's nodes to one tensor and hands it to ``all_reduce``."""
 
     level = Level.TOLERANCE
 

@@ -29,6 +29,7 @@ import mmap
 import os
 import platform
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -62,11 +63,7 @@ def is_available() -> bool:
 
 
 class Word:
-    """A 32-bit counter in shared memory that one process advances and others wait for.
-
-    Args:
-        memory: a writable buffer of four bytes, aligned to four.
-    """
+    """A 32-bit counter in writable shared memory, aligned to four bytes, that one process advances."""
 
     def __init__(self, memory: memoryview) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory)
@@ -91,10 +88,7 @@ class Word:
     def wait_until(self, reached: int, deadline: float, *, stay_awake: bool = False) -> bool:
         """Waits until the counter is at least ``reached``; false if ``deadline`` (of ``time.monotonic``) passes.
 
-        Args:
-            reached: the value to wait for.
-            deadline: when to give up.
-            stay_awake: there is a core for every waiter, so sleep only after some milliseconds.
+        To ``stay_awake``, where there is a core for every waiter, is to sleep only after some milliseconds.
         """
         began = time.monotonic()
         while self._word.value < reached and time.monotonic() < began + _LOOK_SECONDS:
@@ -167,9 +161,8 @@ def _host_identity() -> str:
 class SharedMemoryReducer(Reducer):
     """Sums in the order of the gradient tree through memory that all ranks of one host share.
 
-    Args:
-        group: process group of the data-parallel ranks; used to set up, never in a step.
-        timeout: seconds after which a wait for another rank becomes a ``StallError`` that names it.
+    The process group is used to set up, never in a step. After ``timeout`` seconds a wait for another rank becomes a
+    ``StallError`` that names it.
     """
 
     level = Level.BITWISE
@@ -187,14 +180,15 @@ class SharedMemoryReducer(Reducer):
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:
         """See ``Reducer.allocate``."""
-        regions = _MemoryLayout()
-        words = [regions.add(_CACHE_LINE) for _ in range(3 * self._ranks)]
-        headers = regions.add(2 * self._ranks * header * 8)
-        slots = most_slots(leaves, self._ranks)
-        places = [regions.add(_SharedBucket.size(shape, self._ranks, slots)) for shape in buckets]
-        memory = share_memory(regions.size, self._group)
+        words, slots = 3 * self._ranks, most_slots(leaves, self._ranks)
+        sizes = [_CACHE_LINE] * words + [2 * self._ranks * header * 8]
+        sizes += [_SharedBucket.size(shape, self._ranks, slots) for shape in buckets]
+        # Each begins on a cache line of its own.
+        starts = [0, *accumulate(-(-size // _CACHE_LINE) * _CACHE_LINE for size in sizes)]
+        headers, *places, end = starts[words:]
+        memory = share_memory(end, self._group)
         view = memoryview(memory)
-        counters = [Word(view[place : place + 4]) for place in words]
+        counters = [Word(view[place : place + 4]) for place in starts[:words]]
         self._written, self._reduced, self._announced = (counters[i::3] for i in range(3))
         self._headers = torch.frombuffer(
             memory, dtype=torch.float64, count=2 * self._ranks * header, offset=headers
@@ -328,18 +322,6 @@ def _map(memory: mmap.mmap, dtype: torch.dtype, count: int, place: int) -> Tenso
 def _is_sharded(shape: BucketShape, ranks: int) -> bool:
     """Returns whether folding is shared out: not where it costs less than waiting for the others' shards."""
     return ranks > 2 and ranks * shape.numel * shape.dtype.itemsize > _FOLDED_BY_ALL_BYTES
-
-
-class _MemoryLayout:
-    """Adds up regions of memory, each starting on a cache line of its own."""
-
-    def __init__(self) -> None:
-        self.size = 0
-
-    def add(self, size: int) -> int:
-        place = self.size
-        self.size += -(-size // _CACHE_LINE) * _CACHE_LINE
-        return place
 
 
 def _boundary(numel: int, ranks: int, edge: int) -> int:

@@ -23,7 +23,7 @@ from lockstep.core.plan import SamplePlan
 from lockstep.data import SkipBroken
 from lockstep.data.batch import Batch
 from lockstep.data.naming import unwrap_subset
-from lockstep.distributed.collectives import broadcast_tensors, gather_json
+from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, gather_json
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
 from lockstep.run.epoch_loop import Position, Read
 from lockstep.run.optimizer_step import hyperparameters
@@ -53,12 +53,8 @@ def require_equal_settings(
     settings: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
-    everyone = gather_json(dict(settings), group, device)
-    lines = []
-    for key in sorted({key for each in everyone for key in each}):
-        values = [each.get(key) for each in everyone]
-        if any(value != values[0] for value in values):
-            lines.append(f"  {key}: {_by_rank(values)}")
+    found = _differences(settings, group, device, absent=None)
+    lines = [f"  {key}: {_by_rank(found[key])}" for key in sorted(found)]
     if lines:
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
 
@@ -69,14 +65,11 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
         name: f"{tuple(tensor.shape)} {tensor.dtype}{'' if tensor.requires_grad else ' fixed'}"
         for name, tensor in _named_tensors(model).items()
     }
-    everyone = gather_json(mine, group, device)
-    for name in dict.fromkeys(name for each in everyone for name in each):
-        shapes = [each.get(name, "absent") for each in everyone]
-        if any(shape != shapes[0] for shape in shapes):
-            raise ConfigError(
-                f"The ranks hold different models. The first difference is {name!r}: {_by_rank(shapes)}. "
-                "Build the model alike on every rank."
-            )
+    for name, shapes in _differences(mine, group, device, absent="absent").items():
+        raise ConfigError(
+            f"The ranks hold different models. The first difference is {name!r}: {_by_rank(shapes)}. "
+            "Build the model alike on every rank."
+        )
 
 
 def share_start(
@@ -129,6 +122,16 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def _differences(
+    mine: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, absent: Any
+) -> dict[str, list[Any]]:
+    """The values by rank of each entry that is not equal on all ranks. Collective."""
+    everyone = gather_json(dict(mine), group, device)
+    keys = dict.fromkeys(key for each in everyone for key in each)
+    values = {key: [each.get(key, absent) for each in everyone] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
 def _by_rank(values: list[Any]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -137,13 +140,7 @@ def _by_rank(values: list[Any]) -> str:
 
 
 class AgreedData:
-    """The data sets that all ranks have been asked about.
-
-    Args:
-        group: the ranks; None for a world of one.
-        device: where their exchange takes place.
-        position: notes the size of the data set, for checkpoints.
-    """
+    """The data sets that all ranks have been asked about; ``position`` notes the size of the current one."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
         self._group, self._device, self._position = group, device, position
@@ -157,9 +154,7 @@ class AgreedData:
     def require(self, plan: SamplePlan, photos: str = "") -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
-        Args:
-            plan: of the set.
-            photos: what its photos are decoded to, as a hash; empty for other sets.
+        ``photos`` is a hash of what its photos are decoded to, and empty for other sets.
         """
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
@@ -184,18 +179,13 @@ class SkippedSamples:
     """Counts what the processes of a run skip.
 
     A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
-
-    Args:
-        group: the processes that go through the steps together; None for one alone.
-        device: where their exchange takes place.
-        seed: the run's seed.
-        says: whether this process logs.
     """
 
     group: dist.ProcessGroup | None
     device: torch.device
     seed: int
     says: bool
+    """Whether this process logs."""
 
     def counted(self, read: Read, dataset: Any) -> Read:
         """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
@@ -245,8 +235,6 @@ def _everyones(mine: list[int], group: dist.ProcessGroup | None, device: torch.d
     """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
     if group is None:
         return mine
-    anyone = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-    dist.all_reduce(anyone, op=dist.ReduceOp.MAX, group=group)
-    if not int(anyone):
+    if not int(all_reduce_max(torch.tensor([len(mine)], device=device), group)):
         return []
     return [index for each in gather_json(mine, group, device) for index in each]

@@ -58,16 +58,13 @@ class Position:
 
 
 class EpochLoop:
-    """The loops of a run. Nothing here is collective.
-
-    Args:
-        events: whose callbacks are told where steps begin and end.
-    """
+    """The loops of a run; callbacks are told where steps begin and end. Nothing here is collective."""
 
     def __init__(self, events: StepEvents = NO_EVENTS) -> None:
         self.position, self._events = Position(), events
         self._current: Batch | None = None
-        self._backward_passes = 0
+        self.backward_passes = 0
+        """How many over the current step are done."""
         self._walk = 0
         self._in_epochs = self._left_early = False
         self._last_epoch = self._finished_epoch = -1
@@ -89,12 +86,7 @@ class EpochLoop:
             self._in_epochs = False
 
     def steps(self, read: Read, after: Callable[[], None]) -> Iterator[Batch]:
-        """The steps from where the run stands to the end of the epoch.
-
-        Args:
-            read: gives them.
-            after: called when a step is over.
-        """
+        """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
         position = self.position
         self.count_step()
         self._require_first_pass()
@@ -104,7 +96,7 @@ class EpochLoop:
         try:
             for batch in read(position.epoch, position.done):
                 self._require_newest(walk)
-                self._current, self._backward_passes = batch, 0
+                self._current, self.backward_passes = batch, 0
                 for call in self._events.step_begin:
                     call(batch)
                 yield batch
@@ -138,18 +130,9 @@ class EpochLoop:
         following = self.position.epoch + 1
         return following if self._in_epochs and following <= self._last_epoch else None
 
-    @property
-    def iteration_id(self) -> int:
-        """The number of backward passes over the current step that are done."""
-        return self._backward_passes
-
-    def end_backward(self) -> None:
-        """Says that a backward pass over the current step is done."""
-        self._backward_passes += 1
-
     def count_step(self, *, even_if_unused: bool = False) -> None:
         """Counts the current step as done, once; before its backward pass it is still to be done."""
-        if self._current is None or not (self._backward_passes or even_if_unused):
+        if self._current is None or not (self.backward_passes or even_if_unused):
             return
         self.position.done = self._current.plan.position + 1
         self.position.step += 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError
-from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.step import ForwardPass, exact, sum_and_weight
+from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy
@@ -43,26 +42,17 @@ class EvaluationStopped(Exception):
 
 
 class EvaluationStop:
-    """The agreements of one evaluation.
-
-    Args:
-        strategy: its ranks agree.
-        heartbeat: says whether this rank has been asked to stop.
-    """
+    """The agreements of one evaluation; the heartbeat says whether this rank has been asked to stop."""
 
     def __init__(self, strategy: Strategy, heartbeat: Heartbeat) -> None:
         self._strategy, self._heartbeat = strategy, heartbeat
         self._last, self._next, self._since = 0, 1, time.monotonic()
 
     def agree(self, round_number: int, result: torch.Tensor) -> None:
-        """Called before each round, with the same number on every rank. Collective where an agreement is due.
+        """Called before each round from 0 on, on every rank. Collective where an agreement is due.
 
-        Args:
-            round_number: of the micro-batch that comes, counted from 0.
-            result: of the one before, which is waited for; any shape, on the device.
-
-        Raises:
-            EvaluationStopped: some rank has been asked to stop; on every rank.
+        The ``result`` of the round before, of any shape, is waited for. ``EvaluationStopped`` is raised on every rank
+        where some rank has been asked to stop.
         """
         if round_number < self._next:
             return
@@ -82,47 +72,6 @@ class EvaluationStop:
 Metric = Callable[[Any, Any], Any]
 Forward = Callable[[MicroBatch], tuple[Any, Any]]
 """Runs the model on one micro-batch; gives (output, target)."""
-
-
-class Evaluation:
-    """Evaluates models under the keys and the precision of a run.
-
-    Args:
-        compute: the forward pass.
-        randomness: keys what a model draws while it is evaluated.
-        strategy: shares the samples over the processes.
-    """
-
-    def __init__(self, compute: ForwardPass, randomness: KeyedRandomness, strategy: Strategy) -> None:
-        self._compute, self._randomness, self._strategy = compute, randomness, strategy
-
-    def run(
-        self,
-        loader: EvaluationLoader,
-        metric: Metric | Mapping[str, Metric],
-        *,
-        step: int,
-        model: nn.Module | None,
-        forward: Callable[[Any], Any] | None,
-        device_transform: Callable[[Tensor], Tensor] | None,
-        note: Callable[[MicroBatch], None],
-        stop: EvaluationStop | None = None,
-    ) -> Any:
-        """The mean of the metric, or of each by name; see ``Run.evaluate``. Collective."""
-        evaluated = self._compute.model if model is None else model
-
-        def outputs(micro_batch: MicroBatch) -> tuple[Any, Any]:
-            note(micro_batch)
-            self._randomness.begin_micro_batch(-1 - step, micro_batch.k)
-            return self._compute.output_and_target(micro_batch.data, forward, evaluated, device_transform)
-
-        metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        try:
-            with evaluating(evaluated):
-                values = evaluate(loader, metrics, outputs, self._strategy, stop)
-        finally:
-            self._randomness.end_step(-1 - step)
-        return values if isinstance(metric, Mapping) else values["metric"]
 
 
 @contextmanager
@@ -149,7 +98,7 @@ def evaluate(
 
     Args:
         loader: this process's micro-batches of the set.
-        metrics: functions of (output, target); see ``loss.sum_and_weight`` for what they may return.
+        metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         forward: runs the model.
         strategy: where the results of all processes are gathered.
         stop: how the ranks agree to stop early; None: they stay to the end.
@@ -163,10 +112,9 @@ def evaluate(
         )
     share = strategy.evaluation_share or strategy.share
     longest = share.longest(loader.count)
-    rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64)
-    rows = rows.to(strategy.device)
+    rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
-    for place, micro_batch in enumerate(_padded(loader, longest)):
+    for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
         if stop is not None:
             stop.agree(place, rows[place - 1])
         if micro_batch is None:
@@ -184,12 +132,6 @@ def evaluate(
         ordered[held] = part[: len(held)]
     ordered = ordered[: loader.count]
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
-
-
-def _padded(loader: EvaluationLoader, rounds: int) -> Iterator[MicroBatch | None]:
-    """This process's micro-batches, then None until there have been as many as any process has."""
-    yield from loader
-    yield from repeat(None, rounds - len(loader))
 
 
 def _mean(name: str, rows: Tensor) -> float:

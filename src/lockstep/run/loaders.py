@@ -24,12 +24,7 @@ _Key = tuple[Hashable, ...]
 
 
 class LoaderCache:
-    """Makes loaders for the share of one process.
-
-    Args:
-        options: batch shape and seed.
-        strategy: which share.
-    """
+    """Makes loaders for the share of one process."""
 
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
@@ -55,7 +50,8 @@ class LoaderCache:
                 if note and self._strategy.share.holder == 0:
                     logger.warning("%s", note)
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
-            self._forget_old()
+            while len(self._sources) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
+                self._forget(next(iter(self._sources)))
         self._sources.move_to_end(id(data))
         return self._sources[id(data)][0]
 
@@ -125,12 +121,8 @@ class LoaderCache:
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
 
-        That is what has been evaluated since the last call, and the next epoch. ``SkipBroken`` counts by epoch, so of
-        such a set none is read before its epoch has come.
-
-        Args:
-            loader: of the epoch that ends.
-            next_epoch: the epoch that follows; None where none may.
+        That is what has been evaluated since the last call, and ``next_epoch``, where one may follow. ``SkipBroken``
+        counts by epoch, so of such a set none is read before its epoch has come.
         """
         for key in self._lately:
             if key in self._evaluation:
@@ -143,11 +135,6 @@ class LoaderCache:
         """Ends all worker processes."""
         for data in list(self._sources):
             self._forget(data)
-
-    def _forget_old(self) -> None:
-        """Lets the least recently used data go: a loop may make a new DataLoader in every epoch."""
-        while len(self._sources) > _MOST_SOURCES:
-            self._forget(next(iter(self._sources)))
 
     def _forget(self, data: int) -> None:
         del self._sources[data]

@@ -19,7 +19,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, device_model
 from lockstep.errors import ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.numerics.randomness import KeyedRandomness, find_units
+from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import implementation
 from lockstep.run.parts import Parts
@@ -71,9 +71,7 @@ class _Compiled:
 
 def _is_container(module: nn.Module) -> bool:
     """True where the blocks are inside of this module rather than the module itself."""
-    return any(
-        isinstance(inner, nn.Sequential | nn.ModuleList | nn.ModuleDict) for inner in module.children()
-    ) or (isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict))
+    return any(isinstance(each, CONTAINERS) for each in (module, *module.children()))
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,12 @@ def prepare_model(
         ConfigError: the strategy cannot train these parts, or not in the way that was asked for.
     """
     model = parts.model
-    _refuse_what_needs_whole_models(parts, strategy)
+    if parts.modules and not strategy.replicated:
+        raise ConfigError(
+            f"run.prepare was given a {type(parts.modules[0]).__name__} beside the model, such as a moving average of "
+            f"its weights, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or "
+            "leave it out."
+        )
     if strategy.elementwise_only:
         for optimizer in parts.optimizers:
             require_elementwise(optimizer, strategy.name)
@@ -154,15 +157,6 @@ def _local_shard(name: str, value: Any, held: Tensor, parameter: Tensor, strateg
         return value
     part = strategy.local_shard(name, value)
     return value if part is None else part.detach().to(held.device, copy=True).contiguous()
-
-
-def _refuse_what_needs_whole_models(parts: Parts, strategy: Strategy) -> None:
-    if parts.modules and not strategy.replicated:
-        raise ConfigError(
-            f"run.prepare was given a {type(parts.modules[0]).__name__} beside the model, such as a moving average of "
-            f"its weights, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or "
-            "leave it out."
-        )
 
 
 def describe(options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer]) -> Context:

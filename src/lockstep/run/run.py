@@ -16,17 +16,16 @@ from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import devices_per_process
 from lockstep.core.fingerprint import combine, digest_tensor
 from lockstep.core.world import World
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.images.decoding import decoded_as
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, Position
-from lockstep.run.evaluation import Evaluation, EvaluationStop, EvaluationStopped, Metric
+from lockstep.run.evaluation import EvaluationStop, EvaluationStopped, Metric, evaluate, evaluating
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.parts import Parts
@@ -34,7 +33,7 @@ from lockstep.run.prepare import describe, prepare_model
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession
 from lockstep.run.state import RunState
-from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, note
+from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -48,13 +47,9 @@ GradientPass = Callable[..., StepResult]
 class PreparedRun:
     """All that exists of a run once ``prepare`` was called."""
 
-    parts: Parts
-    """The user's objects."""
     state: RunState
-    """All that a checkpoint covers."""
+    """All that a checkpoint covers: the user's objects, the model as it is trained, and where the run stands."""
     compute: ForwardPass
-    randomness: KeyedRandomness
-    evaluation: Evaluation
     gradients: GradientState
     wrapped_optimizers: dict[int, PreparedOptimizer]
     """The wrapper of each optimizer, by the id of the user's own, in their order."""
@@ -140,10 +135,9 @@ class Run:
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        evaluation = Evaluation(compute, placed.randomness, self.strategy)
         gradients = GradientState(parts.optimizers, self.strategy, self._precision.scaler, parts.frozen)
         wrapped = {id(each): PreparedOptimizer(each, gradients) for each in parts.optimizers}
-        self._prepared = PreparedRun(parts, state, compute, placed.randomness, evaluation, gradients, wrapped)
+        self._prepared = PreparedRun(state, compute, gradients, wrapped)
         self._writer.join(state)
         if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = state.extra
@@ -175,21 +169,18 @@ class Run:
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
         """
-        prepared = self.require_prepared()
-        smallest, photos = (
-            prepared.state.model.smallest_micro_batch,
-            decoded_as(self._loaders.source(data).dataset),
-        )
+        prepared, source = self.require_prepared(), self._loaders.source(data)
+        smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         self._agreed_data.require(self._loaders.plan(data, shuffle, drop_last, smallest), photos)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
-        prepared.compute.device_transform = self._loaders.source(data).device_transform
+        prepared.compute.device_transform = source.device_transform
         self._session.heartbeat.mark("data", epoch=self.position.epoch, step=self.position.step)
         batches = partial(
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
         )
-        read = self._skipped.counted(batches, self._loaders.source(data).dataset)
+        read = self._skipped.counted(batches, source.dataset)
         return self._loop.steps(read, self._between_steps)
 
     def backward(
@@ -221,10 +212,10 @@ class Run:
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
-        gradients, randomness = prepared.gradients, prepared.randomness
+        gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
-        key = self._loop.iteration_id * self.options.micro_batches
+        key = self._loop.backward_passes * self.options.micro_batches
         own = len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, len(plan.indices[0]), own)
         compute = StepCompute(
@@ -239,7 +230,7 @@ class Run:
         randomness.end_step(plan.step)
         self._results.add(result, plan)
         gradients.end_backward()
-        self._loop.end_backward()
+        self._loop.backward_passes += 1
         compute.end()
         for are_ready in events.gradients_ready:
             are_ready(batch, result.loss)
@@ -277,43 +268,45 @@ class Run:
         Returns:
             A float, or floats by name.
         """
-        with self.span("evaluate"):
-            results = self._evaluate(data, metric, model, forward, workers, repeatable)
-        for call in self._events.evaluation:
-            call(self.position.step, results)
-        return results
+        prepared, metrics = (
+            self.require_prepared(),
+            metric if isinstance(metric, Mapping) else {"metric": metric},
+        )
+        compute, randomness, heartbeat = (
+            prepared.compute,
+            prepared.state.model.randomness,
+            self._session.heartbeat,
+        )
+        evaluated = compute.model if model is None else model
+        epoch, step = self.position.epoch, self.position.step
 
-    def _evaluate(
-        self,
-        data: Any,
-        metric: Metric | Mapping[str, Metric],
-        model: nn.Module | None,
-        forward: Callable[[Any], Any] | None,
-        workers: int | None,
-        repeatable: bool,
-    ) -> Any:
-        prepared = self.require_prepared()
-        self.synchronize()
-        heartbeat, position = self._session.heartbeat, self.position
-        noted = partial(note, heartbeat, "evaluate", position.epoch, position.step)
-        noted()
-        can_stop = self.options.directory is None or (self._loop.can_go_back and not prepared.gradients)
-        try:
-            return prepared.evaluation.run(
-                self._loaders.evaluation(data, workers),
-                metric,
-                step=position.step,
-                model=model,
-                forward=forward,
-                device_transform=self._loaders.source(data).device_transform,
-                note=noted,
-                stop=EvaluationStop(self.strategy, heartbeat) if repeatable and can_stop else None,
-            )
-        except EvaluationStopped as stopped:
-            if self.options.directory is not None:
-                self._loop.go_back()
-                self.save(wait=True)
-            raise Stopped(stopped.reason) from None
+        def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:
+            heartbeat.mark("evaluate", epoch=epoch, step=step, micro_batch=micro_batch.k)
+            heartbeat.samples(micro_batch.indices)
+            randomness.begin_micro_batch(-1 - step, micro_batch.k)
+            return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
+
+        with self.span("evaluate"):
+            self.synchronize()
+            heartbeat.mark("evaluate", epoch=epoch, step=step)
+            can_stop = self.options.directory is None or (self._loop.can_go_back and not prepared.gradients)
+            stop = EvaluationStop(self.strategy, heartbeat) if repeatable and can_stop else None
+            loader = self._loaders.evaluation(data, workers)
+            transform = self._loaders.source(data).device_transform
+            try:
+                with evaluating(evaluated):
+                    values = evaluate(loader, metrics, output_and_target, self.strategy, stop)
+            except EvaluationStopped as stopped:
+                if self.options.directory is not None:
+                    self._loop.go_back()
+                    self.save(wait=True)
+                raise Stopped(stopped.reason) from None
+            finally:
+                randomness.end_step(-1 - step)
+        results = values if isinstance(metric, Mapping) else values["metric"]
+        for call in self._events.evaluation:
+            call(step, results)
+        return results
 
     def save(self, *, wait: bool = False) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
@@ -328,29 +321,26 @@ class Run:
         Returns:
             The folder that the checkpoint has, or will have, on the main process; None on the others.
         """
-        with self.span("save"):
-            folder = self._save(wait)
-        for call in self._events.save:
-            call(self.position.step, folder)
-        return folder
-
-    def _save(self, wait: bool) -> Path | None:
         prepared = self.require_prepared()
         if self.options.directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if prepared.gradients:
             raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
-        prepared.parts.require_all_saved(prepared.wrapped_optimizers.values())
-        self._results.read()
-        self._loop.count_step()
-        prepared.gradients.update_scale()
-        self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-        fingerprint, prepared.state.extra = self.fingerprint(), self.extra
-        return self._writer.write(self.options.directory, prepared.state, fingerprint, wait=wait)
+        prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
+        with self.span("save"):
+            self._results.read()
+            self._loop.count_step()
+            prepared.gradients.update_scale()
+            self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+            fingerprint, prepared.state.extra = self.fingerprint(), self.extra
+            folder = self._writer.write(self.options.directory, prepared.state, fingerprint, wait=wait)
+        for call in self._events.save:
+            call(self.position.step, folder)
+        return folder
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts = self.require_prepared().parts
+        parts = self.require_prepared().state.parts
         with self.span("fingerprint"):
             digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
             if (group := self._session.group) is not None:
@@ -382,9 +372,9 @@ class Run:
         self._session.close()
 
     def _release(self) -> None:
-        if self._writer.busy:
+        if self._writer.background.busy:
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
-        self._writer.finish()
+        self._writer.background.finish()
         self._writer.release()
         self.strategy.release()
         state = [self._prepared.state] if self._prepared is not None else []
@@ -415,7 +405,7 @@ class Run:
         gradients = self.require_prepared().gradients
         gradients.begin_batch()
         gradients.update_scale()
-        self._writer.check()
+        self._writer.background.check()
         position, strategy, save_every = self.position, self.strategy, 0
         compare_every = self.options.fingerprint_every
         if isinstance(strategy, IndependentStrategy):

@@ -30,16 +30,11 @@ _TIMEOUT = timedelta(hours=2)
 
 
 class Writer:
-    """Writes the checkpoints of one run, one at a time.
-
-    Args:
-        options: the folder, how many to keep, and whether training goes on meanwhile.
-        world: who this process is.
-    """
+    """Writes the checkpoints of one run, one at a time."""
 
     def __init__(self, options: RunOptions, world: World) -> None:
         self._options, self._world = options, world
-        self._background = checkpoint.BackgroundWriter()
+        self.background = checkpoint.BackgroundWriter()
         self._group: dist.ProcessGroup | None = None
 
     def join(self, run: RunState) -> None:
@@ -48,31 +43,12 @@ class Writer:
         if several and run.strategy.own_rows() is not None:
             self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
 
-    @property
-    def busy(self) -> bool:
-        """True while a checkpoint is being written."""
-        return self._background.busy
-
-    def check(self) -> None:
-        """Raises what went wrong with the last checkpoint, once; never waits for one on its way."""
-        self._background.check()
-
-    def finish(self) -> None:
-        """Waits for the checkpoint on its way, if there is one, and raises what went wrong with it, once."""
-        self._background.finish()
-
     def release(self) -> None:
         """Drops the process group."""
         drop_process_groups(self)
 
     def write(self, directory: Path | str, run: RunState, fingerprint: str, *, wait: bool) -> Path | None:
-        """Writes the state as it stands. Collective.
-
-        Args:
-            directory: the run folder.
-            run: its state.
-            fingerprint: of the model as it stands.
-            wait: come back only when the checkpoint is on the disk.
+        """Writes the state as it stands to the run folder, in the background unless told to ``wait``. Collective.
 
         Returns:
             The checkpoint's folder, on the main process; None on the others.
@@ -80,28 +56,28 @@ class Writer:
         is_main, wait = self._world.is_main, wait or not self._options.save_in_background
         if not is_main and run.strategy.replicated:
             return None
-        self.finish()
+        self.background.finish()
         if self._group is not None and (path := self._write_rows(directory, run, fingerprint, wait)):
             return path if is_main else None
         state = run.capture(fingerprint, keep=is_main)
         if not is_main:
             return None
-        step, keep, owned = run.position.step, self._options.keep, not run.strategy.replicated
+        order = checkpoint.prepare(directory, state, step=run.position.step, keep=self._options.keep)
         if wait:
-            return checkpoint.write(directory, state, step=step, keep=keep)
-        return self._background.write(directory, state, step=step, keep=keep, owned=owned)
+            return order.carry_out()
+        return self.background.carry_out(order, owned=not run.strategy.replicated)
 
     def _write_rows(self, directory: Path | str, run: RunState, fingerprint: str, wait: bool) -> Path | None:
         """As ``write``, by all ranks; None, from then on, where they do not see one folder."""
-        rows, rank = run.strategy.own_rows(), self._world.rank
-        assert rows is not None
+        rows, rank, group = run.strategy.own_rows(), self._world.rank, self._group
+        assert rows is not None and group is not None
         order = prepare_sharded(
             directory,
-            run.capture_rows(fingerprint, rows, first=rank == 0),
+            run.capture(fingerprint, keep=rank == 0, rows=rows),
             step=run.position.step,
             rank=rank,
             ranks=self._world.world_size,
-            exchange=self._exchange,
+            exchange=lambda value: gather_json(value, group, torch.device("cpu")),
             keep=self._options.keep,
         )
         if order is None:
@@ -113,11 +89,7 @@ class Writer:
                     directory,
                 )
             return None
-        return order.carry_out() if wait else self._background.carry_out(order)
-
-    def _exchange(self, value: object) -> list[object]:
-        assert self._group is not None
-        return gather_json(value, self._group, torch.device("cpu"))
+        return order.carry_out() if wait else self.background.carry_out(order)
 
 
 def clean_up(directory: Path | str | None) -> None:
@@ -132,13 +104,11 @@ def resume(
 ) -> bool:
     """Resumes as the options say; whether there was something to resume.
 
-    Args:
-        state: of the run.
-        options: what to resume, and under which conditions.
-        fingerprint: gives the run's.
-        restarted: the launcher has started the same run before, so its own newest checkpoint comes first.
+    Where the launcher has ``restarted`` the run, its own newest checkpoint comes first.
     """
-    found = _own_newest(options, state.run_id) if restarted and options.resume != "auto" else None
+    found = None
+    if restarted and options.resume != "auto" and options.directory is not None and state.run_id:
+        found = checkpoint.read_newest(options.directory, written_by=state.run_id)
     if found is None and options.resume:
         found = find(options.resume, options.directory)
     if found is None:
@@ -173,17 +143,8 @@ def _restore(state: RunState, path: Path, stored: CheckpointState, force_context
         ) from error
 
 
-def find(resume: str, directory: Path | str | None) -> tuple[Path, CheckpointState] | None:
+def find(resume: str, directory: Path | str | None) -> checkpoint.Restored | None:
     """The checkpoint that ``resume`` names ("auto": the newest sound one of the run folder, if any)."""
     if resume == "auto":
-        newest = checkpoint.read_newest(Path(directory)) if directory is not None else None
-        return (newest.path, newest.state) if newest is not None else None
-    return Path(resume), checkpoint.read(resume)
-
-
-def _own_newest(options: RunOptions, run_id: str) -> tuple[Path, CheckpointState] | None:
-    """The newest sound checkpoint that this very run has written; those of earlier runs in the folder do not count."""
-    if options.directory is None or not run_id:
-        return None
-    own = checkpoint.read_newest(Path(options.directory), written_by=run_id)
-    return (own.path, own.state) if own is not None else None
+        return checkpoint.read_newest(directory) if directory is not None else None
+    return checkpoint.Restored(Path(resume), checkpoint.read(resume))

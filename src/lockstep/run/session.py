@@ -26,11 +26,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> bool:
-    """Asks glibc to hold on to what this process frees; its memory stays at its peak until it ends.
-
-    Returns:
-        Whether that could be asked for: False beside another C library, which is left as it is.
-    """
+    """Asks glibc to hold on to what this process frees, up to its end; False beside another C library."""
     if not sys.platform.startswith("linux"):
         return False
     try:

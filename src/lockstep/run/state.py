@@ -1,15 +1,14 @@
 """The state of a run that a checkpoint covers: captured whole by name, and restored on any number of processes.
 
 ``RunState`` captures and restores model, optimizers, schedulers and position. Where parameters are shared out over
-processes, ``SharedOptimizer`` gathers the optimizer's state for a checkpoint, and ``share_out`` takes this process's
-part of it on resume.
+processes, ``SharedOptimizer`` gathers the optimizer's state for a checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState, optimizer_state
-from lockstep.checkpoint.manifest import JSON
 from lockstep.core.fingerprint import Context
 from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -32,7 +30,6 @@ from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 
 logger = logging.getLogger(__name__)
-Record = dict[str, JSON]
 _MOST_NUMBERS = 4096
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 
@@ -47,7 +44,7 @@ class SharedOptimizer:
     """Of all state tensors that are shaped like their parameters, in the order of their keys."""
     others: dict[str, Tensor]
     """All other tensors, such as step counters, on every process."""
-    record: Record
+    record: dict[str, Any]
     """As ``checkpoint.optimizer_state`` gives it of the whole."""
 
     @classmethod
@@ -59,14 +56,10 @@ class SharedOptimizer:
         strategy: Strategy,
         group: dist.ProcessGroup | None,
     ) -> SharedOptimizer:
-        """Learns of all state by name. Collective.
+        """Learns of all state by name. Collective over ``group``.
 
-        Args:
-            optimizer: this process's.
-            names: of what it holds.
-            members: names of the parameters of each of its groups in the whole model.
-            strategy: knows who holds what.
-            group: all ranks.
+        ``names`` are those of the parameters that the optimizer holds here, ``members`` those of its groups in the
+        whole model.
         """
         tensors, record = optimizer_state(optimizer, names)
         shapes = {names[p]: p.shape for each in optimizer.param_groups for p in each["params"]}
@@ -80,17 +73,9 @@ class SharedOptimizer:
         everyone = gather_records(strategy, mine, group)
         others = {key: tensor.clone() for key, tensor in tensors.items() if not key.partition("|")[0]}
         others |= {key: _from_json(value) for key, value in _union(everyone, "values").items()}
-        groups = record["groups"]
-        assert isinstance(groups, list)
-        whole_groups: list[JSON] = [
-            {**each, "parameters": list(own)} for each, own in zip(groups, members) if isinstance(each, dict)
-        ]
-        return cls(
-            {key: tensors[key] for key in mine["dtypes"]},
-            _union(everyone, "dtypes"),
-            others,
-            {**record, "groups": whole_groups, "state": _union(everyone, "state")},
-        )
+        groups = [{**each, "parameters": list(own)} for each, own in zip(record["groups"], members)]
+        whole = {**record, "groups": groups, "state": _union(everyone, "state")}
+        return cls({key: tensors[key] for key in mine["dtypes"]}, _union(everyone, "dtypes"), others, whole)
 
     def gathered(self, strategy: Strategy, *, keep: bool) -> dict[str, Tensor]:
         """All tensors, whole, on the CPU, where this process keeps them. Collective."""
@@ -100,45 +85,6 @@ class SharedOptimizer:
             if keep:
                 whole[key] = found.detach().to("cpu", copy=True)
         return whole
-
-    def own(self, names: Collection[str]) -> dict[str, Tensor]:
-        """This process's part of the state of the named parameters."""
-        return {key: part for key, part in self.parts.items() if key.partition("|")[0] in names}
-
-
-def share_out(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], strategy: Strategy
-) -> dict[str, Tensor]:
-    """This process's part of an optimizer's whole state tensors.
-
-    Args:
-        tensors: as ``"<parameter name>|<state key>"``.
-        shapes: of the whole model's parameters.
-        strategy: knows who holds what.
-    """
-    held: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        name = key.partition("|")[0]
-        part = strategy.local_shard(name, tensor) if shapes.get(name) == tensor.shape else tensor
-        if part is not None:
-            held[key] = part
-    return held
-
-
-def require_elements(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ``CheckpointError`` where state of an elementwise optimizer is neither a number nor as its parameter is.
-
-    Args:
-        tensors: as ``"<parameter name>|<state key>"``.
-        shapes: of the whole model's parameters.
-    """
-    for key, tensor in tensors.items():
-        wanted = shapes.get(key.partition("|")[0])
-        if wanted is not None and tensor.numel() != 1 and tensor.shape != wanted:
-            raise CheckpointError(
-                f"The checkpoint's optimizer state {key!r} has the shape {list(tensor.shape)} and its parameter "
-                f"{list(wanted)}. Use another checkpoint."
-            )
 
 
 def _union(everyone: list[Any], kind: str) -> dict[str, Any]:
@@ -202,41 +148,37 @@ class RunState:
                 "force_context=True (--force-context)."
             )
 
-    def capture(self, fingerprint: str, *, keep: bool) -> CheckpointState:
-        """The whole state as it stands; shares memory with the run where the strategy has replicas. Collective.
+    def capture(
+        self, fingerprint: str, *, keep: bool, rows: Mapping[str, Tensor] | None = None
+    ) -> CheckpointState:
+        """The state as it stands; shares memory with the run where it is not gathered. Collective.
 
         Args:
             fingerprint: of the model as it stands.
-            keep: whether this process needs it; without, it only helps others to gather theirs.
+            keep: whether this process needs what is not shared out, such as step counters, and the whole of what is;
+                without, it only helps others to gather theirs.
+            rows: from ``Strategy.own_rows``, where all processes write: only this process's part is captured.
         """
+        held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
-        state.model.update(self._without_aliases(self.model_state(keep=keep)))
+        state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
             if self.strategy.replicated:
-                tensors, record = checkpoint.optimizer_state(optimizer, self._names())
+                tensors, record = optimizer_state(optimizer, self._names())
             else:
-                shared = self._shared_state(number, optimizer)
-                tensors, record = shared.gathered(self.strategy, keep=keep), shared.record
-            _add_optimizer(state, number, tensors, record)
-        self._add_modules(state)
-        return state
-
-    def capture_rows(self, fingerprint: str, rows: Mapping[str, Tensor], *, first: bool) -> CheckpointState:
-        """This process's part of a checkpoint that all write; shares memory with the run. Collective.
-
-        Args:
-            fingerprint: of the model as it stands.
-            rows: from ``Strategy.own_rows``.
-            first: whether this process writes what no other holds a part of, such as step counters.
-        """
-        state = self._without_tensors(fingerprint)
-        state.model.update(self._without_aliases(rows))
-        for number, optimizer in enumerate(self.parts.optimizers):
-            shared = self._shared_state(number, optimizer)
-            tensors = shared.own(rows) | (shared.others if first else {})
-            _add_optimizer(state, number, tensors, shared.record)
-        if first:
-            self._add_modules(state)
+                members = self.model.members[number]
+                shared = SharedOptimizer.of(optimizer, self._names(), members, self.strategy, self.group)
+                record = shared.record
+                if rows is None:
+                    tensors = shared.gathered(self.strategy, keep=keep)
+                else:
+                    tensors = {k: part for k, part in shared.parts.items() if k.partition("|")[0] in rows}
+                    tensors |= shared.others if keep else {}
+            state.optimizer_records[str(number)] = record
+            state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
+        for number, module in enumerate(self.parts.modules if keep else ()):
+            own, _ = checkpoint.model_state(module)
+            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
@@ -296,32 +238,27 @@ class RunState:
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 
-    def _without_aliases(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in tensors.items() if name not in self.model.aliases}
-
-    def _shared_state(self, number: int, optimizer: Optimizer) -> SharedOptimizer:
-        members = self.model.members[number]
-        return SharedOptimizer.of(optimizer, self._names(), members, self.strategy, self.group)
-
-    def _add_modules(self, state: CheckpointState) -> None:
-        for number, module in enumerate(self.parts.modules):
-            tensors, _ = checkpoint.model_state(module)
-            if not self.strategy.replicated:
-                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in tensors.items()})
-
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
         if not isinstance(record, dict):
             raise CheckpointError("The checkpoint's optimizer record is not one. Use another checkpoint.")
-        members = None
-        shapes = {name: tensor.shape for name, tensor in state.model.items()}
-        if is_elementwise(optimizer):
-            require_elements(tensors, shapes)
+        members, held, elementwise = None, {}, is_elementwise(optimizer)
+        for key, tensor in tensors.items():
+            parameter = state.model.get(name := key.partition("|")[0])
+            fits = parameter is not None and tensor.shape == parameter.shape
+            if elementwise and parameter is not None and not fits and tensor.numel() != 1:
+                raise CheckpointError(
+                    f"The checkpoint's optimizer state {key!r} has the shape {list(tensor.shape)} and its parameter "
+                    f"{list(parameter.shape)}. Use another checkpoint."
+                )
+            part = (
+                self.strategy.local_shard(name, tensor) if fits and not self.strategy.replicated else tensor
+            )
+            if part is not None:
+                held[key] = part
         if not self.strategy.replicated:
             members = self.model.members[number]
-            tensors = share_out(tensors, shapes, self.strategy)
-        checkpoint.load_optimizer_state(optimizer, self._names(), tensors, record, members)
+        checkpoint.load_optimizer_state(optimizer, self._names(), held, record, members)
 
     def _names(self) -> dict[Tensor, str]:
         if self.strategy.replicated:
@@ -339,13 +276,6 @@ class RunState:
                 raise CheckpointMismatch(
                     f"The checkpoint holds {stored} {kind}, and run.prepare was given {here}. Give the same ones."
                 )
-
-
-def _add_optimizer(
-    state: CheckpointState, number: int, tensors: Mapping[str, Tensor], record: Record
-) -> None:
-    state.optimizer_records[str(number)] = record
-    state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -36,9 +36,7 @@ from lockstep.text import shorten
 class DeviceTransfer:
     """Copies to one device; on CUDA over a stream of its own, so that no copy waits for kernels queued before it.
 
-    Args:
-        device: where data is wanted.
-        events: whose callbacks are told of copies.
+    Callbacks are told of copies.
     """
 
     def __init__(self, device: torch.device, events: StepEvents = NO_EVENTS) -> None:
@@ -155,12 +153,7 @@ Prepare = Callable[[Tensor], Tensor]
 class ForwardPass:
     """The forward pass of a prepared model, the same in training and evaluation.
 
-    Args:
-        model: what is called.
-        precision: the number format.
-        device: where inputs go.
-        channels_last: put image batches into channels-last order.
-        events: whose callbacks are told of copies to the device.
+    Inputs go to the device, and image batches into channels-last order if asked for.
     """
 
     def __init__(
@@ -172,7 +165,8 @@ class ForwardPass:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.model = model
-        self._precision, self._transfer = precision, DeviceTransfer(device, events)
+        self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
+        """Gives the context of the forward pass and the loss."""
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
@@ -184,14 +178,7 @@ class ForwardPass:
         model: nn.Module,
         device_transform: Prepare | None,
     ) -> tuple[Any, Any]:
-        """The output of ``model`` on a micro-batch's data, and its target.
-
-        Args:
-            data: of one micro-batch.
-            forward: gives the output, if ``model(input)`` does not.
-            model: what is called.
-            device_transform: applied to the input on the device.
-        """
+        """The output of ``model``, or of ``forward``, on a micro-batch's data, and its target."""
         with self.autocast():
             if forward is not None:
                 data = self._transfer(data)
@@ -207,10 +194,6 @@ class ForwardPass:
         if device_transform is not None and inputs:
             inputs = (device_transform(inputs[0]), *inputs[1:])
         return tuple(self._laid_out(value) for value in inputs), named, target
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context of the forward pass and the loss."""
-        return self._precision.forward()
 
     def _laid_out(self, value: Any) -> Any:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
@@ -291,17 +274,6 @@ class StepCompute:
             return sum_and_weight(self.function(output, target), len(micro_batch))
 
 
-def note(
-    heartbeat: Heartbeat, phase: str, epoch: int, step: int, micro_batch: MicroBatch | None = None
-) -> None:
-    """Writes down what this rank is about to do."""
-    if micro_batch is None:
-        heartbeat.mark(phase, epoch=epoch, step=step)
-    else:
-        heartbeat.mark(phase, epoch=epoch, step=step, micro_batch=micro_batch.k)
-        heartbeat.samples(micro_batch.indices)
-
-
 class DeferredResults:
     """Keeps the results of steps for a while: reading a value makes the host wait for a GPU.
 
@@ -333,12 +305,9 @@ class DeferredResults:
 
 
 def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> NoReturn:
-    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples; ``losses`` are sums, shape (leaves,).
 
-    Args:
-        losses: loss sum of each micro-batch, shape (leaves,).
-        plan: the step.
-        later_updates: steps that were taken before anybody looked; on a GPU results are read back now and then only.
+    ``later_updates`` were made before anybody looked: on a GPU results are read back now and then only.
     """
     update = (
         "No update was made with it."

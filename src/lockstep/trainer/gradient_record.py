@@ -58,11 +58,7 @@ def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
 
 
 class MicroBatchWatch(Callback):
-    """Watches single steps of a prepared run. Every rank must make one, and the same calls.
-
-    Args:
-        run: prepared.
-    """
+    """Watches single steps of a prepared run. Every rank must make one, and the same calls."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._saved = run, run.require_prepared().state
@@ -76,9 +72,7 @@ class MicroBatchWatch(Callback):
     def start(self, batch: Batch, scale: float) -> None:
         """Watches the backward pass of a batch that is about to begin, up to ``stop``. Not collective.
 
-        Args:
-            batch: of the step.
-            scale: factor on the gradients.
+        ``scale`` is the factor on its gradients.
         """
         self.stop()
         self._found, self._scale, self._leaves = {}, scale, batch.plan.leaves
@@ -89,7 +83,10 @@ class MicroBatchWatch(Callback):
         """Ends it; the digests are kept for ``take``."""
         if self._callback is not None:
             self._callback.remove()
-        self._remove_hooks()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
 
     def take(self) -> dict[int, dict[str, str]]:
         """The digests by micro-batch and parameter of what was watched last, on every rank. Collective.
@@ -140,12 +137,6 @@ class MicroBatchWatch(Callback):
             values = gradient.detach()
             values = values if self._scale == 1.0 else values * (1.0 / self._scale)
             self._found.setdefault(self._k, {})[name] = digest_tensor(values)
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._hooked.clear()
 
 
 FILE = "gradients.jsonl"

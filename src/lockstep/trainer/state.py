@@ -1,4 +1,4 @@
-"""The values of a trainer: its parts and intervals, the readings of an epoch, its progress and its outcome."""
+"""The values of a trainer: its parts, the readings of an epoch, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from lockstep.strategies import Strategy, sum_counts
 
 
 class Meter:
-    """Readings since it was last asked.
-
-    Args:
-        strategy: over whose processes the counts are added.
-        loss: the loss function; ``observed_loss`` is the same, and counts right answers beside it.
-        classifies: whether the outputs are class scores, so that there are right answers.
-    """
+    """Readings since it was last asked; counts right answers where the outputs are class scores."""
 
     def __init__(self, strategy: Strategy, loss: Callable[..., Any], classifies: bool) -> None:
         self._strategy, self._loss, self._classifies = strategy, exact(loss), classifies
@@ -96,18 +90,6 @@ class EpochMeans:
     def as_dict(self) -> dict[str, Any]:
         """The entries, ready for JSON."""
         return {"epoch": self._epoch, "count": self._count, "sums": dict(self._sums)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Intervals:
-    """The steps and epochs between a trainer's saves and readings."""
-
-    save_every_epochs: int = 1
-    """Epochs between checkpoints; 0: at the end only."""
-    save_every_steps: int = 0
-    """Steps between checkpoints, beside those of the epochs; 0: none."""
-    log_every: int = 10
-    """Steps between readings of loss and accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.config.job import TrainingConfig
+from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.batch import Batch
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.strategies import IndependentStrategy
 from lockstep.trainer.state import (
     EpochMeans,
-    Intervals,
     Meter,
     Progress,
     TrainingOutcome,
@@ -30,19 +29,22 @@ from lockstep.trainer.state import (
 class Trainer:
     """Runs the loop of a job. Every rank makes the same calls.
 
-    Args:
-        run: the handle, prepared with the model and optimizer of ``parts``.
-        parts: what is trained.
-        settings: how long and how often.
-        intervals: when to save and to read.
-        logger: where readings go; a null logger on all ranks but the main one.
+    The run is prepared with the model and optimizer of ``parts``. The logger is a null logger on all ranks but the main
+    one.
     """
 
     def __init__(
-        self, run: Run, parts: TrainingParts, settings: TrainingConfig, intervals: Intervals, logger: Logger
+        self,
+        run: Run,
+        parts: TrainingParts,
+        settings: TrainingConfig,
+        saving: CheckpointConfig,
+        log_every: int,
+        logger: Logger,
     ) -> None:
-        self._run, self._parts, self._logger = run, parts, logger
-        self._settings, self._intervals = settings, intervals
+        self.run, self._parts, self._logger = run, parts, logger
+        self.loss = parts.loss
+        self._settings, self._saving, self._log_every = settings, saving, log_every
         self._meter = Meter(run.strategy, parts.loss, parts.classifies)
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
@@ -57,7 +59,7 @@ class Trainer:
         """Trains to the end, or until evaluation stops improving. Collective."""
         self._record_best()  # a run that was killed between a save and its record had not come to it
         if not self._is_over():
-            for epoch in self._run.epochs(self._settings.epochs):
+            for epoch in self.run.epochs(self._settings.epochs):
                 trained = self.train_epoch(epoch)
                 self._finish_epoch(epoch, trained)
                 if self._is_over():
@@ -66,7 +68,7 @@ class Trainer:
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """The steps of one epoch; returns the means of its readings."""
-        run, batches = self._run, self.batches()
+        run, batches = self.run, self.batches()
         start = run.position.step - run.position.done
         self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self.steps_per_epoch)
         self._means = EpochMeans(epoch, run.extra.get("epoch"))
@@ -76,31 +78,21 @@ class Trainer:
         for batch in batches:
             self.train_step(batch)
             self._samples += batch.plan.samples
-            if (batch.plan.step + 1) % self._intervals.log_every == 0 or batch.plan.position == last:
+            if (batch.plan.step + 1) % self._log_every == 0 or batch.plan.position == last:
                 with run.span("log"):
                     self._logger.log(batch.plan.step + 1, self._read())
-            every = self._intervals.save_every_steps
+            every = self._saving.every_steps
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)
         self._seconds += time.monotonic() - began
         return self._means.means()
 
-    @property
-    def run(self) -> Run:
-        """The handle."""
-        return self._run
-
-    @property
-    def loss(self) -> Callable[..., Any]:
-        """The loss function of (output, target)."""
-        return self._parts.loss
-
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
-        loss = self._run.backward(batch, self._meter.observed_loss)
+        loss = self.run.backward(batch, self._meter.observed_loss)
         if self._settings.clip_norm is not None:
-            self._run.clip_gradients(self._settings.clip_norm)
+            self.run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad()
         parts.scheduler.step()
@@ -117,17 +109,17 @@ class Trainer:
     def _store(self) -> None:
         """Says what goes beside the checkpoints from here on."""
         extra = {"trainer": self._progress.as_dict(), "values": self._values}
-        self._run.extra = {**extra, "epoch": self._means.as_dict()}
+        self.run.extra = {**extra, "epoch": self._means.as_dict()}
 
     def batches(self) -> Any:
         """The steps of an epoch. Collective."""
         parts, settings = self._parts, self._settings
-        return self._run.batches(parts.training_set, drop_last=settings.drop_last, workers=parts.workers)
+        return self.run.batches(parts.training_set, drop_last=settings.drop_last, workers=parts.workers)
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch."""
-        return self._run.steps_per_epoch(self._parts.training_set, drop_last=self._settings.drop_last)
+        return self.run.steps_per_epoch(self._parts.training_set, drop_last=self._settings.drop_last)
 
     def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:
         last = epoch + 1 == self._settings.epochs
@@ -137,24 +129,24 @@ class Trainer:
             (epoch + 1) % self._settings.evaluate_every == 0 or last
         ):
             self._values = self._evaluate()
-            best = self._progress.judge(epoch, self._run.position.step, self._values)
+            best = self._progress.judge(epoch, self.run.position.step, self._values)
             values |= self._values
-        if isinstance(self._run.strategy, IndependentStrategy):
-            values |= self._run.strategy.metrics()
-        if (skipped := self._run.skipped_steps) > 0:
+        if isinstance(self.run.strategy, IndependentStrategy):
+            values |= self.run.strategy.metrics()
+        if (skipped := self.run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
-        with self._run.span("log"):
-            self._logger.epoch(epoch, self._run.position.step, values)
-        every = self._intervals.save_every_epochs
+        with self.run.span("log"):
+            self._logger.epoch(epoch, self.run.position.step, values)
+        every = self._saving.every_epochs
         if (every and (epoch + 1) % every == 0) or best or last:
-            self._save(self._run.position.step)
+            self._save(self.run.position.step)
         if best:
             self._record_best()
 
     def _record_best(self) -> None:
         """Names the best checkpoint in the run folder, which keeps it from then on."""
-        progress, directory = self._progress, self._run.options.directory
-        if self._run.is_main and directory is not None and progress.best is not None:
+        progress, directory = self._progress, self.run.options.directory
+        if self.run.is_main and directory is not None and progress.best is not None:
             record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
             checkpoint.write_best(Path(directory), record)
 
@@ -163,14 +155,14 @@ class Trainer:
         if self._parts.classifies:
             metrics["validation_accuracy"] = accuracy
         data, workers = self._parts.validation_set, self._parts.workers
-        results = self._run.evaluate(data, metrics, workers=workers, repeatable=True)
+        results = self.run.evaluate(data, metrics, workers=workers, repeatable=True)
         return dict(results)
 
     def _save(self, step: int) -> None:
-        if self._run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
+        if self.run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
             return
         self._store()
-        self._run.save()
+        self.run.save()
         self._saved_step, self._is_within_epoch = step, False
 
     def _is_over(self) -> bool:
@@ -179,13 +171,13 @@ class Trainer:
 
     def _bytes_per_step(self) -> float:
         """Bytes per step that the rank sends which sends most. Collective."""
-        strategy = self._run.strategy
+        strategy = self.run.strategy
         sent = torch.tensor([strategy.bytes_sent], dtype=torch.float64, device=strategy.device)
         most = strategy.gather(strategy.all_reduce_max(sent)).max()
-        return float(most) / max(1, self._run.position.step - self._first_step)
+        return float(most) / max(1, self.run.position.step - self._first_step)
 
     def _end(self) -> TrainingOutcome:
-        run, weights = self._run, None
+        run, weights = self.run, None
         fingerprint, bytes_per_step = run.fingerprint(), self._bytes_per_step()
         summary = run.strategy.summary() if isinstance(run.strategy, IndependentStrategy) else {}
         if run.options.directory is not None:
