@@ -1,28 +1,165 @@
+"""Logged losses and accuracies are exact: sums over weights, whenever they are read and wherever a run stopped."""
+
 import json
+from dataclasses import dataclass
+from fractions import Fraction
+from types import SimpleNamespace
 
-from lockstep.trainer.state import EpochMeans
+import pytest
+import torch
+from tests.trainer.test_trainer import records, trainer
+from torch import nn
 
-READINGS = [{"loss": 0.1 * n, "accuracy": 1 / (n + 1)} for n in range(7)]
+from lockstep.core.world import World
+from lockstep.runtime.control import Stopped, StopReason
+from lockstep.trainer import Meter
+
+EPOCHS, STEPS, SAMPLES = 2, 4, 60
 
 
-def means(readings, before=None):
-    found = EpochMeans(3, before)
-    for reading in readings:
-        found.add(reading)
-    return found
+@dataclass
+class Alone:
+    """A strategy of one process."""
+
+    device = torch.device("cpu")
+
+    def gather(self, row):
+        return row.unsqueeze(0)
 
 
-def test_a_resumed_epoch_has_the_means_of_an_uninterrupted_one_to_the_last_bit():
-    whole = means(READINGS).means()
-    assert whole == {name: sum(r[name] for r in READINGS) / 7 for name in READINGS[0]}
-    stored = json.loads(json.dumps(means(READINGS[:4]).as_dict()))
-    assert means(READINGS[4:], stored).means() == whole
+def take(meter, losses, weight, right):
+    """One step with the loss sums of its micro-batches, and answers of which some are right."""
+    result = SimpleNamespace(
+        losses=torch.tensor(losses).double(), weight=torch.tensor(float(weight)).double()
+    )
+    output = torch.eye(2)[[0] * len(right)]
+    meter.observed_loss(output, torch.tensor([0 if each else 1 for each in right]))
+    meter.on_backward_end(SimpleNamespace(plan=SimpleNamespace(samples=len(right))), result)
+
+
+STEPS_BY_HAND = [([1.0, 2.5], 4, [1, 0, 0, 1]), ([0.25, 0.5], 3, [1, 1, 1]), ([4.0], 1, [0])]
+
+
+def meter():
+    return Meter(Alone(), nn.CrossEntropyLoss(), classifies=True)
+
+
+def test_the_means_of_an_epoch_are_sums_over_weights_whenever_they_are_read():
+    for read_after in ((), (0,), (1,), (0, 1), (0, 1, 2)):
+        found = meter()
+        found.begin(0)
+        for number, step in enumerate(STEPS_BY_HAND):
+            take(found, *step)
+            if number in read_after:
+                found.read()
+        found.collect()
+        means = found.means()
+        assert (means["loss"], means["accuracy"]) == (8.25 / 8, 5 / 8), read_after
+
+
+def test_a_reading_holds_the_steps_since_the_last_one_over_a_stop():
+    found = meter()
+    found.begin(3)
+    take(found, *STEPS_BY_HAND[0])
+    assert found.read()["loss"] == 3.5 / 4
+    take(found, *STEPS_BY_HAND[1])
+    found.collect()
+    resumed = meter()
+    resumed.begin(3, json.loads(json.dumps(found.as_dict())))
+    take(resumed, *STEPS_BY_HAND[2])
+    reading = resumed.read()
+    assert (reading["loss"], reading["accuracy"]) == (4.75 / 4, 3 / 4)
+    assert (resumed.means()["loss"], resumed.means()["accuracy"]) == (8.25 / 8, 5 / 8)
 
 
 def test_what_another_epoch_has_left_is_not_taken_up():
-    stored = EpochMeans(2).as_dict() | {"count": 5, "sums": {"loss": 9.0}}
-    assert means(READINGS[:1], stored).means() == READINGS[0]
+    found = meter()
+    found.begin(2)
+    take(found, *STEPS_BY_HAND[0])
+    found.collect()
+    after = meter()
+    after.begin(3, found.as_dict())
+    assert after.means() == {}
 
 
-def test_there_is_no_mean_before_the_first_reading():
-    assert EpochMeans(0).means() == {}
+def test_the_means_of_readings_that_an_earlier_version_kept_are_not_taken_for_sums(caplog):
+    found = meter()
+    found.begin(1, {"epoch": 1, "count": 2, "sums": {"loss": 4.5, "accuracy": 0.5}})
+    take(found, *STEPS_BY_HAND[0])
+    found.collect()
+    assert found.means()["loss"] == 3.5 / 4
+    assert "loss and accuracy of epoch 2 are those of the steps from here on" in caplog.text
+
+
+def losses_by_hand(folder):
+    """Trains; gives what the log should hold for each epoch, from the outputs that the loss function has seen."""
+    job, seen = trainer(World(), folder, log_every=3, epochs=EPOCHS), []
+    loss = job._meter._loss
+
+    def observed(output, target):
+        each = nn.functional.cross_entropy(output.detach().double(), target, reduction="none")
+        seen.append((each, output.detach().argmax(1) == target))
+        return loss(output, target)
+
+    job._meter._loss = observed
+    job.fit()
+    samples = [torch.cat(each) for each in zip(*seen)]
+    return [
+        (float(losses.mean()), Fraction(int(right.sum()), SAMPLES))
+        for losses, right in zip(*(each.split(SAMPLES) for each in samples))
+    ]
+
+
+def logged(folder, kind):
+    return [
+        {name: value for name, value in record.items() if name not in ("samples_per_second", "kind")}
+        for record in records(folder)
+        if record["kind"] == kind
+    ]
+
+
+def test_the_log_of_an_epoch_is_what_its_outputs_give_by_hand_for_every_interval(tmp_path):
+    wanted = losses_by_hand(tmp_path / "by hand")
+    of_epochs = logged(tmp_path / "by hand", "epoch")
+    for record, (loss, accuracy) in zip(of_epochs, wanted, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-6)
+        assert record["accuracy"] == float(accuracy)
+    for log_every in (1, 2, 1000):
+        trainer(World(), tmp_path / f"{log_every}", log_every=log_every, epochs=EPOCHS).fit()
+        assert logged(tmp_path / f"{log_every}", "epoch") == of_epochs
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_a_stop_within_an_epoch_changes_no_record(tmp_path, step):
+    trainer(World(), tmp_path / "whole", log_every=3, epochs=EPOCHS).fit()
+    job = trainer(World(), tmp_path / "cut", log_every=3, epochs=EPOCHS)
+    train_step = job.train_step
+
+    def asked_to_stop(batch):
+        if batch.plan.step + 1 == step:
+            job.run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+        return train_step(batch)
+
+    job.train_step = asked_to_stop
+    with pytest.raises(Stopped):
+        job.fit()
+    job._logger.close()
+    job.run.close()
+    trainer(World(), tmp_path / "cut", log_every=3, epochs=EPOCHS, resume="auto").fit()
+    for kind in ("step", "epoch"):
+        assert logged(tmp_path / "cut", kind) == logged(tmp_path / "whole", kind)
+
+
+def test_a_record_of_a_step_has_the_learning_rate_that_the_step_was_made_with(tmp_path):
+    trainer(World(), tmp_path, lr=0.1, log_every=2, epochs=EPOCHS).fit()
+    rates = {record["step"]: record["learning_rate"] for record in logged(tmp_path, "step")}
+    assert rates == {2: 0.1, 4: 0.1, 6: 0.05, 8: 0.05}  # halved after every fifth step
+
+
+def test_groups_with_rates_of_their_own_and_the_loss_scale_are_named(tmp_path):
+    job = trainer(World(), tmp_path, epochs=1, precision="fp16", groups=True)
+    job.fit()
+    record = logged(tmp_path, "step")[0]
+    assert (record["learning_rate_1"], record["learning_rate_2"]) == (0.1, 0.02)
+    assert record["loss_scale"] == 2.0**14
+    assert "learning_rate" not in record

@@ -19,13 +19,14 @@ def blobs(seed):
     return TensorDataset(torch.randn(60, 3, generator=generator) + target[:, None], target)
 
 
-def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings):
+def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, log_every=2, groups=False, **settings):
     settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
     options = {"global_batch": 16, "micro_batches": 4, "directory": folder, "resume": resume}
-    run = Run(RunOptions.of(**options), world)
+    run = Run(RunOptions.of(**options, precision=settings.precision), world)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    both = [{"params": [model.weight]}, {"params": [model.bias], "lr": lr / 5}]
+    optimizer = torch.optim.SGD(both if groups else model.parameters(), lr=lr)
     model, optimizer, scheduler = run.prepare(
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     )
@@ -41,7 +42,7 @@ def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, **settings)
     )
     saving = CheckpointConfig(every_steps=save_every_steps)
     logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
-    return Trainer(run, parts, settings, saving, 2, logger)
+    return Trainer(run, parts, settings, saving, log_every, logger)
 
 
 def outcome(world, folder, options):

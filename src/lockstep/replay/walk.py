@@ -152,9 +152,9 @@ def _backward_of_one(run: Run, batch: Batch, loss: Callable[..., Any], k: int) -
     def one_micro_batch(batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         total, weight = compute(batch.micro_batches[k])
         (total if scale == 1.0 else total * scale).backward()  # type: ignore[no-untyped-call]  # torch's stub
-        value = total.detach().double()
-        finite = torch.ones((), dtype=torch.bool, device=value.device)  # NaN is reported as it is
-        return StepResult(value / weight, value.reshape(1), torch.zeros((), device=value.device), finite)
+        value, weight = total.detach().double(), weight.double()
+        finite = torch.ones_like(value).bool()  # NaN is reported as it is
+        return StepResult(value / weight, value.reshape(1), weight, torch.zeros_like(value), finite)
 
     run.backward_by(one_micro_batch, batch, loss)
 

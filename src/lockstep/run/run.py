@@ -332,6 +332,8 @@ class Run:
             self._loop.count_step()
             prepared.gradients.update_scale()
             self._session.heartbeat.mark("save", epoch=self.position.epoch, step=self.position.step)
+            for begins in self._events.save_begin:
+                begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             folder = self._writer.write(self.options.directory, prepared.state, fingerprint, wait=wait)
         for call in self._events.save:

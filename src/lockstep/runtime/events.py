@@ -9,7 +9,7 @@
       backward_end                                                  reduced gradients are set, still with the loss scale
       gradients_ready                                               they are ready to be clipped and stepped
     step_end
-    evaluation  save  close
+    evaluation  save_begin  save  close
 
 An event without a callback costs one loop over an empty tuple.
 """
@@ -98,6 +98,13 @@ class Callback:
 
     def on_evaluation(self, step: int, results: Any) -> None:
         """Called at the end of ``Run.evaluate``, with the number of steps done and the results that it returns."""
+
+    def on_save_begin(self, step: int) -> None:
+        """Called at the beginning of ``Run.save``, before ``run.extra`` is taken.
+
+        Args:
+            step: how many steps the checkpoint will hold.
+        """
 
     def on_save(self, step: int, folder: Path | None) -> None:
         """Called at the end of ``Run.save``.
@@ -220,6 +227,7 @@ class StepEvents:
         self.gradients_ready = _overriding(given, Callback.on_gradients_ready)
         self.step_end = _overriding(given, Callback.on_step_end)
         self.evaluation = _overriding(given, Callback.on_evaluation)
+        self.save_begin = _overriding(given, Callback.on_save_begin)
         self.save = _overriding(given, Callback.on_save)
         self.close = _overriding(given, Callback.on_close)
         self.span_begin = _overriding(given, Callback.on_span_begin)

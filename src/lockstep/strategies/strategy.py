@@ -80,6 +80,8 @@ class StepResult:
     """Mean loss over the global batch, float64, 0-dim."""
     losses: Tensor
     """Loss sum of each micro-batch, float64, shape (leaves,)."""
+    weight: Tensor
+    """The weight of the global batch, by which the sum of the losses is divided: float64, 0-dim."""
     stop: Tensor
     """The largest stop code that any process was given, 0-dim; 0 if none was."""
     finite: Tensor

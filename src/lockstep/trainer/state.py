@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import asdict, dataclass, field
@@ -13,20 +14,67 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
+from lockstep.core.summation_tree import fold_rows
+from lockstep.data.batch import Batch
 from lockstep.run.step import exact
-from lockstep.strategies import Strategy, sum_counts
+from lockstep.runtime.events import Callback
+from lockstep.strategies import StepResult, Strategy, sum_counts
+
+logger = logging.getLogger(__name__)
 
 
-class Meter:
-    """Readings since it was last asked; counts right answers where the outputs are class scores."""
+@dataclass
+class Totals:
+    """Sums over steps, added step by step in their order, so that they don't depend on when they are read."""
+
+    loss: float = 0.0
+    """Of the losses, not divided by anything."""
+    weight: float = 0.0
+    """What the sum of the losses is divided by: samples, tokens, or their weights."""
+    right: float = 0.0
+    answers: float = 0.0
+    samples: float = 0.0
+    seconds: float = 0.0
+
+    def means(self) -> dict[str, float]:
+        """Mean loss, accuracy, and samples per second; without what nothing was added of."""
+        parts = [
+            ("loss", self.loss, self.weight),
+            ("accuracy", self.right, self.answers),
+            ("samples_per_second", self.samples, self.seconds),
+        ]
+        return {name: total / count for name, total, count in parts if count}
+
+
+class Meter(Callback):
+    """Adds up losses, right answers and samples of the steps of an epoch; every rank has one.
+
+    ``observed_loss`` is the loss function, and counts right answers where the outputs are class scores.
+    """
 
     def __init__(self, strategy: Strategy, loss: Callable[..., Any], classifies: bool) -> None:
         self._strategy, self._loss, self._classifies = strategy, exact(loss), classifies
-        self._losses: list[Tensor] = []
         self._right: list[Tensor] = []
-        self._answers = 0
-        self._samples = 0
+        self._answers = self._samples = 0
+        self._losses: list[Tensor] = []
+        """Of each step not read yet: the sums of its micro-batches' losses and its weight, on the device."""
         self._since = time.monotonic()
+        self.scale = 1.0
+        """The loss scale of the last step."""
+        self.begin(-1)
+
+    def begin(self, epoch: int, stored: Mapping[str, Any] | None = None) -> None:
+        """Begins an epoch, or goes on with it from what ``as_dict`` gave beside a checkpoint of the same epoch."""
+        known: Mapping[str, Any] = stored if stored is not None and stored.get("epoch") == epoch else {}
+        if known and "totals" not in known:
+            logger.warning(
+                "The checkpoint was written by an earlier version, which kept no sums: the loss and accuracy of epoch "
+                "%d are those of the steps from here on.",
+                epoch + 1,
+            )
+        self._epoch, self._since = epoch, time.monotonic()
+        self._totals = Totals(**known.get("totals", {}))
+        self._reading = Totals(**known.get("reading", {}))
 
     def observed_loss(self, output: Any, target: Any) -> Any:
         """The loss, while counting right answers on the device."""
@@ -35,61 +83,54 @@ class Meter:
             self._answers += target.numel()
         return self._loss(output, target)
 
-    def add(self, loss: Tensor, samples: int) -> None:
-        """Takes the mean loss of a step over its global batch, and the number of its samples."""
-        self._losses.append(loss)
-        self._samples += samples
+    def on_backward_begin(self, batch: Batch, scale: float) -> None:
+        """Notes the loss scale."""
+        self.scale = scale
+
+    def on_backward_end(self, batch: Batch, result: StepResult) -> None:
+        """Takes the losses of a step; a copy, since they may lie in memory that the next step uses."""
+        self._losses.append(torch.cat([result.losses, result.weight.reshape(1)]))
+        self._samples += batch.plan.samples
 
     def read(self) -> dict[str, float]:
-        """Mean loss per step, accuracy, and samples per second since the last reading. Collective."""
+        """The means of all steps since the last reading. Collective."""
+        self.collect()
+        reading, self._reading = self._reading, Totals()
+        return reading.means()
+
+    def collect(self) -> None:
+        """Reads from the device what the steps have left there, and adds it up over the ranks. Collective."""
+        if not self._losses:
+            return
         row = torch.zeros(2, dtype=torch.float64, device=self._strategy.device)
         if self._right:
             row[0], row[1] = torch.stack(self._right).sum(), self._answers
         right, answers = sum_counts(self._strategy, row).tolist()
+        losses = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
         now = time.monotonic()
-        values = {"loss": float(torch.stack(self._losses).mean())}
-        if answers:
-            values["accuracy"] = right / answers
-        values["samples_per_second"] = self._samples / max(now - self._since, 1e-9)
+        for totals in (self._totals, self._reading):
+            for step in losses:
+                totals.loss += float(fold_rows(step[:-1]))
+                totals.weight += float(step[-1])
+            totals.right, totals.answers = totals.right + right, totals.answers + answers
+            totals.samples, totals.seconds = (
+                totals.samples + self._samples,
+                totals.seconds + now - self._since,
+            )
         self._losses, self._right, self._answers, self._samples, self._since = [], [], 0, 0, now
-        return values
 
-    def restart_clock(self) -> None:
-        """Leaves out the time since the last reading, which was spent on something else than training."""
-        self._since = time.monotonic()
+    def means(self) -> dict[str, float]:
+        """The means of all steps of the epoch up to the last reading."""
+        return self._totals.means()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sums up to the last ``collect``, ready for JSON."""
+        return {"epoch": self._epoch, "totals": asdict(self._totals), "reading": asdict(self._reading)}
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """True for each sample whose highest score is at its class: shape (n,) from scores (n, classes)."""
     return output.argmax(1) == target
-
-
-class EpochMeans:
-    """Sums of the readings of one epoch.
-
-    Args:
-        epoch: which one.
-        stored: what ``as_dict`` gave beside the checkpoint that was taken up; that of another epoch is left out.
-    """
-
-    def __init__(self, epoch: int, stored: Mapping[str, Any] | None = None) -> None:
-        known = stored if stored is not None and stored.get("epoch") == epoch else {}
-        self._epoch, self._count = epoch, int(known.get("count", 0))
-        self._sums: dict[str, float] = dict(known.get("sums", {}))
-
-    def add(self, reading: Mapping[str, float]) -> None:
-        """Takes a reading, which has the same names as the first."""
-        self._count += 1
-        for name, value in reading.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-
-    def means(self) -> dict[str, float]:
-        """The mean of each; empty before the first reading."""
-        return {name: total / self._count for name, total in self._sums.items()}
-
-    def as_dict(self) -> dict[str, Any]:
-        """The entries, ready for JSON."""
-        return {"epoch": self._epoch, "count": self._count, "sums": dict(self._sums)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.batch import Batch
 from lockstep.loggers import Logger
 from lockstep.run import Run
+from lockstep.runtime.events import Callback
 from lockstep.strategies import IndependentStrategy
 from lockstep.trainer.state import (
-    EpochMeans,
     Meter,
     Progress,
     TrainingOutcome,
@@ -26,7 +26,7 @@ from lockstep.trainer.state import (
 )
 
 
-class Trainer:
+class Trainer(Callback):
     """Runs the loop of a job. Every rank makes the same calls.
 
     The run is prepared with the model and optimizer of ``parts``. The logger is a null logger on all ranks but the main
@@ -46,6 +46,7 @@ class Trainer:
         self.loss = parts.loss
         self._settings, self._saving, self._log_every = settings, saving, log_every
         self._meter = Meter(run.strategy, parts.loss, parts.classifies)
+        self._learning_rates: list[Any] = []
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
@@ -53,7 +54,8 @@ class Trainer:
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._is_within_epoch = run.position.inside  # what follows the steps is not in that checkpoint
-        self._means = EpochMeans(run.position.epoch)
+        run.add_callback(self._meter)
+        run.add_callback(self)
 
     def fit(self) -> TrainingOutcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
@@ -67,13 +69,12 @@ class Trainer:
         return self._end()
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
-        """The steps of one epoch; returns the means of its readings."""
+        """The steps of one epoch; returns its means."""
         run, batches = self.run, self.batches()
         start = run.position.step - run.position.done
         self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self.steps_per_epoch)
-        self._means = EpochMeans(epoch, run.extra.get("epoch"))
+        self._meter.begin(epoch, run.extra.get("epoch"))
         began = time.monotonic()
-        self._meter.restart_clock()
         last = self.steps_per_epoch - 1
         for batch in batches:
             self.train_step(batch)
@@ -85,7 +86,7 @@ class Trainer:
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)
         self._seconds += time.monotonic() - began
-        return self._means.means()
+        return self._meter.means()
 
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
@@ -95,21 +96,28 @@ class Trainer:
             self.run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad()
+        rates = [group["lr"] for group in parts.optimizer.param_groups]
+        self._learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         parts.scheduler.step()
-        self._meter.add(loss, batch.plan.samples)
         return loss
 
     def _read(self) -> dict[str, float]:
-        """The meter since the last reading; what is stored beside a checkpoint includes it. Collective."""
-        reading = self._meter.read()
-        self._means.add(reading)
-        self._store()
-        return reading
+        """The means since the last reading, with the learning rate and the loss scale of the last step. Collective."""
+        values = self._meter.read()
+        rates = [float(rate) for rate in self._learning_rates]
+        if len(set(rates)) == 1:
+            values["learning_rate"] = rates[0]
+        else:
+            values |= {f"learning_rate_{number}": rate for number, rate in enumerate(rates, 1)}
+        if self.run.options.precision == "fp16":
+            values["loss_scale"] = self._meter.scale
+        return values
 
-    def _store(self) -> None:
-        """Says what goes beside the checkpoints from here on."""
+    def on_save_begin(self, step: int) -> None:
+        """Puts beside a checkpoint where the run stands, whoever asked for it. Collective."""
+        self._meter.collect()
         extra = {"trainer": self._progress.as_dict(), "values": self._values}
-        self.run.extra = {**extra, "epoch": self._means.as_dict()}
+        self.run.extra = {**extra, "epoch": self._meter.as_dict()}
 
     def batches(self) -> Any:
         """The steps of an epoch. Collective."""
@@ -161,7 +169,6 @@ class Trainer:
     def _save(self, step: int) -> None:
         if self.run.options.directory is None or (step == self._saved_step and not self._is_within_epoch):
             return
-        self._store()
         self.run.save()
         self._saved_step, self._is_within_epoch = step, False
 

@@ -265,7 +265,7 @@ class FullyShardedDataParallel(Strategy):
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
         self._buffers.refuse_changed_others()
         finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)
-        return StepResult(fold_rows(losses) / weight, losses, self._header.flag(headers), finite)
+        return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(headers), finite)
 
     def _set_gradients(
         self,

@@ -108,6 +108,7 @@ class Worker(Participant):
         return StepResult(
             mean,
             losses,
+            weights.sum(),
             torch.tensor(self._stop.reason_after(self._step + 1)),
             losses.sum().isfinite() & finite,
         )

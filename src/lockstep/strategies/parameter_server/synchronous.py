@@ -90,9 +90,8 @@ class ParameterServer(Strategy):
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
         self._buffers.refuse_changed_others()
-        return StepResult(
-            fold_rows(losses) / weight, losses, self._header.flag(everyone), losses.sum().isfinite() & finite
-        )
+        finite &= losses.sum().isfinite()
+        return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(everyone), finite)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers, shape (workers, n), on every rank. Collective."""
