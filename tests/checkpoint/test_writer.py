@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import safetensors.torch
 import torch
@@ -111,6 +113,19 @@ def test_exported_weights_load_into_the_plain_model(tmp_path, tied):
     fresh.load_state_dict(safetensors.torch.load_file(path))
     assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), tied.state_dict().values()))
     assert fresh.head.weight is fresh.embed.weight
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, state_of, umask, mode):
+    before = os.umask(umask)
+    try:
+        files = [export(tmp_path / "model.safetensors", {"w": torch.ones(2)})]
+        files += write(tmp_path / "run", state_of(1), step=1).iterdir()
+    finally:
+        os.umask(before)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        p.name: oct(mode) for p in files
+    }
 
 
 def test_an_export_that_fails_leaves_the_older_file(tmp_path):

@@ -124,9 +124,9 @@ SECTIONS = {
         ),
         Row(
             "S5",
-            "ranks differ in settings, software, model or data",
+            "ranks differ in settings, software, source code, model or data",
             "what differs is listed by rank on every rank before the first step; exit code 2",
-            open="of source code only the script is compared, over hosts; else what it makes: settings, model, data",
+            open="of installed packages but Lockstep the files are not compared",
         ),
         Row(
             "S6", "an unknown setting or option", "refused with the nearest known one before a process starts"

@@ -1,6 +1,9 @@
 """Ranks that were told different things, or that drift apart, are named."""
 
+import importlib
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
+from lockstep.run.agreement import source_digests
 
 
 def messages(body, world_size, *args):
@@ -54,6 +58,84 @@ def told_otherwise(world, what):
 def test_what_differs_is_named_on_every_rank(what, said):
     for message in run_ranks(told_otherwise, 3, what):
         assert said in message
+
+
+class Activation(nn.Module):
+    """Has attributes of many kinds; what is said of a device or a path is its type."""
+
+    def __init__(self, rank, function=torch.relu, steps=(1, 2)):
+        super().__init__()
+        self.function, self.options = function, {"steps": list(steps), "scale": 0.5}
+        self.device, self.folder = torch.device("cuda", rank), Path(f"/data/{rank}")
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def other_code(world, what, directory):
+    other = world.rank == 2
+    activation, dropout = Activation(world.rank), nn.Dropout(0.1)
+    if what == "dropout":
+        dropout = nn.Dropout(0.3 if other else 0.1)
+    elif what == "class":
+        dropout = nn.AlphaDropout(0.1) if other else dropout
+    elif what == "function":
+        activation = Activation(world.rank, torch.tanh if other else torch.relu)
+    elif what == "nested":
+        activation = Activation(world.rank, steps=(1, 3) if other else (1, 2))
+    elif what == "long":
+        activation.words = ["word"] * 100 + ["other" if other else "same"]
+    elif what == "mode":
+        dropout.train(not other)
+    elif what == "source":
+        folder = directory / f"host{int(other)}"
+        folder.mkdir(exist_ok=True)
+        (folder / "their_code.py").write_text(f"SCALE = {int(other)}\n")
+        sys.path.insert(0, str(folder))
+        importlib.import_module("their_code")
+    elif what == "one rank":
+        (directory / f"only_{world.rank}.py").write_text("")
+        sys.path.insert(0, str(directory))
+        importlib.import_module(f"only_{world.rank}")
+    try:
+        begin(nn.Sequential(nn.Linear(6, 3), activation, dropout))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dropout", "2.p: 0.1 on ranks 0, 1; 0.3 on rank 2"),
+        (
+            "class",
+            "class of 2: torch.nn.modules.dropout.Dropout on ranks 0, 1; torch.nn.modules.dropout.AlphaDropout",
+        ),
+        ("function", "relu on ranks 0, 1; "),
+        ("nested", "1.options: {'steps': list(1, 2), 'scale': 0.5} on ranks 0, 1; {'steps': list(1, 3)"),
+        ("long", "1.words: list('word', "),
+        ("mode", "2.training: True on ranks 0, 1; False on rank 2"),
+        ("source", "source of their_code: "),
+    ],
+)
+@pytest.mark.fault("S5", "C5")
+def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path, what, said):
+    for message in run_ranks(other_code, 3, what, tmp_path):
+        assert "do not run the same code" in message
+        assert said in message
+
+
+@pytest.mark.parametrize("what", ["nothing", "one rank"])
+def test_devices_paths_and_modules_of_one_rank_alone_are_no_other_code(tmp_path, what):
+    assert run_ranks(other_code, 3, what, tmp_path) == ["nothing"] * 3
+
+
+def test_digests_are_of_sources_and_not_of_installed_packages():
+    found = source_digests()
+    assert f"source of {__name__}" in found
+    assert "source of lockstep.run.agreement" in found
+    assert not {"source of torch", "source of pytest", "source of json"} & found.keys()
 
 
 def other_values(world):

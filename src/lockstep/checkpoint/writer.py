@@ -186,8 +186,11 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     require_dense(tensors)
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; safetensors would let the owner alone read the file
     try:
         safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except KeyError as error:
         odd = [name for name, tensor in plain.items() if tensor.dtype == error.args[0]]
         raise ConfigError(

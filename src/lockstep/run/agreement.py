@@ -1,6 +1,7 @@
 """Checks that all ranks agree: on the settings and the model, the data set, the replicas, and the samples to skip.
 
-start of the run     agree                    settings, structure and values of the model; rank 0's values are taken
+start of the run     agree                    settings, source code, structure and values of the model, which are
+                                              rank 0's from then on
 start of an epoch    AgreedData.require       the data set, and the one that a checkpoint was reading
 every batch          SkippedSamples.counted   the samples of a ``SkipBroken`` set that could not be read
 now and then         require_equal_replicas   the bits of all parameters
@@ -8,9 +9,17 @@ now and then         require_equal_replicas   the bits of all parameters
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +41,13 @@ from lockstep.text import numbered, shorten
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
+_MOST_CHARACTERS = 60
+_SOURCE = "source of"
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, which two hosts may have under paths of their own."""
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+"""Attributes in which every module keeps its parameters, buffers, children and hooks."""
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
 def agree(
@@ -41,11 +57,13 @@ def agree(
     device: torch.device,
     values_from_main: bool,
 ) -> None:
-    """Compares settings, structure and values over the ranks, and gives all of them rank 0's values. Collective."""
+    """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective."""
     settings = {**context.as_dict(), **hyperparameters(parts.optimizers)}
     require_equal_settings(settings, group_of_ranks, device)
     for module in (parts.model, *parts.modules):
         require_equal_structure(module, group_of_ranks, device)
+    require_equal_code((parts.model, *parts.modules), group_of_ranks, device)
+    for module in (parts.model, *parts.modules):
         share_start(module, group_of_ranks, device, expected=values_from_main)
 
 
@@ -70,6 +88,97 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
             f"The ranks hold different models. The first difference is {name!r}: {_by_rank(shapes)}. "
             "Build the model alike on every rank."
         )
+
+
+def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ``ConfigError`` on every rank where ranks run other code, or models that compute otherwise. Collective.
+
+    Compared are the sources of what each rank has imported, as far as other ranks have imported it too, and the class
+    and attributes of each module of the models.
+    """
+    mine = source_digests()
+    for number, model in enumerate(models):
+        mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
+    totals = gather_json(combine(mine), group, device)
+    if all(total == totals[0] for total in totals):
+        return
+    differences = _differences(mine, group, device, absent=None)
+    # Some ranks alone may need more modules, for example to draw or to write.
+    found = [key for key, values in differences.items() if None not in values or not key.startswith(_SOURCE)]
+    found += [key for key, values in differences.items() if key not in found and len({*values} - {None}) > 1]
+    if found:
+        lines = [f"  {key}: {_by_rank([_cut(value) for value in differences[key]])}" for key in found]
+        more = [f"  and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
+        raise ConfigError(
+            "The ranks do not run the same code, so their results would not belong together:\n"
+            + "\n".join([*lines[:_MOST_NAMES], *more])
+            + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
+            "differ, such as a rank, belongs outside of the model."
+        )
+
+
+def source_digests() -> dict[str, str]:
+    """A digest of the file of every module that was imported, by name; of installed packages, Lockstep's alone."""
+    own = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or file.startswith(own):
+            continue
+        if name.partition(".")[0] == "lockstep" or not _INSTALLED & {*Path(file).parts}:
+            with suppress(OSError):
+                found[f"{_SOURCE} {name}"] = _digest_of_file(file)
+    return found
+
+
+@cache
+def _digest_of_file(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+
+
+def described(model: nn.Module) -> dict[str, str]:
+    """The class of every module of a model, and its attributes that are plain values, as text by name.
+
+    Of other objects, such as devices, process groups, paths and tensors, it is the type alone.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        found[f"class of {name or 'the model'}"] = _name_of(type(module))
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH:
+                found[f"{name}.{key}" if name else key] = _text(value)
+    return found
+
+
+def _text(value: Any, depth: int = 4) -> str:
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    inner = partial(_text, depth=depth - 1)
+    if depth and isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(map(inner, value))})"
+    if depth and isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(inner, value)))})"
+    if depth and isinstance(value, Mapping):
+        return "{" + ", ".join(f"{inner(key)}: {inner(each)}" for key, each in value.items()) + "}"
+    if depth and isinstance(value, partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+    if depth and is_dataclass(value) and not isinstance(value, type):
+        return _name_of(type(value)) + inner({each.name: getattr(value, each.name) for each in fields(value)})
+    return _name_of(value if hasattr(value, "__qualname__") else type(value))
+
+
+def _name_of(definition: Any) -> str:
+    """The import path of a class or function."""
+    return f"{definition.__module__}.{definition.__qualname__}"
+
+
+def _cut(text: str | None) -> str:
+    """A text for a message; what was cut off is told apart by a digest."""
+    if text is None:
+        return "absent"
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def share_start(
