@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
 _MOST_CHARACTERS = 60
 _SOURCE = "source of"
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Folders of installed packages, which two hosts may have under paths of their own."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """Attributes in which every module keeps its parameters, buffers, children and hooks."""
@@ -125,7 +125,7 @@ def source_digests() -> dict[str, str]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or file.startswith(own):
             continue
-        if name.partition(".")[0] == "lockstep" or not _INSTALLED & {*Path(file).parts}:
+        if name.partition(".")[0] == "lockstep" or not any(folder in file for folder in _INSTALLED):
             with suppress(OSError):
                 found[f"{_SOURCE} {name}"] = _digest_of_file(file)
     return found
@@ -155,7 +155,7 @@ def _text(value: Any, depth: int = 4) -> str:
         return repr(value)
     inner = partial(_text, depth=depth - 1)
     if depth and isinstance(value, list | tuple):
-        return f"{type(value).__name__}({', '.join(map(inner, value))})"
+        return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, value)))
     if depth and isinstance(value, set | frozenset):
         return f"{type(value).__name__}({', '.join(sorted(map(inner, value)))})"
     if depth and isinstance(value, Mapping):
@@ -163,7 +163,9 @@ def _text(value: Any, depth: int = 4) -> str:
     if depth and isinstance(value, partial):
         return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
     if depth and is_dataclass(value) and not isinstance(value, type):
-        return _name_of(type(value)) + inner({each.name: getattr(value, each.name) for each in fields(value)})
+        return _name_of(type(value)) + inner(
+            {each.name: getattr(value, each.name, None) for each in fields(value)}
+        )
     return _name_of(value if hasattr(value, "__qualname__") else type(value))
 
 
