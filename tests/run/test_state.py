@@ -8,7 +8,7 @@ from tests.checkpoint.manifests import manifest_of
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
-from lockstep.checkpoint import committed
+from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):
 @pytest.mark.fault("K3")
 def test_a_record_that_is_none_of_a_run_is_refused_however_well_it_is_sealed(tmp_path, change):
     saved(tmp_path)
-    (path,) = committed(tmp_path)
+    path = read_newest(tmp_path).path
     record = json.loads((path / RECORD).read_bytes())
     change(record)
     (path / RECORD).write_text(json.dumps(record))
