@@ -7,10 +7,11 @@ import threading
 import pytest
 import safetensors.torch
 import torch
+from tests.checkpoint.manifests import manifest_of
 from tests.checkpoint.shards import RANKS, by_all, rows_of, save
 
 from lockstep.checkpoint import BackgroundWriter, CheckpointState, read, read_newest, sharded, verify, write
-from lockstep.checkpoint.manifest import MANIFEST, Manifest, file_names, tensor_files
+from lockstep.checkpoint.manifest import MANIFEST, file_names, tensor_files
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -189,7 +190,7 @@ def test_a_missing_part_is_named(sound):
 def test_a_manifest_without_one_of_the_parts_is_refused(sound):
     for name in file_names(1, RANKS):
         (sound / name).unlink()
-    (sound / MANIFEST).write_bytes(Manifest.of(sound, 7).to_bytes())
+    (sound / MANIFEST).write_bytes(manifest_of(sound, 7))
     with pytest.raises(CheckpointError, match="does not list the files of a checkpoint"):
         read(sound)
 
@@ -201,14 +202,14 @@ def test_a_manifest_without_one_of_the_parts_is_refused(sound):
 )
 def test_rows_that_do_not_fit_together_are_refused(sound, odd):
     safetensors.torch.save_file({"weight": odd}, sound / file_names(1, RANKS)[0])
-    (sound / MANIFEST).write_bytes(Manifest.of(sound, 7).to_bytes())
+    (sound / MANIFEST).write_bytes(manifest_of(sound, 7))
     with pytest.raises(CheckpointError, match="rows of 'weight' do not make up one tensor"):
         read(sound)
 
 
 def test_a_number_in_two_parts_is_refused(sound):
     shutil.copyfile(sound / file_names(0, RANKS)[0], sound / file_names(1, RANKS)[0])
-    (sound / MANIFEST).write_bytes(Manifest.of(sound, 7).to_bytes())
+    (sound / MANIFEST).write_bytes(manifest_of(sound, 7))
     with pytest.raises(CheckpointError, match="do not make up one tensor"):
         read(sound)
 

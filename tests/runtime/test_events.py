@@ -60,8 +60,9 @@ def test_a_step_is_told_in_order(tmp_path):
     folder = run.save(wait=True)
     value = run.evaluate(dataset(), correct)
     run.close()
-    assert listener.names() == ["save", "evaluation", "close"]
+    assert listener.names() == ["save_begin", "save", "evaluation", "close"]
     told = {name: arguments for name, *arguments in listener.heard}
+    assert told["save_begin"] == [2]
     assert told["save"] == [2, folder]
     assert told["evaluation"] == [2, value]
     assert told["close"] == [run]
