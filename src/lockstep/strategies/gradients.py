@@ -372,7 +372,7 @@ class StepSums:
         parts = self.tree.finish(self._used(used), weight.float())
         self._buffers.refuse_changed_others()
         finite = torch.stack([sums.sum().float(), *parts]).isfinite().all()
-        return StepResult(fold_rows(sums) / weight, sums, self._header.flag(headers), finite)
+        return StepResult(fold_rows(sums) / weight, sums, weight, self._header.flag(headers), finite)
 
     def _exchange(self, reducer: Reducer, header: Tensor, running: Sequence[Tensor]) -> Tensor:
         self.tree.start_all()

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class StepSums:
+class MeterSums:
     """Sums over steps, added step by step in their order, so that they don't depend on when they are read."""
 
     loss: float = 0.0
@@ -73,8 +73,8 @@ class Meter(Callback):
                 epoch + 1,
             )
         self._epoch, self._since = epoch, time.monotonic()
-        self._totals = StepSums(**known.get("totals", {}))
-        self._reading = StepSums(**known.get("reading", {}))
+        self._totals = MeterSums(**known.get("totals", {}))
+        self._reading = MeterSums(**known.get("reading", {}))
 
     def observed_loss(self, output: Any, target: Any) -> Any:
         """The loss, while counting right answers on the device."""
@@ -95,7 +95,7 @@ class Meter(Callback):
     def read(self) -> dict[str, float]:
         """The means of all steps since the last reading. Collective."""
         self.collect()
-        reading, self._reading = self._reading, StepSums()
+        reading, self._reading = self._reading, MeterSums()
         return reading.means()
 
     def collect(self) -> None:

@@ -109,9 +109,10 @@ class Server(Participant):
             if accumulator.statistics.numel():
                 self._buffers.begin_step()
                 self._buffers.finish_step(accumulator.statistics, accumulator.leaves, accumulator.counters)
-        loss = torch.tensor(self._loss, dtype=torch.float64, device=self._shards.device)
-        stops = torch.tensor(self.stop.reason_after(self._step + 1))
-        return StepResult(loss, loss.reshape(1), stops, torch.ones((), dtype=torch.bool, device=loss.device))
+        numbers = [self._loss, accumulator.loss, accumulator.weight]
+        loss, total, weight = torch.tensor(numbers, dtype=torch.float64, device=self._shards.device)
+        stops, finite = torch.tensor(self.stop.reason_after(self._step + 1)), torch.ones_like(loss).bool()
+        return StepResult(loss, total.reshape(1), weight, stops, finite)
 
     def _require_finite(self, gradient: Tensor, loss: float) -> None:
         """Workers check for themselves, on GPUs only every few steps, so the server must not use what is not finite."""
