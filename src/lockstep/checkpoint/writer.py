@@ -150,12 +150,13 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
-def export(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+def export(path: Path | str, tensors: Mapping[str, Tensor]) -> Path:
     """Writes model weights as one plain safetensors file, replacing an older one atomically.
 
     ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model, where a tied tensor
     is given under each of its names.
     """
+    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         require_space(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
