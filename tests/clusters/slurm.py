@@ -1,4 +1,7 @@
-"""A real SLURM on this machine: one controller and two nodes on loopback, in a folder, with no service manager."""
+"""A real SLURM on this machine: one controller and two nodes, in a folder, with no service manager.
+
+The nodes are on loopback, or on the two hosts of ``tests.launch.hosts.network``, with a cable that can be cut.
+"""
 
 import contextlib
 import os
@@ -14,7 +17,7 @@ from tests.launch.command import wait_until
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 _CONFIGURATION = """\
 ClusterName=lockstep
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={controller}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/sock,cred_expire=5
@@ -41,9 +44,11 @@ SlurmctldTimeout=30
 SlurmdTimeout=30
 KillWait=5
 SlurmdParameters=config_overrides
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=4 State=UNKNOWN
-PartitionName=test Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{nodes}
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 """
 
 
@@ -58,15 +63,23 @@ def missing():
 class Cluster:
     """Starts on entering, and ends with every process it has started; its folder goes too."""
 
-    def __init__(self):
+    def __init__(self, network=None):
+        self.network = network
+        host = socket.gethostname().split(".")[0]
+        self.nodes = [("n1", host, "127.0.0.1", []), ("n2", host, "127.0.0.1", [])]
+        if network is not None:
+            self.nodes = list(
+                zip(network.names, network.names, network.addresses, network.prefixes, strict=True)
+            )
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))
         self.folder.chmod(0o755)  # munge wants its socket to be reached by all
         self.environment = {
             **os.environ,
             "PATH": _path(),
             "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "MASTER_ADDR": "127.0.0.1",  # the nodes' names are not resolved on one machine
         }
+        if network is None:
+            self.environment["MASTER_ADDR"] = "127.0.0.1"  # the nodes' names are not resolved on one machine
 
     def __enter__(self):
         try:
@@ -80,15 +93,26 @@ class Cluster:
         if (self.folder / "slurmctld.pid").exists():
             self.call("scancel", "--user", "root")
             wait_until(lambda: not self.call("squeue", "--noheader"), 20, "the jobs to leave")
-        for name in ("slurmd.n1", "slurmd.n2", "slurmctld"):
+        for name in (*(f"slurmd.{node}" for node, *_ in self.nodes), "slurmctld"):
             _end(self.folder / f"{name}.pid")
         _end(self.folder / "munge" / "pid")
         shutil.rmtree(self.folder)
 
-    def call(self, *words, cwd=None):
-        """Runs a command of the cluster and returns what it prints."""
+    @property
+    def prefix(self):
+        """What a command on the first node begins with."""
+        return self.nodes[0][3]
+
+    def call(self, *words, cwd=None, prefix=None):
+        """Runs a command of the cluster, on the first node, and returns what it prints."""
         done = subprocess.run(
-            words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=30, check=True
+            [*(self.prefix if prefix is None else prefix), *words],
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -98,7 +122,7 @@ class Cluster:
         return shown.partition("JobState=")[2].split()[0]
 
     def _start(self):
-        for name in ("state", "spool.n1", "spool.n2", "log", "munge"):
+        for name in ("state", *(f"spool.{node}" for node, *_ in self.nodes), "log", "munge"):
             (self.folder / name).mkdir(mode=0o755)
         munge = self.folder / "munge"
         munge.chmod(0o711)
@@ -112,18 +136,19 @@ class Cluster:
             "seed-file": "seed",
         }
         self.call("munged", *(f"--{option}={munge / name}" for option, name in places.items()))
-        controller, first, second = _free_ports(3)
+        controller, *ports = _free_ports(3)
+        _, host, address, _ = self.nodes[0]
+        lines = [
+            f"NodeName={node} NodeHostname={name} NodeAddr={at} Port={port} CPUs=4 State=UNKNOWN"
+            for (node, name, at, _), port in zip(self.nodes, ports, strict=True)
+        ]
         text = _CONFIGURATION.format(
-            host=socket.gethostname().split(".")[0],
-            folder=self.folder,
-            controller=controller,
-            first=first,
-            second=second,
+            host=host, address=address, folder=self.folder, controller=controller, nodes="\n".join(lines)
         )
         (self.folder / "slurm.conf").write_text(text)
         self.call("slurmctld", "-f", str(self.folder / "slurm.conf"))
-        for node in ("n1", "n2"):
-            self.call("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
+        for node, _, _, prefix in self.nodes:
+            self.call("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node, prefix=prefix)
         wait_until(
             lambda: self.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes"
         )

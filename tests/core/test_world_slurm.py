@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.world import first_host, meeting_place, port_of
+from lockstep.core.world import first_host, master_of_step, meeting_place, port_of
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,12 @@ def test_jobs_and_steps_near_each_other_have_other_ports():
     ports = [port_of(str(job), str(step)) for job in range(1000, 1200) for step in range(3)]
     assert len(set(ports)) == len(ports)
     assert all(20000 <= port < 32768 for port in ports)
+
+
+def test_the_supervisors_of_a_step_connect_at_its_first_host_and_leave_the_next_port_to_the_ranks():
+    step = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "2"}
+    assert master_of_step(step) == f"n3:{port_of('77', '2', ports=2)}"
+    assert master_of_step({**step, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}) == "10.0.0.1:5"
+    ports = [port_of(str(job), str(step), ports=2) for job in range(1000, 1200) for step in range(3)]
+    assert len({*ports, *(port + 1 for port in ports)}) == 2 * len(ports)
+    assert all(20000 <= port < 32767 for port in ports)

@@ -95,6 +95,9 @@ class Loop:
         while True:
             time.sleep(60)
 
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     def preempted(self):
         os.kill(os.getpid(), signal.SIGUSR1)
 

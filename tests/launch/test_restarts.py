@@ -15,8 +15,8 @@ from lockstep.runtime.control import StopReason
 LINES = ("rank 1 killed by SIGKILL, step 7, reduce (pid 9)", "Logs: somewhere")
 
 
-def ended(lost):
-    return WorldOutcome(code=4, lines=LINES, lost=lost)
+def ended(lost, is_reported=False):
+    return WorldOutcome(code=4, lines=LINES, lost=lost, is_reported=is_reported)
 
 
 def loss(*ends):
@@ -100,6 +100,12 @@ def test_each_restart_is_said_in_two_lines_and_keeps_the_run_id(capsys):
         "rank 1 killed by SIGKILL, step 7, reduce (pid 9). Logs: somewhere",
         "Restart 2 of 2: the same 4 ranks resume from the last checkpoint.",
     ]
+
+
+def test_a_host_whose_restart_another_one_reports_says_nothing(capsys):
+    outcomes = iter([ended(LostRanks(ranks=(1,), step=3), is_reported=True), ended(None)])
+    with_restarts(lambda options: next(outcomes), options(restarts=2))
+    assert capsys.readouterr().err == ""
 
 
 def test_without_restarts_nothing_is_started_again_and_nothing_said(capsys):

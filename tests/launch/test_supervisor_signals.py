@@ -46,6 +46,19 @@ def test_ctrl_c_ends_a_script_that_never_asks_for_the_stop_flag(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.fault("P6")
+def test_a_preemption_signal_to_every_process_of_the_run_saves_as_one_to_the_command(command):
+    """As SLURM and systemd send it: the fork server and the ranks receive it too."""
+    command.loop()
+    command.wait_for_mark("running", 3)
+    for process in command.processes():
+        os.kill(process, signal.SIGUSR1)
+    code, lines = command.end()
+    steps = command.wait_for_mark("saved", 3)
+    assert len(set(steps.values())) == 1
+    assert (code, lines) == (75, [f"Preempted: 3 ranks stopped at step {steps[0]}. Exit code 75."])
+
+
 @pytest.mark.fault("P4")
 def test_ctrl_c_waits_for_a_checkpoint_that_is_being_written(command):
     command.loop("-1:5:slow_save")

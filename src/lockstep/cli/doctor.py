@@ -18,6 +18,7 @@ from lockstep.cli.shared_options import (
     joined_hosts,
     refuse_hosts,
     take_rendezvous,
+    take_slurm_nodes,
 )
 from lockstep.core.world import World, host_name
 from lockstep.doctor import CheckResult, Grade, judge_links, look_at_host
@@ -47,7 +48,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the results; returns 1 if one of them is a fault, else 0."""
     from lockstep.doctor.torch_checks import look_at_software
 
-    world = take_rendezvous(arguments, World.from_environment())
+    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     findings = [*look_at_host(os.environ), *look_at_software()]
     if not arguments.no_exchange:
         findings += _exchange(arguments, world)

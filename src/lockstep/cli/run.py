@@ -21,6 +21,7 @@ from lockstep.cli.shared_options import (
     joined_hosts,
     refuse_hosts,
     take_rendezvous,
+    take_slurm_nodes,
     with_debug_arguments,
 )
 from lockstep.core.world import PROFILE, World
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the script and returns the exit status. Raises ``ConfigError`` before anything is started."""
     target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
-    world = take_rendezvous(arguments, World.from_environment())
+    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)
         return _join(target, world, arguments)

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lockstep.core.world import RENDEZVOUS, World
+from lockstep.core.world import RENDEZVOUS, World, master_of_step
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions
 from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_debugger
 from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
+from lockstep.text import plural
 
 
 def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, Any, str]) -> None:
@@ -90,6 +91,8 @@ def debugged(world: World, arguments: argparse.Namespace) -> World:
     return take_part_in_debugging(world, arguments.debug_rank, arguments.debug_port)
 
 
+SLURM = "slurm"
+"""The launcher, and the value of ``--nnodes`` that makes its tasks supervisors."""
 _RENDEZVOUS = re.compile(r"env://|tcp://.+:\d{1,5}|file:///.+")
 _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 
@@ -97,9 +100,14 @@ _COMPARED_PACKAGES = ("lockstep-train", "torch", "numpy")
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options for several hosts."""
     hosts = parser.add_argument_group("several hosts", "the same command on each, with its own --node-rank")
+    hosts.add_argument(
+        "--nnodes",
+        type=_number_of_hosts,
+        metavar="N",
+        help="number of hosts (default: 1); slurm: the nodes of this SLURM step, which has one task on each",
+    )
     add_options(
         hosts,
-        ("--nnodes", "N", int, "number of hosts (default: 1)"),
         ("--node-rank", "I", int, "number of this host, from 0"),
         ("--master", "HOST:PORT", str, "of the host of node-rank 0; it uses PORT and PORT+1"),
         ("--interface", "NAME", "", "network interface for the data (default: the route to --master)"),
@@ -111,6 +119,45 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("--start-limit", "SECONDS", 60.0, "time limit for all hosts to connect"),
     )
+    parser.set_defaults(shares_terminal=False)
+
+
+def _number_of_hosts(text: str) -> int | str:
+    if text != SLURM and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hosts nor '{SLURM}'")
+    return text if text == SLURM else int(text)
+
+
+def take_slurm_nodes(arguments: argparse.Namespace, world: World) -> World:
+    """Replaces ``--nnodes slurm`` by the numbers of the SLURM step, whose tasks start the ranks of their nodes.
+
+    Returns the world: with ``--nnodes slurm``, that of a process that no launcher started as a rank.
+
+    Raises:
+        ConfigError: this process is not the only task of its node in a SLURM step.
+    """
+    if arguments.nnodes != SLURM:
+        return world
+    if world.launcher != SLURM:
+        raise ConfigError(
+            "--nnodes slurm was given, and this process is not a task of a SLURM step. Start it in a job with "
+            "'srun --ntasks-per-node=1', or give the number of hosts."
+        )
+    if world.world_size != world.nodes or world.local_world_size > 1:
+        raise ConfigError(
+            f"--nnodes slurm was given, and this step has {plural(world.world_size, 'task')} on "
+            f"{plural(world.nodes, 'node')}. Start one task on each node, which starts the ranks of the node: "
+            "'srun --ntasks-per-node=1', with the number of ranks in --devices."
+        )
+    if arguments.node_rank is not None:
+        raise ConfigError(
+            f"--node-rank {arguments.node_rank} was given; leave it out, because SLURM sets it."
+        )
+    arguments.nnodes, arguments.shares_terminal = world.nodes, True
+    if world.nodes > 1:
+        arguments.node_rank = world.node
+        arguments.master = arguments.master or master_of_step(os.environ)
+    return World()
 
 
 def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +216,7 @@ def host_options(arguments: argparse.Namespace) -> HostOptions | None:
         master=arguments.master,
         interface=arguments.interface,
         start_limit=arguments.start_limit,
+        shares_terminal=arguments.shares_terminal,
         token=read_token(arguments.token_file, os.environ),
     )
 
@@ -178,7 +226,8 @@ def refuse_hosts(arguments: argparse.Namespace, launcher: str) -> None:
     if arguments.nnodes is not None:
         raise ConfigError(
             f"--nnodes {arguments.nnodes} was given to a rank that {launcher} started, which sets the number of hosts. "
-            f"Leave it out, or start without {launcher}."
+            f"Leave it out, {'give --nnodes slurm to one task on each node, ' if launcher == SLURM else ''}or start "
+            f"without {launcher}."
         )
 
 

@@ -24,17 +24,25 @@ _SCRIPT = """\
 #!/bin/bash
 {head}
 
-# Every rank is a task of one step. Before its time is over, or when it is preempted, the ranks save and
-# leave with status 75: the job then goes back into the queue and resumes from its last checkpoint.
-status=0
-srun --kill-on-bad-exit=1 {command} || status=$?
+# One task on each node starts the ranks of the node and watches them. Before the time is over, or when the job is
+# preempted, the ranks save and the tasks exit with status 75: the job goes back into the queue and resumes there.
+{token}status=0
+srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
+    {command} || status=$?
 if [ "$status" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60  # the requeue ends this script
 fi
 exit "$status"
 """
+_TOKEN = """\
+# The secret by which the nodes of this job know each other. It is in no file.
+LOCKSTEP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export LOCKSTEP_TOKEN
+"""
 _TIME = re.compile(r"\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}")
+_REPORT_SECONDS = 10
+"""The ranks must have saved so long before the limit: then they are ended, and the report is written."""
 _TRAIN_OPTIONS = ("data", "strategy", "mesh", "precision", "epochs", "threads")
 
 
@@ -81,16 +89,16 @@ def batch_script(arguments: argparse.Namespace) -> str:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be at least 1.")
     if arguments.time and not _TIME.fullmatch(arguments.time):
         raise ConfigError(f"--time {arguments.time!r} is not a time. Use minutes, H:MM:SS or D-HH:MM:SS.")
-    tasks = arguments.tasks_per_node or arguments.gpus_per_node or 1
+    ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
     config = load_job(arguments.job, train.overrides(arguments))
-    refuse(machine_problems(config, arguments.nodes * tasks))
-    threads = "" if arguments.gpus_per_node else config.run.threads or ""
+    refuse(machine_problems(config, arguments.nodes * ranks))
+    cores = ranks * (arguments.cpus_per_task or config.run.threads or 1)
     options = {
         "job-name": config.job,
         "nodes": arguments.nodes,
-        "ntasks-per-node": tasks,
+        "ntasks-per-node": 1,
         "gpus-per-node": arguments.gpus_per_node or "",
-        "cpus-per-task": arguments.cpus_per_task or threads,
+        "cpus-per-task": cores,
         "time": arguments.time,
         "partition": arguments.partition,
         "output": f"{config.job}-%j.log",
@@ -99,10 +107,19 @@ def batch_script(arguments: argparse.Namespace) -> str:
     }
     lines = [f"--{name}={value}" for name, value in options.items() if value != ""]
     head = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *arguments.sbatch])
-    words = train.command_of(arguments, arguments.set, _TRAIN_OPTIONS)
-    words += ["--set", f"run.name={config.job}-JOB", "--resume", "auto"]
+    words = [*_command(arguments, ranks), "--set", f"run.name={config.job}-JOB", "--resume", "auto"]
     command = shlex.join(words).replace("-JOB", "-${SLURM_JOB_ID}")
-    return _SCRIPT.format(head=head, command=command, restarts=arguments.restarts)
+    token = _TOKEN if arguments.nodes > 1 else ""
+    return _SCRIPT.format(head=head, token=token, command=command, restarts=arguments.restarts)
+
+
+def _command(arguments: argparse.Namespace, ranks: int) -> list[str]:
+    """The words of ``lockstep train``. Of GPUs each is named, so that none is replaced by a process on the CPU."""
+    gpus = ",".join(map(str, range(ranks))) + ("," if ranks == 1 else "")
+    devices = gpus if arguments.gpus_per_node else f"cpu:{ranks}"
+    grace = f"run.grace={max(arguments.warn - _REPORT_SECONDS, arguments.warn // 2)}"
+    words = train.command_of(arguments, [grace, *arguments.set], _TRAIN_OPTIONS)
+    return [*words, "--nnodes", "slurm", "--devices", devices]
 
 
 def _submit(script: str) -> str:

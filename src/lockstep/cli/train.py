@@ -26,6 +26,7 @@ from lockstep.cli.shared_options import (
     joined_hosts,
     refuse_hosts,
     take_rendezvous,
+    take_slurm_nodes,
     with_debug_arguments,
 )
 from lockstep.config.checks import refuse
@@ -97,7 +98,7 @@ def add_arguments(parser: Parser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
     config = load_job(arguments.job, overrides(arguments))
-    world = take_rendezvous(arguments, World.from_environment())
+    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
@@ -118,7 +119,8 @@ def main(arguments: argparse.Namespace) -> int:
     hosts = arguments.nnodes or 1
     devices = resolve_devices(config, hosts=hosts)
     count = len(devices.names) * hosts
-    config = with_devices_of_process(with_batch_per_device(config, arguments, count), devices)
+    shown = not (arguments.shares_terminal and arguments.node_rank)
+    config = with_devices_of_process(with_batch_per_device(config, arguments, count, shown=shown), devices)
     refuse(machine_problems(config, count, devices.kind))
     if arguments.dry_run:
         from lockstep.cli.in_process import print_plan

@@ -31,17 +31,27 @@ def meeting_place(variables: Mapping[str, str]) -> str:
     """
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
         return "env://"
-    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
-    host = variables.get("MASTER_ADDR") or first_host(nodes)
+    host = _first_node(variables)
     if not host:
         return "env://"
     return f"tcp://{host}:{port_of(variables.get('SLURM_JOB_ID', '0'), variables.get('SLURM_STEP_ID', '0'))}"
 
 
-def port_of(job: str, step: str) -> int:
-    """The port of a step. Jobs that run at the same time have numbers near each other, and so other ports."""
+def master_of_step(variables: Mapping[str, str]) -> str:
+    """``HOST:PORT`` where the supervisors of a step's nodes connect, chosen as in ``meeting_place``."""
+    job, step = variables.get("SLURM_JOB_ID", "0"), variables.get("SLURM_STEP_ID", "0")
+    return f"{_first_node(variables)}:{variables.get('MASTER_PORT') or port_of(job, step, ports=2)}"
+
+
+def _first_node(variables: Mapping[str, str]) -> str:
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
+    return variables.get("MASTER_ADDR") or first_host(nodes)
+
+
+def port_of(job: str, step: str, *, ports: int = 1) -> int:
+    """The first of so many ports of a step. Jobs that run at the same time have near numbers, and so other ports."""
     numbers = [int(text) if text.isdecimal() else 0 for text in (job, step)]
-    return _FIRST_PORT + (numbers[0] * 7 + numbers[1]) % _PORTS
+    return _FIRST_PORT + ports * (numbers[0] * 7 + numbers[1]) % _PORTS
 
 
 RENDEZVOUS = "LOCKSTEP_RENDEZVOUS"

@@ -27,12 +27,16 @@ from typing import Any
 from lockstep.launch.rank_process import RankTask, run_rank
 from lockstep.launch.targets import from_json
 from lockstep.runtime.parent_death import arm
+from lockstep.runtime.stop_signals import stop_signals_held
 
 _PROGRAM = "from lockstep.launch.fork_server import main; main()"
 
 
 class ServerProcess:
     """A running fork server, in its own session, so that Ctrl-C at the terminal reaches only the supervisor.
+
+    Stop signals are blocked in it, because SLURM and systemd send them to every process of a job; a rank unblocks them
+    when it can handle them.
 
     Args:
         order: the modules to import and the ranks to start.
@@ -44,12 +48,13 @@ class ServerProcess:
         self._channel, theirs = socket.socketpair()
         try:
             arguments = [str(theirs.fileno()), str(signal_pipe), str(os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *arguments],
-                env=dict(environment),
-                pass_fds=(theirs.fileno(), signal_pipe),
-                start_new_session=True,
-            )
+            with stop_signals_held():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+                    env=dict(environment),
+                    pass_fds=(theirs.fileno(), signal_pipe),
+                    start_new_session=True,
+                )
         finally:
             theirs.close()
         self._received = b""

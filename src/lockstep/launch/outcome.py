@@ -116,6 +116,8 @@ class WorldOutcome:
     """The lost ranks, if that is why the run ended and a restart may help."""
     asked: StopReason = StopReason.NONE
     """Why it was asked to stop; the number is the exit code of a command that was."""
+    is_reported: bool = False
+    """True if the supervisor of another host prints the report on the same terminal."""
 
 
 def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:

@@ -129,6 +129,7 @@ def run_rank(task: RankTask) -> NoReturn:
     stop_signals.install(heartbeat.control)
     os.set_blocking(task.signal_pipe, False)
     signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals.REASONS)  # the fork server has blocked them
     arm_future_children()
     faulthandler.enable()
     # multiprocessing creates the sockets of loader workers there: the path is short, and they are removed with the run

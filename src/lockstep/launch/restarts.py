@@ -51,7 +51,10 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
                 return dataclasses.replace(outcome, code=int(REASONS[taken[-1]]), lines=lines)
             furthest = lost.step
             options = _next(options, first, lost)
-            print(f"{_summary(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True)
+            if not outcome.is_reported:
+                print(
+                    f"{_summary(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True
+                )
 
 
 def find_lost_ranks(verdict: Verdict, ends: Sequence[RankEnd]) -> LostRanks | None:

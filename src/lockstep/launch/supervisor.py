@@ -62,7 +62,7 @@ def _log_folder(options: LaunchOptions, layout: HostLayout) -> Path:
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
     """Runs the target on every rank of this host, prints the report of a failure, and returns the exit code."""
     last = with_restarts(lambda options: run_world(target, options, joined), options)
-    for line in last.lines:
+    for line in () if last.is_reported else last.lines:
         print(line, file=sys.stderr)
     return last.code
 
@@ -97,7 +97,12 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
             final = coordinator.wait_for_outcome(watch.ends, fault, inbox)
             lost = None if final.lost_at is None else LostRanks(ranks=(), step=final.lost_at)
             outcome = replace(
-                outcome, code=final.code, lines=final.lines, has_failed=final.has_failed, lost=lost
+                outcome,
+                code=final.code,
+                lines=final.lines,
+                has_failed=final.has_failed,
+                lost=lost,
+                is_reported=coordinator.is_reported,
             )
         if outcome.has_failed:
             unless_failed.pop_all()

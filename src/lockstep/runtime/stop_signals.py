@@ -17,8 +17,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -85,6 +85,16 @@ def _keep_from_children(former: Mapping[signal.Signals, Any]) -> None:
         release()
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
+
+
+@contextmanager
+def stop_signals_held() -> Iterator[None]:
+    """Blocks the stop signals in this thread, and in processes that it starts; they arrive afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, REASONS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class SignalInbox:

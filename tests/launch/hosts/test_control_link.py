@@ -64,8 +64,9 @@ def test_a_glitch_is_mentioned_once_and_so_is_its_end(peer, clock):
 
 
 def test_a_silent_host_is_lost_after_its_limit_and_stays_lost(peer, clock):
-    clock(13)
-    peer.receive()
+    for _ in range(13):
+        clock(1)
+        peer.receive()
     assert not peer.lost
     clock(0.1)
     peer.receive()
@@ -74,6 +75,17 @@ def test_a_silent_host_is_lost_after_its_limit_and_stays_lost(peer, clock):
     peer.receive()
     assert peer.lost
     assert peer.said[1] == "host 1 (fb) has sent nothing for 13 s."
+
+
+def test_after_a_suspension_of_this_host_the_other_has_its_whole_time(peer, clock):
+    clock(600)
+    for _ in range(12):
+        peer.receive()
+        clock(1)
+    assert not peer.lost
+    clock(2)
+    peer.receive()
+    assert peer.lost
 
 
 def test_a_host_that_closes_has_three_seconds_to_come_back(peer, clock):

@@ -5,7 +5,13 @@ import os
 
 import pytest
 
-from lockstep.cli.shared_options import add_host_arguments, host_options, refuse_hosts, take_rendezvous
+from lockstep.cli.shared_options import (
+    add_host_arguments,
+    host_options,
+    refuse_hosts,
+    take_rendezvous,
+    take_slurm_nodes,
+)
 from lockstep.core.world import HostLayout, World
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions, parse_devices
@@ -70,6 +76,67 @@ def test_under_another_launcher_they_are_refused():
     refuse_hosts(parsed(), "torchrun")
     with pytest.raises(ConfigError, match="a rank that torchrun started"):
         refuse_hosts(parsed("--nnodes", "2"), "torchrun")
+    with pytest.raises(ConfigError, match="give --nnodes slurm to one task on each node"):
+        refuse_hosts(parsed("--nnodes", "2"), "slurm")
+
+
+STEP = {
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def in_step(monkeypatch, *words, **more):
+    """The world and the arguments of a command in a task of SLURM."""
+    for name, text in {**STEP, **more, "LOCKSTEP_TOKEN": "t" * 40}.items():
+        monkeypatch.setenv(name, text)
+    arguments = parsed(*words)
+    return take_slurm_nodes(arguments, World.from_environment()), arguments
+
+
+def test_the_only_task_of_a_node_becomes_its_supervisor(monkeypatch):
+    world, arguments = in_step(monkeypatch, "--nnodes", "slurm")
+    assert world.launcher == "python"
+    options = host_options(arguments)
+    assert (options.nodes, options.node, options.host, options.shares_terminal) == (2, 1, "n1", True)
+    _, arguments = in_step(monkeypatch, "--nnodes", "slurm", "--master", "10.0.0.1:29500")
+    assert host_options(arguments).master == "10.0.0.1:29500"
+
+
+def test_the_task_of_a_step_of_one_node_needs_no_other_hosts(monkeypatch):
+    one = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0"}
+    world, arguments = in_step(monkeypatch, "--nnodes", "slurm", SLURM_STEP_TASKS_PER_NODE="1", **one)
+    assert (world.launcher, host_options(arguments)) == ("python", None)
+
+
+def test_without_the_option_a_task_stays_a_rank(monkeypatch):
+    world, arguments = in_step(monkeypatch)
+    assert (world.launcher, world.rank, arguments.nnodes) == ("slurm", 1, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "sentence"),
+    [
+        (("slurm",), {"SLURM_NTASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "has 4 tasks on 2 nodes"),
+        (("slurm", "--node-rank", "1"), {}, "--node-rank 1 was given; leave it out"),
+        (("slurm",), {"RANK": "0", "WORLD_SIZE": "1"}, "not a task of a SLURM step"),
+    ],
+)
+def test_a_task_that_cannot_be_a_supervisor_is_refused(monkeypatch, words, more, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        in_step(monkeypatch, "--nnodes", *words, **more)
+
+
+def test_a_number_of_hosts_is_a_number():
+    with pytest.raises(SystemExit):
+        parsed("--nnodes", "two")
 
 
 def test_ranks_of_one_of_two_hosts_are_told_their_place_and_not_the_token(tmp_path):

@@ -53,6 +53,7 @@ class Peer:
     lost: str = ""
     """Why it counts as lost; empty while it does not."""
     received_at: float = field(default_factory=time.monotonic)
+    _judged_at: float = field(default_factory=lambda: time.monotonic())
     _closed_at: float | None = None
     _is_warned: bool = False
 
@@ -90,6 +91,10 @@ class Peer:
         self.received_at = now
 
     def _judge(self, now: float) -> None:
+        pause = now - self._judged_at
+        self._judged_at = now
+        if pause > _WARN_AFTER:  # this process was suspended, as by ``scontrol suspend``, and heard nobody
+            self.received_at += pause
         if self.is_connected:
             self._closed_at = None
         elif self._closed_at is None:

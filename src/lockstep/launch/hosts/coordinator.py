@@ -173,6 +173,8 @@ class HostCoordinator:
         self._fault: dict[str, Any] | None = None
         self._is_done = False
         self._final: RunOutcome | None = None
+        self.is_reported = False
+        """True if node 0 prints the outcome on the terminal of this host."""
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable when another host has sent something."""
@@ -299,6 +301,7 @@ class HostCoordinator:
             return self._decide() if done else None
         received = self._last_message(self._link.peer).get("final")
         if received is not None:
+            self.is_reported = self._joined.is_quiet
             return RunOutcome.from_json(received)
         return self._decide() if self._link.peer.lost else None
 

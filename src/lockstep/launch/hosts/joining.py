@@ -32,6 +32,8 @@ class Joined:
     plan: Plan
     interface: str
     """For the ranks' data."""
+    is_quiet: bool = False
+    """True if node 0 reports on the same terminal."""
     attempt: int = 0
     """How often the ranks have been started."""
     lost: frozenset[int] = frozenset()
@@ -93,7 +95,8 @@ def join_hosts(
     )
     link, plan, interface = (_serve if options.node == 0 else _join)(options, hello, known, decide)
     try:
-        yield Joined(link, options.node, plan, interface)
+        is_quiet = options.shares_terminal and options.node > 0
+        yield Joined(link, options.node, plan, interface, is_quiet)
     except BaseException as error:
         _send_last(link, {"left": _reason(error)})
         raise
@@ -163,13 +166,16 @@ def _join(
     found = interface_towards(options.host, options.port, known)
     interface = chosen(options.interface, found, known, os.environ)
     client = ControlClient(options, hello, say)
-    say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")
+    if not options.shares_terminal:
+        say(f"joining host 0 at {options.master} from {found.address} ({found.name}); data over {interface}")
     try:
         plan = Plan.from_json(client.wait_for_plan())
         client.exchange({"has_plan": True})
     except BaseException as error:
         _send_last(client, {"left": _reason(error)})
         client.close()
+        if options.shares_terminal and isinstance(error, LockstepError) and client.peer.state.get("refused"):
+            raise SystemExit(error.exit_code) from error  # node 0 has printed it
         raise
     return client, plan, interface
 
