@@ -150,7 +150,9 @@ class Cluster:
         for node, _, _, prefix in self.nodes:
             self.call("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node, prefix=prefix)
         wait_until(
-            lambda: self.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, 30, "idle nodes"
+            lambda: self.call("sinfo", "-h", "-N", "-p", "test", "-o", "%T").split() == ["idle"] * 2,
+            30,
+            "idle nodes",
         )
 
 
