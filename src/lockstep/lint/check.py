@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from lockstep.errors import ConfigError, nearest
 from lockstep.lint.finding import Finding, Hit, LintRule
-from lockstep.lint.rules import collectives, gradients, launching, models, sampling, saving
+from lockstep.lint.rules import collectives, gradients, launching, models, naming, sampling, saving
 from lockstep.lint.script import parse, read_text
 
-_GROUPS = (sampling, launching, collectives, gradients, models, saving)
+_GROUPS = (sampling, launching, collectives, gradients, models, saving, naming)
 RULES: tuple[LintRule, ...] = tuple(
     sorted(
         (item for group in _GROUPS for item in vars(group).values() if isinstance(item, LintRule)),

@@ -59,7 +59,7 @@ def rank_kind(script: Script, node: ast.expr) -> str:
         return {"get_rank": GLOBAL, "get_global_rank": GLOBAL, "get_local_rank": LOCAL}.get(called, "")
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
         return LOCAL if rank_kind(script, node.left) else ""
-    return _NAMES.get(_called(node), "")
+    return _NAMES.get(lower_name(node), "")
 
 
 def mentions_rank(script: Script, node: ast.expr | None) -> bool:
@@ -89,9 +89,9 @@ def tests_local_only(script: Script, test: ast.expr) -> bool:
 
 
 def _compare(script: Script, left: ast.expr, op: ast.cmpop, right: ast.expr) -> str:
-    if not _numbers_processes(script, left):
+    if not numbers_processes(script, left):
         left, right = right, left
-    if not _numbers_processes(script, left):
+    if not numbers_processes(script, left):
         return ""
     if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple | ast.Set):
         held = {_number(item) for item in right.elts}
@@ -105,13 +105,13 @@ def _compare(script: Script, left: ast.expr, op: ast.cmpop, right: ast.expr) -> 
     return known.get(type(op), "")
 
 
-def _numbers_processes(script: Script, node: ast.expr) -> bool:
+def numbers_processes(script: Script, node: ast.expr) -> bool:
     """Returns True where a value is a rank, or is called as a number is that processes are told apart by."""
-    called = _called(node)
+    called = lower_name(node)
     return bool(rank_kind(script, node)) or called in _NUMBERS or "rank" in called
 
 
-def _called(node: ast.expr) -> str:
+def lower_name(node: ast.expr) -> str:
     """The last name of a value, in lower case: ``rank`` of ``rank``, ``args.rank`` and ``config["rank"]``."""
     if isinstance(node, ast.Subscript) and isinstance(constant(node.slice), str):
         return str(constant(node.slice)).lower()

@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
-from lockstep.lint.ranks import GLOBAL, LOCAL, proved_rank
+from lockstep.lint.ranks import GLOBAL, LOCAL, lower_name, numbers_processes, proved_rank, rank_kind
 from lockstep.lint.script import FUNCTIONS, Script, argument, constant, method
 from lockstep.lint.wrappers import DDP, is_managed, starts_group, wraps
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_HOSTS = ("nodes", "num_nodes", "nnodes", "n_nodes", "nnode", "node_count", "num_hosts", "hosts")
 _FALLBACK = re.compile("MASTER_|environ|RANK|SLURM|debug|is None|WORLD")
 _ADDRESS = re.compile(r"tcp://[^{}]*:([1-9]\d*)$")
 # fmt: off
@@ -233,3 +234,72 @@ def group_not_destroyed(script: Script) -> Iterator[Hit]:
             "the others waiting.",
             "torch.distributed.destroy_process_group()  # last line, in a finally",
         )
+
+
+@rule(
+    "LS019",
+    "A rank is computed with the number of hosts in place of this host's number: every host has the same ranks.",
+)
+def rank_from_number_of_hosts(script: Script) -> Iterator[Hit]:
+    """``nodes * gpus + local_rank``, by what the factors are called."""
+    for node in script.find(ast.BinOp):
+        match node:
+            case (
+                ast.BinOp(left=ast.BinOp(left=one, op=ast.Mult(), right=other), op=ast.Add(), right=local)
+                | ast.BinOp(left=local, op=ast.Add(), right=ast.BinOp(left=one, op=ast.Mult(), right=other))
+            ) if numbers_processes(script, local):
+                hosts = next((each for each in (one, other) if lower_name(each) in _HOSTS), None)
+                each_has = other if hosts is one else one
+                if hosts is not None:
+                    yield Hit(
+                        node,
+                        f"{script.text(hosts)} is how many hosts there are: each host gives its processes the same "
+                        "ranks.",
+                        f"node_rank * {script.text(each_has)} + {script.text(local)}",
+                    )
+
+
+@rule(
+    "LS029",
+    "A rank is as large as the world, or larger: ranks count from 0, and the start fails or waits forever.",
+)
+def rank_beyond_world(script: Script) -> Iterator[Hit]:
+    """In init_process_group and DistributedSampler, where both numbers are in the file."""
+    for call, world, rank in _worlds(script):
+        size, number = _literal(script, world), _literal(script, rank)
+        if size is not None and number is not None and number >= size > 0:
+            yield Hit(
+                call,
+                f"rank {number} of {size} does not exist: the ranks are 0 to {size - 1}.",
+                f"rank={size - 1}  # of the last process",
+            )
+
+
+@rule(
+    "LS066", "The number of processes is set to something that depends on the rank: no two ranks agree on it."
+)
+def world_size_by_rank(script: Script) -> Iterator[Hit]:
+    """WORLD_SIZE, and world_size or num_replicas of torch's functions."""
+    sizes = [node.value for node in _sets_variable(script, "WORLD_SIZE")]
+    for size in [*sizes, *(world for _, world, _ in _worlds(script) if world is not None)]:
+        if any(rank_kind(script, part) for part in script.sources(size, depth=1)):
+            yield Hit(
+                size,
+                f"{script.text(size)} is another number on each rank, so each process waits for another world.",
+                'int(os.environ["WORLD_SIZE"])  # the launcher sets it; or hosts * processes of each, on every rank',
+            )
+
+
+def _worlds(script: Script) -> Iterator[tuple[ast.Call, ast.expr | None, ast.expr | None]]:
+    """(call, number of processes, rank) of each call that takes them."""
+    for call in script.torch_calls("init_process_group"):
+        yield call, argument(call, "world_size", 3), argument(call, "rank", 4)
+    for call in script.torch_calls("DistributedSampler"):
+        yield call, argument(call, "num_replicas", 1), argument(call, "rank", 2)
+
+
+def _literal(script: Script, node: ast.expr | None) -> int | None:
+    """The number that a literal is, or that a name is set to once and for all."""
+    values = script.values(node) if isinstance(node, ast.Name) else [node]
+    number = constant(values[0]) if len(values) == 1 else None
+    return number if isinstance(number, int) else None

@@ -34,6 +34,7 @@ use_side_stream_for_tensor_copies will_sync_module_buffers
 MODULE_NAMES = frozenset((_MODULE + _WRAPPERS).split())
 """The public attributes of DDP and DataParallel (torch 2.8 to 2.13); a test compares them with the installed torch."""
 _ASKED_FIRST = re.compile("isinstance|hasattr|distributed|parallel|gpu|ddp")
+_OVER_RANGE = re.compile(r"(list\()?range\(|\[(\w+) for \2 in range\(")
 _LENGTHS = {"CosineAnnealingLR": ("T_max", 1), "OneCycleLR": ("total_steps", 2)}
 _SCHEDULE = re.compile(r"torch\.optim\.lr_scheduler\.|transformers\.(\w+\.)*get_(\w+_)?schedule\w*$")
 # fmt: off
@@ -141,6 +142,22 @@ def sync_batchnorm_after_wrapping(script: Script) -> Iterator[Hit]:
                     f"{script.text(call).replace('.module', '')}  # above line {wrap.call.lineno}",
                 )
                 break
+
+
+@rule("LS046", "DDP is given several devices: it takes one for each process, or none, and raises ValueError.")
+def several_devices_in_ddp(script: Script) -> Iterator[Hit]:
+    """A list of two or more, or one over a range; DataParallel is what takes several."""
+    for wrap in wraps(script, DDP):
+        devices = argument(wrap.call, "device_ids", 1)
+        values = script.values(devices) if isinstance(devices, ast.Name) else [devices]
+        literal = all(isinstance(value, ast.List | ast.Tuple) and len(value.elts) > 1 for value in values)
+        counted = all(value is not None and _OVER_RANGE.match(script.text(value)) for value in values)
+        if devices is not None and values and (literal or counted):
+            yield Hit(
+                devices,
+                "DDP has one process for each device: ValueError, device_ids can only hold one.",
+                'device_ids=[int(os.environ["LOCAL_RANK"])]  # and start a process for each device',
+            )
 
 
 @rule(

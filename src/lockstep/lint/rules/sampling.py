@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from lockstep.lint.finding import Hit, rule
 from lockstep.lint.ranks import mentions_rank, on_one_rank
+from lockstep.lint.rules.gradients import divisors
 from lockstep.lint.script import Script, argument, arguments, constant, is_open, last_name, parameters
 from lockstep.lint.wrappers import DDP, is_distributed, is_managed, reduces, starts_group, wraps
 
@@ -167,10 +168,10 @@ def every_rank_reads_everything(script: Script) -> Iterator[Hit]:
     "A DistributedSampler repeats validation samples to make the shares equal, and they are counted twice.",
 )
 def padded_samples_counted(script: Script) -> Iterator[Hit]:
-    """Fires where the data are called validation or test data and nothing in the file trims the surplus;
-    not for COCO metrics, which count an image once however often it comes.
+    """Fires where the data are called validation or test data and nothing in the file trims the surplus; to divide by
+    the sampler's ``total_size`` trims nothing. Not for COCO metrics, which count an image once however often it comes.
     """
-    if is_managed(script) or script.mentions("total_size", "coco"):
+    if is_managed(script) or script.mentions("coco") or _trims(script):
         return
     for call in script.torch_calls("DistributedSampler"):
         drops = argument(call, "drop_last", 5)
@@ -242,6 +243,23 @@ def iterable_not_split(script: Script) -> Iterator[Hit]:
                 f"each worker of the DataLoader goes through all of {node.name}: every sample comes num_workers times.",
                 "info = torch.utils.data.get_worker_info()  # and yield only the share of info.id",
             )
+
+
+def _trims(script: Script) -> bool:
+    """Returns True where ``x[:len(data)]`` cuts, or a sampler's ``total_size`` does more than to divide."""
+    dividing = set(divisors(script))
+    sizes = [node for node in script.find(ast.Attribute) if node.attr == "total_size"]
+    for size in sizes:
+        parent, uses = script.parent(size), [size]
+        if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
+            uses = [name for name in script.names[parent.targets[0].id] if isinstance(name.ctx, ast.Load)]
+        if not dividing.issuperset(uses):
+            return True
+    split = [argument(call, "dataset", 0) for call in script.torch_calls("DistributedSampler")]
+    lengths = {f"len({script.text(data)})" for data in split if data is not None}
+    return any(
+        script.text(node.upper) in lengths for node in script.find(ast.Slice) if node.upper is not None
+    )
 
 
 def _is_read_here(script: Script, sampler: str) -> bool:
