@@ -175,9 +175,6 @@ def _bound(script: Script, *, modules: bool = True) -> set[str]:
     }
     stores |= {node.arg for node in script.find(ast.arg)}
     stores |= {node.name for node in script.find(*FUNCTIONS, ast.ClassDef)}
-    for node in script.find(ast.Import, ast.ImportFrom):
-        if modules or isinstance(node, ast.ImportFrom):
-            stores |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    for handler in script.find(ast.ExceptHandler):
-        stores.add(handler.name or "")
-    return stores
+    imports = [*script.find(ast.ImportFrom), *(script.find(ast.Import) if modules else ())]
+    stores |= {alias.asname or alias.name.partition(".")[0] for node in imports for alias in node.names}
+    return stores | {handler.name or "" for handler in script.find(ast.ExceptHandler)}

@@ -248,9 +248,9 @@ def iterable_not_split(script: Script) -> Iterator[Hit]:
 def _trims(script: Script) -> bool:
     """Returns True where ``x[:len(data)]`` cuts, or a sampler's ``total_size`` does more than to divide."""
     dividing = set(divisors(script))
-    sizes = [node for node in script.find(ast.Attribute) if node.attr == "total_size"]
-    for size in sizes:
-        parent, uses = script.parent(size), [size]
+    for size in (node for node in script.find(ast.Attribute) if node.attr == "total_size"):
+        uses: list[ast.expr] = [size]
+        parent = script.parent(size)
         if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
             uses = [name for name in script.names[parent.targets[0].id] if isinstance(name.ctx, ast.Load)]
         if not dividing.issuperset(uses):
