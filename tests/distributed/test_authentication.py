@@ -6,10 +6,13 @@ from lockstep.distributed.authentication import (
     LONGEST_GREETING,
     Handshake,
     Refused,
+    Seal,
     is_signed,
     parse_hex,
     parse_object,
+    read_rank_key,
     sign,
+    write_rank_key,
 )
 
 SECRET = b"0" * 32
@@ -43,6 +46,26 @@ def test_a_signature_covers_where_its_parts_end():
     assert is_signed(signature, SECRET, b"ab", b"c")
     assert not is_signed(signature, SECRET, b"a", b"bc")
     assert not is_signed(b"\xff", SECRET, b"ab", b"c")
+
+
+def test_each_message_of_a_connection_is_signed_once_and_in_order():
+    server, client = Seal(SECRET, "server", "client"), Seal(SECRET, "client", "server")
+    first, second = client.sign(b"one"), client.sign(b"two")
+    server.check(first, b"one")
+    server.check(second, b"two")
+    for signature in (second, server.sign(b"two"), b""):
+        with pytest.raises(Refused, match="failed authentication"):
+            server.check(signature, b"two")
+
+
+def test_ranks_get_a_key_of_this_run_alone_that_only_their_user_can_read(tmp_path):
+    assert read_rank_key(str(tmp_path)) == read_rank_key("") == b""
+    write_rank_key(tmp_path, SECRET, "run 1")
+    key = read_rank_key(str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    write_rank_key(tmp_path, SECRET, "run 2")
+    assert len({key, read_rank_key(str(tmp_path)), SECRET}) == 3
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ import socket
 
 import pytest
 
-from lockstep.distributed.network import Interface, addresses, chosen, interface_of_master, interface_towards
+from lockstep.distributed import network
+from lockstep.distributed.network import (
+    Interface,
+    addresses,
+    chosen,
+    data_address,
+    interface_of_master,
+    interface_towards,
+)
 from lockstep.errors import ConfigError
 
 KNOWN = [
@@ -62,6 +70,17 @@ def test_a_name_that_nobody_knows_is_refused(names):
 def test_the_interface_towards_loopback_is_loopback():
     found = interface_towards("127.0.0.1", 1, addresses())
     assert found == Interface("lo", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("interface", "address"),
+    [("", "10.0.0.5"), ("eth0", "10.0.0.5"), ("ib0", "192.168.9.5"), ("gone", "10.0.0.5")],
+)
+def test_data_goes_over_the_interface_that_was_chosen(monkeypatch, interface, address):
+    monkeypatch.setattr(network, "addresses", lambda: [Interface("ib0", "fe80::5"), *KNOWN])
+    monkeypatch.setattr(network, "interface_towards", lambda *asked: Interface("eth0", "10.0.0.5"))
+    environment = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    assert data_address("10.0.0.1", 29500, environment) == address
 
 
 def test_this_hosts_own_addresses_are_found():

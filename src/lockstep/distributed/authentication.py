@@ -4,7 +4,8 @@
     both   HMAC-SHA256(secret, own role, own nonce, the other's nonce)
 
 Each end has its own role, so a message cannot be reflected to its sender. Until the other end is authenticated, the
-length of its messages is limited, and a message that cannot be parsed is refused.
+length of its messages is limited, and a message that cannot be parsed is refused. Ranks of several hosts never see the
+hosts' token: their supervisors give them a key that is derived from it for this run alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
@@ -48,7 +50,10 @@ class Handshake:
         return sign(self._secret, b"session", *(part for end in ends for part in end))
 
 
-def sign(key: bytes, *parts: bytes) -> bytes:
+Part = bytes | bytearray | memoryview
+
+
+def sign(key: bytes, *parts: Part) -> bytes:
     """Returns the HMAC-SHA256 of parts and of their lengths."""
     mac = hmac.new(key, digestmod="sha256")
     for part in parts:
@@ -60,6 +65,48 @@ def sign(key: bytes, *parts: bytes) -> bytes:
 def is_signed(signature: bytes, key: bytes, *parts: bytes) -> bool:
     """Checks, in constant time, a signature by ``sign`` in hexadecimal digits."""
     return hmac.compare_digest(signature, sign(key, *parts).hex().encode())
+
+
+class Seal:
+    """Signs the messages of one connection and checks those of the other end, each with its number.
+
+    Args:
+        key: of the connection, ``Handshake.session_key``.
+        role: of this end.
+        other: role of the other end.
+    """
+
+    def __init__(self, key: bytes, role: str, other: str) -> None:
+        self._key, self._role, self._other = key, role.encode(), other.encode()
+        self._sent = self._checked = 0
+
+    def sign(self, *parts: Part) -> bytes:
+        """Returns the signature of this end's next message."""
+        self._sent += 1
+        return sign(self._key, self._role, str(self._sent).encode(), *parts)
+
+    def check(self, signature: Part, *parts: Part) -> None:
+        """Raises ``Refused`` unless this is the signature of the other end's next message."""
+        self._checked += 1
+        expected = sign(self._key, self._other, str(self._checked).encode(), *parts)
+        if not hmac.compare_digest(signature, expected):
+            raise Refused("a message failed authentication")
+
+
+_KEY_FILE = "rank-key"
+
+
+def write_rank_key(directory: Path, token: bytes, run_id: str) -> None:
+    """Derives the key of a run's ranks from the token of the hosts and puts it into the private run directory."""
+    file = directory / _KEY_FILE
+    file.touch(0o600)
+    file.write_bytes(sign(token, b"ranks", run_id.encode()))
+
+
+def read_rank_key(run_directory: str) -> bytes:
+    """Returns the key of this run's ranks, the same on all hosts; empty if no supervisor has given one."""
+    file = Path(run_directory) / _KEY_FILE
+    return file.read_bytes() if run_directory and file.exists() else b""
 
 
 def parse_object(data: bytes | bytearray) -> dict[str, Any]:

@@ -78,6 +78,22 @@ def interface_towards(host: str, port: int, known: list[Interface]) -> Interface
     raise ConfigError(f"--master {host} is {why}. Check the address, and that the network is up.")
 
 
+def data_address(host: str, port: int, environment: Mapping[str, str]) -> str:
+    """Returns the address of this host on the interface of the ranks' data.
+
+    Args:
+        host: of the rendezvous, to which that interface leads unless another was chosen.
+        port: of the rendezvous.
+        environment: of a rank, with the ``GLOO_SOCKET_IFNAME`` that was chosen.
+    """
+    known = addresses()
+    found = interface_towards(host, port, known)
+    name = environment.get("GLOO_SOCKET_IFNAME", "") or found.name
+    own = [each.address for each in known if each.name == name]
+    alike = [address for address in own if (":" in address) == (":" in found.address)]
+    return found.address if found.address in own else next(iter(alike or own), found.address)
+
+
 def chosen(asked: str, found: Interface, known: list[Interface], environment: Mapping[str, str]) -> str:
     """Returns the name of the interface for the ranks' data: the one that was asked for, else the one that was found.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.world import HostLayout
+from lockstep.distributed.authentication import write_rank_key
 from lockstep.errors import EXIT_CONFIG, EXIT_RANK, EXIT_STALLED, ConfigError
 from lockstep.launch.fork_server import ServerProcess
 from lockstep.launch.hosts import HostCoordinator, Joined
@@ -87,6 +88,8 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
         write_note(directory, layout.run_id, sys.argv, logs, layout.first_rank + options.devices.count)
         environment = world_environment(options, layout, directory, os.environ)
         coordinator = HostCoordinator(joined, control, directory, logs) if joined else None
+        if joined is not None:
+            write_rank_key(directory, joined.token, layout.run_id)
         with ServerProcess(_order(target, options, layout, logs), environment, to_supervisor) as server:
             watch = Watch(server, control, directory, logs, options, layout.first_rank, coordinator)
             watch.wait_for_ranks(inbox, from_ranks)

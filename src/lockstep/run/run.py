@@ -430,7 +430,7 @@ class Run:
 
     def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
-        strategy.leave_process_group(self.position.step)
+        strategy.leave_process_group(self.position.step, self.world)
         drop_process_groups(self._agreed_data, self._skipped, state)
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
+from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
 from lockstep.runtime.events import NO_EVENTS, StepEvents
@@ -216,11 +217,12 @@ class IndependentStrategy(Strategy):
     """Steps between checkpoints that the strategy itself asks for; 0: none."""
 
     @abstractmethod
-    def leave_process_group(self, step: int) -> None:
+    def leave_process_group(self, step: int, world: World) -> None:
         """Connects the processes in another way, and drops the process group. Collective; ends ``prepare``.
 
         Args:
             step: steps that the run has done.
+            world: of this process.
         """
 
     @abstractmethod

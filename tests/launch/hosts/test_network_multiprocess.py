@@ -1,5 +1,7 @@
 """Two hosts as network namespaces with a cable between them: training across, and the cable cut and mended."""
 
+import os
+import signal
 import subprocess
 import time
 
@@ -7,6 +9,8 @@ import pytest
 from tests.launch.command import wait_until
 from tests.launch.hosts.host import Hosts, job, on_one_process, said
 from tests.printed import fingerprint
+
+from lockstep.runtime.heartbeat import read_beat
 
 
 def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_hosts, network, tmp_path, alone):
@@ -18,6 +22,45 @@ def test_training_over_two_hosts_gives_the_fingerprint_of_one_process(wired_host
     assert min(sent) > 1e6, "gradients go over the cable, not through memory that the two share"
     assert "fa with ranks 0, 1, fb with rank 2; data over va" in wired_hosts[0].stderr
     assert "from 10.77.0.2 (vb); data over vb" in wired_hosts[1].stderr
+    wired_hosts.wait_until_nothing_runs()
+
+
+def test_an_asynchronous_parameter_server_trains_over_two_hosts(wired_hosts, network, tmp_path):
+    """Refused before: its servers listened on loopback."""
+    words = ("--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous")
+    before = network.bytes_sent()
+    wired_hosts.start("train", *job(tmp_path), *words, devices=("cpu:1", "cpu:2"))
+    assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[0].stderr + wired_hosts[1].stderr
+    sent = [now - then for now, then in zip(network.bytes_sent(), before, strict=True)]
+    assert min(sent) > 1e6, "gradients and values go over the cable"
+    assert "updates on average" in wired_hosts[0].stdout + wired_hosts[0].stderr
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_a_synchronous_parameter_server_over_two_hosts_gives_the_fingerprint_of_one_process(
+    wired_hosts, tmp_path, alone
+):
+    words = ("--strategy", "parameter_server", "--set", "parameter_server.servers=1")
+    wired_hosts.start("train", *job(tmp_path), *words, devices=("cpu:2", "cpu:1"))
+    assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
+    assert fingerprint(wired_hosts[0].stdout) == alone
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_of_another_host_ends_no_asynchronous_run(wired_hosts, tmp_path):
+    words = ("--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous")
+    wired_hosts.start("train", *job(tmp_path, epochs=15), *words, devices=("cpu:2", "cpu:1"))
+    directory = wait_until(
+        lambda: next(wired_hosts[1].folder.rglob("heartbeat-002"), None), 30, "a heartbeat"
+    )
+    beat = wait_until(
+        lambda: (found := read_beat(directory.parent, 2)) and found.step > 5 and found, 60, "a few steps"
+    )
+    os.kill(beat.pid, signal.SIGKILL)
+    assert [code for code, _ in wired_hosts.end(120)] == [0, 0], wired_hosts[0].stderr
+    assert "The worker on rank 2 ended after update" in wired_hosts[0].stdout + wired_hosts[0].stderr
     wired_hosts.wait_until_nothing_runs()
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import select
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -191,6 +192,12 @@ def refused(world):
         ConfigError, match=r"got several optimizers\. Put their parameters into groups of one"
     ):
         lockstep.init(global_batch=24, **asynchronous()).prepare(model, *made)
+    elsewhere = lockstep.init(global_batch=24, **asynchronous())
+    elsewhere.world = replace(elsewhere.world, nodes=2)  # started by a launcher that has no token
+    with pytest.raises(
+        ConfigError, match=r"asked for on 2 hosts, .*Start the run on each host with --nnodes"
+    ):
+        elsewhere.prepare(model, made[0])
     return True
 
 

@@ -8,18 +8,18 @@ import struct
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from lockstep.distributed.authentication import Refused
 from lockstep.errors import RankError
 from lockstep.strategies.parameter_server.asynchronous_transport import (
+    ServerChannel,
     ServerMessage,
     ServerTransport,
-    authenticate,
+    TransportSettings,
     connect,
-    receive,
-    send,
 )
 
 TOKEN, LARGEST = b"t" * 32, 1 << 16
@@ -37,16 +37,24 @@ def pair():
 
 @pytest.fixture
 def transport():
-    one = ServerTransport(TOKEN, 0, LARGEST, timeout=5)
+    one = ServerTransport(TransportSettings(0, TOKEN, timeout=5), LARGEST)
     yield one
     one.close()
+
+
+@contextlib.contextmanager
+def joined(transport, rank, token=TOKEN):
+    """The channel of a process that has connected."""
+    channel = connect(transport.address, TransportSettings(rank, token, timeout=5))
+    with channel.connection:
+        yield channel
 
 
 def test_a_message_arrives_as_it_was_sent(pair):
     body = bytes(range(256)) * 64
     for message in (ServerMessage("push", {"weight": 0.1, "names": ["a"]}, body), ServerMessage("pull")):
-        send(pair[0], message)
-        assert receive(pair[1], LARGEST) == message
+        ServerChannel(pair[0]).send(message)
+        assert ServerChannel(pair[1]).receive(LARGEST) == message
 
 
 def frame(text, body=b"", magic=b"LSPS", text_size=None, body_size=None):
@@ -75,13 +83,13 @@ def test_what_is_no_message_is_refused(pair, sent, why):
     writer = threading.Thread(target=pair[0].sendall, args=(sent,))
     writer.start()
     with pytest.raises(Refused, match=why):
-        receive(pair[1], LARGEST)
+        ServerChannel(pair[1]).receive(LARGEST)
     pair[1].close()
     writer.join()
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"LSPS", HEADER.pack(b"LSPS", 20, 30)]))
-@settings(max_examples=100, deadline=None)
+@hypothesis_settings(max_examples=100, deadline=None)
 def test_arbitrary_bytes_are_a_message_or_are_refused(sent, begin):
     left, right = socket.socketpair()
     with left, right:
@@ -89,21 +97,21 @@ def test_arbitrary_bytes_are_a_message_or_are_refused(sent, begin):
         left.sendall(begin + sent)
         left.shutdown(socket.SHUT_WR)
         with contextlib.suppress(Refused, ConnectionError):
-            assert isinstance(receive(right, LARGEST), ServerMessage)
+            assert isinstance(ServerChannel(right).receive(LARGEST), ServerMessage)
 
 
 def test_an_end_in_the_middle_of_a_message_is_a_lost_connection(pair):
     pair[0].sendall(frame(b'{"kind": "push"}', b"x" * 100)[:-1])
     pair[0].shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionError, match="Connection closed by peer"):
-        receive(pair[1], LARGEST)
+        ServerChannel(pair[1]).receive(LARGEST)
 
 
 def test_a_message_that_was_begun_and_does_not_come_is_given_up(pair):
     pair[1].settimeout(0.05)
     pair[0].sendall(frame(b'{"kind": "push"}')[:5])
     with pytest.raises(TimeoutError):
-        receive(pair[1], LARGEST)
+        ServerChannel(pair[1]).receive(LARGEST)
 
 
 @pytest.mark.parametrize("wrong", ["client", "server"])
@@ -113,7 +121,7 @@ def test_both_sides_must_know_the_token(pair, wrong):
 
     def listen():
         try:
-            authenticate(pair[0], tokens["server"], "server")
+            TransportSettings(0, tokens["server"], timeout=5).open(pair[0], "server")
         except (Refused, ConnectionError) as error:
             found.append(error)
         pair[0].shutdown(socket.SHUT_RDWR)
@@ -121,18 +129,56 @@ def test_both_sides_must_know_the_token(pair, wrong):
     listener = threading.Thread(target=listen)
     listener.start()
     with pytest.raises((Refused, ConnectionError)):
-        authenticate(pair[1], tokens["client"], "client")
+        TransportSettings(1, tokens["client"], timeout=5).open(pair[1], "client")
     listener.join()
     assert isinstance(found[0], Refused)
     assert "does not know the run's token" in str(found[0])
 
 
+def sealed(pair):
+    """Both ends of a connection between hosts: the listening one, and the one that connected."""
+    settings, ends = TransportSettings(0, TOKEN, timeout=5, is_signed=True), []
+    listener = threading.Thread(target=lambda: ends.append(settings.open(pair[0], "server")))
+    listener.start()
+    client = settings.open(pair[1], "client")
+    listener.join()
+    return ends[0], client
+
+
+def test_signed_messages_arrive_in_both_directions(pair):
+    server, client = sealed(pair)
+    for message in (ServerMessage("push", {"weight": 0.1}, bytes(1000)), ServerMessage("pull")):
+        client.send(message)
+        assert server.receive(LARGEST) == message
+        server.send(message)
+        assert client.receive(LARGEST) == message
+
+
+@pytest.mark.parametrize("forged", ["changed", "repeated", "reflected", "unsigned"])
+def test_between_hosts_a_message_that_the_other_end_did_not_sign_is_refused(pair, forged):
+    server, client = sealed(pair)
+    client.send(ServerMessage("push", {"weight": 1}, b"gradient"))
+    sent = pair[0].recv(1 << 12)
+    if forged == "changed":
+        pair[1].sendall(sent.replace(b"gradient", b"gradien!"))
+    elif forged == "repeated":
+        pair[1].sendall(sent * 2)
+        assert server.receive(LARGEST).body == b"gradient"
+    elif forged == "reflected":
+        server.send(ServerMessage("values"))
+        pair[1].sendall(pair[1].recv(1 << 12))
+    else:
+        pair[1].sendall(frame(b'{"kind": "pull"}') + bytes(32))
+    with pytest.raises(Refused, match="failed authentication"):
+        server.receive(LARGEST)
+
+
 def test_an_inbox_takes_messages_and_says_who_has_gone(transport):
-    with connect(transport.port, TOKEN, 3, timeout=5) as worker:
-        send(worker, ServerMessage("push", {"number": 1}))
+    with joined(transport, 3) as worker:
+        worker.send(ServerMessage("push", {"number": 1}))
         assert transport.get(5) == (3, ServerMessage("push", {"number": 1}))
         assert transport.send(3, ServerMessage("values", {}, b"abc"))
-        assert receive(worker, LARGEST) == ServerMessage("values", {}, b"abc")
+        assert worker.receive(LARGEST) == ServerMessage("values", {}, b"abc")
     assert transport.get(5) == (3, None)
 
 
@@ -141,24 +187,24 @@ def test_an_inbox_listens_on_loopback_only(transport):
 
 
 def test_a_stranger_is_refused_and_one_that_says_nothing_holds_up_nobody(transport, caplog):
-    with socket.create_connection(("127.0.0.1", transport.port)):
+    with socket.create_connection(transport.address):
         with pytest.raises(RankError, match="cannot connect to the parameter server"):
-            connect(transport.port, b"f" * 32, 1, timeout=5)
-        with connect(transport.port, TOKEN, 2, timeout=5) as worker:
-            send(worker, ServerMessage("pull"))
+            connect(transport.address, TransportSettings(1, b"f" * 32, timeout=5))
+        with joined(transport, 2) as worker:
+            worker.send(ServerMessage("pull"))
             assert transport.get(5) == (2, ServerMessage("pull")), (
                 "the stranger's messages are not among these"
             )
 
 
 def test_a_second_process_of_one_rank_is_refused(transport, caplog):
-    with connect(transport.port, TOKEN, 2, timeout=5) as first:
-        send(first, ServerMessage("pull"))
+    with joined(transport, 2) as first:
+        first.send(ServerMessage("pull"))
         assert transport.get(5) == (2, ServerMessage("pull"))
-        with connect(transport.port, TOKEN, 2, timeout=5) as second, pytest.raises(ConnectionError):
-            receive(second, LARGEST)
+        with joined(transport, 2) as second, pytest.raises(ConnectionError):
+            second.receive(LARGEST)
         assert "rank 2 is already connected" in caplog.text
-        send(first, ServerMessage("pull"))
+        first.send(ServerMessage("pull"))
         assert transport.get(5) == (2, ServerMessage("pull")), "the first is still heard"
 
 
@@ -200,25 +246,25 @@ class CheckedTogether(dict):
 
 def test_of_two_greetings_of_one_rank_at_the_same_time_one_is_refused(transport, caplog):
     transport._claiming = crossing = Crossing(transport._claiming)
-    transport._connections = CheckedTogether(crossing)
+    transport._channels = CheckedTogether(crossing)
     with (
-        connect(transport.port, TOKEN, 2, timeout=5) as left,
-        connect(transport.port, TOKEN, 2, timeout=5) as right,
+        joined(transport, 2) as left,
+        joined(transport, 2) as right,
     ):
-        closed, _, _ = select.select([left, right], [], [], 20)
+        closed, _, _ = select.select([left.connection, right.connection], [], [], 20)
         assert len(closed) == 1
         assert closed[0].recv(1) == b""
-        accepted = left if closed[0] is right else right
-        send(accepted, ServerMessage("pull"))
+        accepted = left if closed[0] is right.connection else right
+        accepted.send(ServerMessage("pull"))
         assert transport.get(5) == (2, ServerMessage("pull"))
         assert transport.send(2, ServerMessage("values"))
-        assert receive(accepted, LARGEST) == ServerMessage("values")
+        assert accepted.receive(LARGEST) == ServerMessage("values")
     assert "rank 2 is already connected" in caplog.text
 
 
 def test_who_sends_what_is_no_message_is_cut_off(transport, caplog):
-    with connect(transport.port, TOKEN, 4, timeout=5) as worker, caplog.at_level(logging.WARNING):
-        worker.sendall(frame(b"{}", body_size=1 << 40))
+    with joined(transport, 4) as worker, caplog.at_level(logging.WARNING):
+        worker.connection.sendall(frame(b"{}", body_size=1 << 40))
         assert transport.get(5) == (4, None)
     assert (
         "Disconnected rank 4 from the parameter server: a message of 2 + 1099511627776 bytes" in caplog.text

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.core.world import LOOPBACK, HostLayout, host_name
@@ -34,6 +34,8 @@ class Joined:
     """For the ranks' data."""
     is_quiet: bool = False
     """True if node 0 reports on the same terminal."""
+    token: bytes = field(default=b"", repr=False)
+    """The secret that the hosts share."""
     attempt: int = 0
     """How often the ranks have been started."""
     lost: frozenset[int] = frozenset()
@@ -96,7 +98,7 @@ def join_hosts(
     link, plan, interface = (_serve if options.node == 0 else _join)(options, hello, known, decide)
     try:
         is_quiet = options.shares_terminal and options.node > 0
-        yield Joined(link, options.node, plan, interface, is_quiet)
+        yield Joined(link, options.node, plan, interface, is_quiet, options.token)
     except BaseException as error:
         _send_last(link, {"left": _reason(error)})
         raise

@@ -13,6 +13,7 @@ of a server is one update, made of as many pushes as there are living workers.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 
 from lockstep.config.strategy_options import Level, ParameterServerOptions
 from lockstep.core.plan import Share
-from lockstep.core.world import host_name
+from lockstep.core.world import World
 from lockstep.data.batch import Batch
+from lockstep.distributed.authentication import read_rank_key
 from lockstep.distributed.collectives import drop_process_groups, gather_json
+from lockstep.distributed.network import data_address
+from lockstep.distributed.rendezvous import meeting_address
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.parameter_server.asynchronous_participant import Participant
@@ -33,6 +37,7 @@ from lockstep.strategies.parameter_server.asynchronous_server import Server
 from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerTransport,
+    TransportSettings,
     as_bytes,
     from_bytes,
 )
@@ -57,9 +62,6 @@ class AsynchronousParameterServer(IndependentStrategy):
         options: servers, staleness, snapshots.
         running_buffers: see ``Replicated``.
         timeout: seconds that a message may take once it has begun.
-
-    Raises:
-        ConfigError: the ranks are on several hosts.
     """
 
     name = "parameter_server"
@@ -75,12 +77,6 @@ class AsynchronousParameterServer(IndependentStrategy):
         timeout: float = 600.0,
     ) -> None:
         ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
-        hosts = {str(host) for host in gather_json(host_name(), group, device)}
-        if len(hosts) > 1:
-            raise ConfigError(
-                f"parameter_server.mode='asynchronous' connects over loopback, within one host, and the ranks are on "
-                f"{len(hosts)}: {', '.join(sorted(hosts))}. Use one host, or mode='synchronous'."
-            )
         self.device, self._group, self._options, self._timeout = device, group, options, timeout
         self._servers = list(range(options.servers))
         self._declared = running_buffers
@@ -96,26 +92,46 @@ class AsynchronousParameterServer(IndependentStrategy):
         self._shards = ParameterShards(self._model, len(self._servers), server)
         return self._model
 
-    def leave_process_group(self, step: int) -> None:
-        """Connects workers with servers. Collective, the last one over the process group."""
-        token = bytes.fromhex(gather_json(secrets.token_hex(32), self._group, self.device)[0])
-        self._participant = self._connect(token, step)
+    def leave_process_group(self, step: int, world: World) -> None:
+        """Connects workers with servers. Collective, the last one over the process group.
+
+        Raises:
+            ConfigError: the ranks are on several hosts, and no supervisor has given them a key.
+        """
+        self._participant = self._connect(self._transport_settings(world), step)
         self._participant.events = self.events
         dist.barrier(self._group)
         drop_process_groups(self)
 
-    def _connect(self, token: bytes, step: int) -> Participant:
+    def _transport_settings(self, world: World) -> TransportSettings:
+        """How this process connects: on one host over loopback, else over the network, with the key of the ranks."""
+        drawn = bytes.fromhex(gather_json(secrets.token_hex(32), self._group, self.device)[0])
+        if world.nodes == 1:
+            return TransportSettings(self._rank, drawn, self._timeout)
+        key = read_rank_key(world.run_directory)
+        rendezvous = meeting_address(world) if key else None
+        if rendezvous is None:
+            raise ConfigError(
+                f"parameter_server.mode='asynchronous' was asked for on {world.nodes} hosts, where its connections are "
+                f"authenticated with the hosts' token, and the launcher ({world.launcher}) has none. Start the run on "
+                "each host with --nnodes (docs/hosts.md), or use one host, or mode='synchronous'."
+            )
+        host = data_address(*rendezvous, os.environ)
+        return TransportSettings(self._rank, key, self._timeout, host, is_signed=True)
+
+    def _connect(self, settings: TransportSettings, step: int) -> Participant:
         """This process's part in the run, connected. Collective."""
-        shards, buffers, rank, timeout = self._shards, self._buffers, self._rank, self._timeout
+        shards, buffers, rank = self._shards, self._buffers, self._rank
         sent = sum(tensor.nbytes for tensor in buffers.tensors())
         largest = max(shards.numel(server) for server in range(len(shards.keys))) * 8 + sent + _SMALL
-        transport = ServerTransport(token, rank, largest, timeout) if rank in self._servers else None
-        ports = gather_json(transport.port if transport is not None else 0, self._group, self.device)
+        transport = ServerTransport(settings, largest) if rank in self._servers else None
+        own = transport.address if transport is not None else None
+        addresses = gather_json(own, self._group, self.device)
         if transport is None:
-            served = {server: ports[server] for server in self._servers}
-            return Worker(rank, served, token, timeout, shards, buffers, step)
+            served = {server: addresses[server] for server in self._servers}
+            return Worker(settings, served, shards, buffers, step)
         for other in self._servers[:rank]:
-            transport.join(other, ports[other])
+            transport.join(other, addresses[other])
         clock = Clock(self._members, self._options.staleness, step)
         return Server(transport, self._servers, rank, clock, shards, buffers, step)
 

@@ -1,8 +1,9 @@
 """Messages over sockets: a fixed header, JSON, raw bytes of tensors. Nothing is ever unpickled.
 
-    | "LSPS" | length of the JSON: 4 bytes | length of the body: 8 bytes | JSON | body |
+    | "LSPS" | length of the JSON: 4 bytes | length of the body: 8 bytes | JSON | body | signature: 32 bytes |
 
 A connection begins with both sides proving that they know the run's token (``lockstep.distributed.authentication``).
+Between hosts each message is signed with the key of the connection and numbered; on one host there are no signatures.
 Lengths are checked before memory is allocated for them.
 
 A server reads each connection in a thread of its own and takes messages in order of arrival in one loop. A process that
@@ -25,7 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.authentication import NONCE_BYTES, PROOF_BYTES, Handshake, Refused
+from lockstep.distributed.authentication import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Handshake,
+    Refused,
+    Seal,
+)
 from lockstep.errors import RankError
 
 logger = logging.getLogger(__name__)
@@ -49,60 +56,92 @@ class ServerMessage:
     body: bytes | bytearray | memoryview = b""
 
 
-def send(connection: socket.socket, message: ServerMessage) -> None:
-    """Sends a message whole. Raises ``ConnectionError`` or ``TimeoutError``."""
-    text = json.dumps({"kind": message.kind, **message.content}).encode()
-    size = memoryview(message.body).nbytes
-    connection.sendall(_HEADER.pack(_MAGIC, len(text), size) + text)
-    if size:
-        connection.sendall(message.body)
-
-
-def receive(connection: socket.socket, largest: int) -> ServerMessage:
-    """Returns the next message. Waits for it without limit, and for the socket's timeout once it has begun.
+class ServerChannel:
+    """One end of a connection.
 
     Args:
         connection: with a timeout.
-        largest: limit of the body in bytes.
-
-    Raises:
-        Refused: the bytes are no message, or it is too large.
-        ConnectionError: the other side closed the connection.
-        TimeoutError: the message began and was not completed.
+        seal: of the connection; None: its messages are not signed.
     """
-    _wait(connection)
-    magic, text_size, body_size = _HEADER.unpack(_exactly(connection, _HEADER.size))
-    if magic != _MAGIC:
-        raise Refused(f"the message begins with {magic!r}, not {_MAGIC!r}")
-    if text_size > _LARGEST_JSON or body_size > largest:
-        raise Refused(
-            f"a message of {text_size} + {body_size} bytes exceeds the limit of {_LARGEST_JSON} + {largest}"
-        )
-    text = _exactly(connection, text_size)
-    try:
-        content = json.loads(text)
-        kind = content.pop("kind")
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise Refused("the message is not a JSON object with a kind") from error
-    if not isinstance(kind, str):
-        raise Refused("the kind of the message is not a string")
-    return ServerMessage(kind, content, _exactly(connection, body_size))
+
+    def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
+        self.connection, self._seal = connection, seal
+
+    def send(self, message: ServerMessage) -> None:
+        """Sends a message whole. Raises ``ConnectionError`` or ``TimeoutError``."""
+        text = json.dumps({"kind": message.kind, **message.content}).encode()
+        body = memoryview(message.body)
+        head = _HEADER.pack(_MAGIC, len(text), body.nbytes) + text
+        signature = b"" if self._seal is None else self._seal.sign(head, body)
+        for part in (head, body, signature):
+            if len(part):
+                self.connection.sendall(part)
+
+    def receive(self, largest: int) -> ServerMessage:
+        """Returns the next message. Waits for it without limit, and for the socket's timeout once it has begun.
+
+        Args:
+            largest: limit of the body in bytes.
+
+        Raises:
+            Refused: the bytes are no message, it is too large, or its signature is wrong.
+            ConnectionError: the other side closed the connection.
+            TimeoutError: the message began and was not completed.
+        """
+        _wait(self.connection)
+        header = _exactly(self.connection, _HEADER.size)
+        magic, text_size, body_size = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise Refused(f"the message begins with {magic!r}, not {_MAGIC!r}")
+        if text_size > _LARGEST_JSON or body_size > largest:
+            raise Refused(
+                f"a message of {text_size} + {body_size} bytes exceeds the limit of {_LARGEST_JSON} + {largest}"
+            )
+        text, body = _exactly(self.connection, text_size), bytearray()
+        if self._seal is not None:
+            body = _exactly(self.connection, body_size)
+            self._seal.check(_exactly(self.connection, PROOF_BYTES), header + text, body)
+        try:
+            content = json.loads(text)
+            kind = content.pop("kind")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise Refused("the message is not a JSON object with a kind") from error
+        if not isinstance(kind, str):
+            raise Refused("the kind of the message is not a string")
+        return ServerMessage(kind, content, body or _exactly(self.connection, body_size))
 
 
-def authenticate(connection: socket.socket, token: bytes, side: str) -> None:
-    """Proves to the other process, and has it prove, that both know the token. Raises ``Refused``.
+@dataclass(frozen=True)
+class TransportSettings:
+    """What a process needs to connect with the others of its run."""
 
-    Args:
-        connection: connected.
-        token: the run's.
-        side: ``server`` where this process listened, ``client`` where it connected.
-    """
-    handshake = Handshake(token, side, "client" if side == "server" else "server")
-    connection.sendall(handshake.nonce)
-    theirs = bytes(_exactly(connection, NONCE_BYTES))
-    connection.sendall(handshake.proof(theirs))
-    if not handshake.accepts(theirs, bytes(_exactly(connection, PROOF_BYTES))):
-        raise Refused("the other process does not know the run's token")
+    rank: int
+    """The process's own."""
+    token: bytes = field(repr=False)
+    """The run's secret."""
+    timeout: float
+    """Seconds that a message may take once it has begun, in either direction."""
+    host: str = "127.0.0.1"
+    """This host's address, on which its servers listen."""
+    is_signed: bool = False
+    """True if every message is signed, since connections leave the host."""
+
+    def open(self, connection: socket.socket, side: str) -> ServerChannel:
+        """Proves to the other process, and has it prove, that both know the token. Raises ``Refused``.
+
+        Args:
+            connection: connected, with a timeout.
+            side: ``server`` where this process listened, ``client`` where it connected.
+        """
+        other = "client" if side == "server" else "server"
+        handshake = Handshake(self.token, side, other)
+        connection.sendall(handshake.nonce)
+        theirs = bytes(_exactly(connection, NONCE_BYTES))
+        connection.sendall(handshake.proof(theirs))
+        if not handshake.accepts(theirs, bytes(_exactly(connection, PROOF_BYTES))):
+            raise Refused("the other process does not know the run's token")
+        seal = Seal(handshake.session_key(theirs), side, other) if self.is_signed else None
+        return ServerChannel(connection, seal)
 
 
 def _wait(connection: socket.socket) -> None:
@@ -127,31 +166,32 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 class ServerTransport:
-    """Listens on loopback, and receives messages of processes that know the token.
+    """Listens, and receives messages of processes that know the token.
 
     Args:
-        token: the run's secret.
-        rank: this process's.
+        settings: of this process.
         largest: limit of a message's body in bytes.
-        timeout: seconds that a message may take once it has begun, in either direction.
     """
 
-    def __init__(self, token: bytes, rank: int, largest: int, timeout: float) -> None:
-        self._token, self._rank, self._largest, self._timeout = token, rank, largest, timeout
+    def __init__(self, settings: TransportSettings, largest: int) -> None:
+        self._settings, self._largest = settings, largest
         self._arrived: queue.SimpleQueue[tuple[int, ServerMessage | None]] = queue.SimpleQueue()
-        self._connections: dict[int, socket.socket] = {}
+        self._channels: dict[int, ServerChannel] = {}
         self._claiming = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port: int = self._listener.getsockname()[1]
-        """Port on loopback."""
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        self._listener = socket.create_server((settings.host, 0), family=family, backlog=64)
+        self.address: tuple[str, int] = (settings.host, self._listener.getsockname()[1])
+        """Where the others connect."""
         threading.Thread(target=self._accept, daemon=True, name="parameter server: accept").start()
 
-    def join(self, rank: int, port: int) -> None:
+    def join(self, rank: int, address: tuple[str, int]) -> None:
         """Connects to another server's transport; both sides may then send."""
-        connection = connect(port, self._token, self._rank, self._timeout)
+        channel = connect(address, self._settings)
         with self._claiming:
-            self._connections[rank] = connection
-        self._start_reading(rank, connection)
+            self._channels[rank] = channel
+        threading.Thread(
+            target=self._read, args=(rank, channel), daemon=True, name=f"parameter server: rank {rank}"
+        ).start()
 
     def get(self, timeout: float | None = None) -> tuple[int, ServerMessage | None]:
         """Returns the sender's rank and its next message, or None where the sender has disconnected.
@@ -163,11 +203,11 @@ class ServerTransport:
 
     def send(self, rank: int, message: ServerMessage) -> bool:
         """Sends a message to a connected rank and returns whether it was sent; disconnects a rank that fails."""
-        connection = self._connections.get(rank)
-        if connection is None:
+        channel = self._channels.get(rank)
+        if channel is None:
             return False
         try:
-            send(connection, message)
+            channel.send(message)
         except OSError:
             self.cut(rank)
             return False
@@ -175,16 +215,16 @@ class ServerTransport:
 
     def cut(self, rank: int) -> None:
         """Closes a connection; ``get`` then reports the loss."""
-        if (connection := self._connections.get(rank)) is not None:
+        if (channel := self._channels.get(rank)) is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                channel.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes all connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for rank in list(self._connections):
+        for rank in list(self._channels):
             self.cut(rank)
 
     def _accept(self) -> None:
@@ -201,63 +241,59 @@ class ServerTransport:
         """Accepts a process that knows the token and sends its rank."""
         try:
             connection.settimeout(_HANDSHAKE_SECONDS)
-            authenticate(connection, self._token, "server")
-            hello = receive(connection, 1 << 10)
+            channel = self._settings.open(connection, "server")
+            hello = channel.receive(1 << 10)
             rank = hello.content.get("rank")
             if hello.kind != "hello" or not isinstance(rank, int):
                 raise Refused("the process did not send its rank")
-            self._claim(rank, connection)
+            self._claim(rank, channel)
         except (OSError, Refused) as error:
             logger.warning("Refused a connection to the parameter server: %s.", error)
             connection.close()
             return
-        self._read(rank, connection)
+        self._read(rank, channel)
 
-    def _claim(self, rank: int, connection: socket.socket) -> None:
+    def _claim(self, rank: int, channel: ServerChannel) -> None:
         """Assigns the connection to the rank, unless it has one; of two at the same time one is refused."""
-        _prepare(connection, self._timeout)
+        _prepare(channel.connection, self._settings.timeout)
         with self._claiming:
-            if rank in self._connections:
+            if rank in self._channels:
                 raise Refused(f"rank {rank} is already connected")
-            self._connections[rank] = connection
+            self._channels[rank] = channel
 
-    def _start_reading(self, rank: int, connection: socket.socket) -> None:
-        threading.Thread(
-            target=self._read, args=(rank, connection), daemon=True, name=f"parameter server: rank {rank}"
-        ).start()
-
-    def _read(self, rank: int, connection: socket.socket) -> None:
+    def _read(self, rank: int, channel: ServerChannel) -> None:
         try:
             while True:
-                self._arrived.put((rank, receive(connection, self._largest)))
+                self._arrived.put((rank, channel.receive(self._largest)))
         except Refused as error:
             logger.warning("Disconnected rank %d from the parameter server: %s.", rank, error)
         except (OSError, ValueError):  # either side has closed the connection
             pass
         with suppress(OSError):
-            connection.close()
+            channel.connection.close()
         self._arrived.put((rank, None))
 
 
-def connect(port: int, token: bytes, rank: int, timeout: float) -> socket.socket:
-    """Connects to a transport on this host and authenticates both sides.
+def connect(address: tuple[str, int], settings: TransportSettings) -> ServerChannel:
+    """Connects to a transport and authenticates both sides.
 
     Raises:
-        RankError: nothing listens on the port, or the process there does not know the token.
+        RankError: nothing listens there, or the process there does not know the token.
     """
+    host, port = address
     with ExitStack() as stack:
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=_HANDSHAKE_SECONDS)
+            connection = socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS)
             stack.enter_context(connection)
-            authenticate(connection, token, "client")
-            send(connection, ServerMessage("hello", {"rank": rank}))
-            _prepare(connection, timeout)
+            channel = settings.open(connection, "client")
+            channel.send(ServerMessage("hello", {"rank": settings.rank}))
+            _prepare(connection, settings.timeout)
             stack.pop_all()
         except (OSError, Refused) as error:
             raise RankError(
-                f"Rank {rank} cannot connect to the parameter server on port {port} of this host: {error}."
+                f"Rank {settings.rank} cannot connect to the parameter server at {host}:{port}: {error}."
             ) from error
-    return connection
+    return channel
 
 
 def _prepare(connection: socket.socket, timeout: float) -> None:

@@ -18,11 +18,10 @@ from lockstep.strategies.gradients import GradientTree
 from lockstep.strategies.parameter_server.asynchronous_participant import Barrier, Participant, Stop
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerMessage,
+    TransportSettings,
     as_bytes,
     connect,
     from_bytes,
-    receive,
-    send,
     server_ended,
 )
 from lockstep.strategies.parameter_server.shards import ParameterShards
@@ -49,10 +48,8 @@ class Worker(Participant):
     """Computes gradients on the values it pulled last, connected with all servers; asks and waits, without threads.
 
     Args:
-        rank: this worker's.
-        ports: of the servers, by their ranks; the first server keeps the clock and the running buffers.
-        token: the run's secret.
-        timeout: seconds that a message may take once it has begun.
+        settings: of this worker's connections.
+        addresses: host and port of the servers, by rank; the first one keeps the clock and the running buffers.
         shards: which server holds what.
         buffers: the model's running buffers.
         step: steps that the run has done.
@@ -60,18 +57,16 @@ class Worker(Participant):
 
     def __init__(
         self,
-        rank: int,
-        ports: Mapping[int, int],
-        token: bytes,
-        timeout: float,
+        settings: TransportSettings,
+        addresses: Mapping[int, tuple[str, int]],
         shards: ParameterShards,
         buffers: RunningBuffers,
         step: int,
     ) -> None:
         self._shards, self._parameters, self._buffers = shards, shards.parameters, buffers
         self._buffer_bytes = sum(tensor.nbytes for tensor in buffers.tensors())
-        self._servers = list(ports)
-        self._connections = [connect(port, token, rank, timeout) for port in ports.values()]
+        self._servers = list(addresses)
+        self._channels = [connect(address, settings) for address in addresses.values()]
         self._tree = GradientTree(self._parameters, None)
         self._step, self._version, self._barriers = step, 0, 0
         self._stop = Stop()
@@ -152,10 +147,10 @@ class Worker(Participant):
 
     def shutdown(self) -> None:
         """Disconnects from all servers."""
-        for connection in self._connections:
+        for channel in self._channels:
             with suppress(OSError):  # the server may have ended
-                send(connection, ServerMessage("bye"))
-            connection.close()
+                channel.send(ServerMessage("bye"))
+            channel.connection.close()
 
     def gradients(self) -> Iterable[Tensor]:
         """The mean gradient of this worker's part."""
@@ -184,7 +179,7 @@ class Worker(Participant):
         self._send(server, message)
         largest = self._shards.numel(server) * self._shards.dtype.itemsize + self._buffer_bytes
         try:
-            answer = receive(self._connections[server], largest)
+            answer = self._channels[server].receive(largest)
         except (OSError, Refused) as error:
             raise server_ended(self._servers[server]) from error
         self._stop.adopt(answer.content)
@@ -192,7 +187,7 @@ class Worker(Participant):
 
     def _send(self, server: int, message: ServerMessage) -> None:
         try:
-            send(self._connections[server], message)
+            self._channels[server].send(message)
         except OSError as error:
             raise server_ended(self._servers[server]) from error
 

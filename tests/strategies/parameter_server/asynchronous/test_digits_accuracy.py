@@ -54,7 +54,8 @@ def accuracy(world, make, options, epochs, seed):
             optimizer.zero_grad()
             schedule.step()
     found = run.evaluate(Digits("validation"), right)
-    stale = run.strategy.metrics()["staleness"] if isinstance(run.strategy, IndependentStrategy) else 0.0
+    metrics = run.strategy.metrics() if isinstance(run.strategy, IndependentStrategy) else {}
+    stale = metrics.get("staleness", 0.0)  # the server's
     run.close()
     return found, stale
 
