@@ -150,6 +150,20 @@ def test_a_lost_host_is_left_out_and_the_run_ends_in_the_same_fingerprint(wired_
 
 
 @pytest.mark.slow
+@pytest.mark.fault("M6")
+def test_a_lost_host_is_left_out_of_an_asynchronous_run(wired_hosts, network, tmp_path):
+    words = ("--strategy", "parameter_server", "--set", "parameter_server.mode=asynchronous")
+    more = job(tmp_path, "parameter_server.snapshot_every=5", epochs=15)
+    wired_hosts.start("train", *more, *words, devices=("cpu:2", "cpu:1"))
+    wait_until(lambda: list(tmp_path.glob("runs/*/step-*/manifest.json")), 60, "a checkpoint")
+    network.cut()
+    assert wired_hosts[0].end(120)[0] == 0, wired_hosts[0].stderr
+    assert wired_hosts[1].end()[0] == 4
+    assert "Restart 1 of 3" in wired_hosts[0].stderr
+    wired_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
 @pytest.mark.fault("M5")
 def test_a_slow_cable_that_loses_packets_changes_no_bit_and_is_named(network, tmp_path):
     with network.slow_cable(delay=0.03, megabits=20, loss=0.005) as addresses:
