@@ -12,6 +12,8 @@ from lockstep.core.world import first_host, master_of_step, meeting_place, port_
         ("n[1-2]", "n1"),
         ("gpu-[003-007,9]", "gpu-003"),
         ("gpu-[12,14-15]-ib,cpu1", "gpu-12-ib"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("r[2,5]-n[1,3-4]-ib,r9-n[1-2]", "r2-n1-ib"),
         ("a.example.org,b", "a.example.org"),
         ("", ""),
     ],

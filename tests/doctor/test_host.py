@@ -23,6 +23,22 @@ def test_an_interface_that_is_not_there_is_a_fault_with_those_that_are():
     assert "lo" in finding.advice
 
 
+def test_without_a_default_route_only_a_run_whose_master_is_unknown_is_warned(monkeypatch):
+    monkeypatch.setattr(host, "_default_interface", lambda: None)
+    monkeypatch.setattr(host.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    (found,) = [each for each in host.look_at_host({}) if each.subject == "interface"]
+    assert found.grade is Grade.WARNING
+    assert "--interface" in found.advice
+    (found,) = [each for each in host.look_at_host({}, ("127.0.0.1", 5)) if each.subject == "interface"]
+    assert (found.grade, found.found) == (Grade.OK, "lo, for the data of a run whose --master is 127.0.0.1")
+
+
+def test_an_interface_that_was_asked_for_and_is_not_there_is_a_fault():
+    found = host.look_at_host({}, ("127.0.0.1", 5), "eth77")
+    (fault,) = [each for each in found if each.grade is Grade.FAULT]
+    assert "The interface 'eth77' was asked for" in fault.found
+
+
 def test_an_interface_that_is_there_is_no_fault():
     assert all(each.grade is not Grade.FAULT for each in host.look_at_host({"GLOO_SOCKET_IFNAME": "lo"}))
 

@@ -23,6 +23,7 @@ from lockstep.cli.shared_options import (
 from lockstep.core.world import World, host_name
 from lockstep.doctor import CheckResult, Grade, judge_links, look_at_host
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED
+from lockstep.launch.hosts import parse_master
 from lockstep.launch.options import LaunchOptions, parse_devices
 from lockstep.launch.outcome import WorldOutcome
 from lockstep.launch.supervisor import run_world
@@ -49,7 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     from lockstep.doctor.torch_checks import look_at_software
 
     world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
-    findings = [*look_at_host(os.environ), *look_at_software()]
+    master = None if arguments.master is None else parse_master(arguments.master)
+    findings = [*look_at_host(os.environ, master, arguments.interface), *look_at_software()]
     if not arguments.no_exchange:
         findings += _exchange(arguments, world)
     for each in _shown(findings, world):

@@ -115,7 +115,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
             "--token-file",
             "FILE",
             "",
-            "the hosts' secret (default: LOCKSTEP_TOKEN, else ~/.config/lockstep/token)",
+            "the hosts' secret (default: LOCKSTEP_TOKEN, else lockstep/token in ~/.config)",
         ),
         ("--start-limit", "SECONDS", 60.0, "time limit for all hosts to connect"),
     )

@@ -12,16 +12,12 @@ from lockstep.errors import ConfigError
 
 _FIRST_PORT, _PORTS = 20000, 12000
 """Below the ports that Linux hands out by itself (32768 and up)."""
-_NAME = re.compile(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)")
+_NUMBERS = re.compile(r"\[([^,\]-]+)[^\]]*\]")
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's short form of a node list: ``gpu-[003-007,9]-ib,cpu1`` begins with ``gpu-003-ib``."""
-    match = _NAME.match(nodes.strip())
-    if match is None:
-        return ""
-    numbers = (match[2] or "").split(",")[0].partition("-")[0]
-    return f"{match[1]}{numbers}{match[3]}"
+    """The first host of SLURM's short form of a node list: ``r[1-2]n[003-007,9]-ib,cpu1`` begins with ``r1n003-ib``."""
+    return _NUMBERS.sub(r"\1", nodes.strip()).partition(",")[0]
 
 
 def meeting_place(variables: Mapping[str, str]) -> str:

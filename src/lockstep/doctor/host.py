@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.distributed.network import addresses, chosen, interface_towards
+from lockstep.errors import ConfigError
 from lockstep.launch.options import usable_cores
 from lockstep.launch.runs import find_runs
 from lockstep.text import format_bytes
@@ -57,8 +59,16 @@ _OLDEST_KERNEL = (5, 3)
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def look_at_host(environment: Mapping[str, str]) -> list[CheckResult]:
-    """Runs all checks of this host, with the environment of this process."""
+def look_at_host(
+    environment: Mapping[str, str], master: tuple[str, int] | None = None, interface: str = ""
+) -> list[CheckResult]:
+    """Runs all checks of this host, with the environment of this process.
+
+    Args:
+        environment: of this process.
+        master: host and port of the host of node-rank 0, if the run has several hosts.
+        interface: the one asked for with ``--interface``.
+    """
     return [
         _system(),
         *_cores(environment),
@@ -66,6 +76,7 @@ def look_at_host(environment: Mapping[str, str]) -> list[CheckResult]:
         _shared_memory(),
         *_folders(),
         *_interfaces(environment),
+        _way_to_other_hosts() if master is None else _way_to_master(master, interface, environment),
         _host_name(),
         *_left_over(),
     ]
@@ -154,17 +165,28 @@ def _interfaces(environment: Mapping[str, str]) -> Iterator[CheckResult]:
         if chosen and chosen.lstrip("^=").split(",")[0] not in names:
             advice = f"Set it to one of {', '.join(names)}, or unset it."
             yield fault("interface", f"{variable}={chosen} is not on this host", advice)
-    route = _default_interface()
-    others = [name for name in names if name != "lo"]
+
+
+def _way_to_other_hosts() -> CheckResult:
+    """The interface that a run on several hosts would use by itself."""
+    others = [name for _, name in socket.if_nameindex() if name != "lo"]
     if not others:
-        yield ok("interface", "loopback only, this host cannot train together with other hosts")
-    elif route is None:
-        advice = (
-            f"For several hosts set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one of {', '.join(others)}."
-        )
-        yield warning("interface", f"{', '.join(others)}, none has the default route", advice)
-    else:
-        yield ok("interface", f"{route} has the default route, of {', '.join(others)}")
+        return ok("interface", "loopback only, this host cannot train together with other hosts")
+    route = _default_interface()
+    if route is None:
+        advice = "A run on several hosts takes the one that leads to --master; choose another with --interface."
+        return warning("interface", f"{', '.join(others)}, none has the default route", advice)
+    return ok("interface", f"{route} has the default route, of {', '.join(others)}")
+
+
+def _way_to_master(master: tuple[str, int], asked: str, environment: Mapping[str, str]) -> CheckResult:
+    """The interface that this run uses: the one that was asked for, else the one that leads to ``--master``."""
+    known = addresses()
+    try:
+        name = chosen(asked, interface_towards(*master, known), known, environment)
+    except ConfigError as error:
+        return fault("interface", str(error), "Correct --master or --interface.")
+    return ok("interface", f"{name}, for the data of a run whose --master is {master[0]}")
 
 
 def _default_interface() -> str | None:

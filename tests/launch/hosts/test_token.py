@@ -32,6 +32,15 @@ def test_the_default_file_is_in_the_home_folder(file, tmp_path, monkeypatch):
     assert read_token("", {}) == TOKEN.encode()
 
 
+def test_the_configuration_folder_of_the_user_comes_before_the_home_folder(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "settings" / "lockstep").mkdir(parents=True)
+    file.rename(tmp_path / "settings" / "lockstep" / "token")
+    assert read_token("", {"XDG_CONFIG_HOME": str(tmp_path / "settings")}) == TOKEN.encode()
+    with pytest.raises(ConfigError, match=f"openssl rand -hex 32 > {tmp_path}/other/lockstep/token"):
+        read_token("", {"XDG_CONFIG_HOME": str(tmp_path / "other")})
+
+
 def test_without_a_token_the_way_to_make_one_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"openssl rand -hex 32 > ~/\.config/lockstep/token"):

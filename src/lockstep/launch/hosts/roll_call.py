@@ -17,26 +17,26 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.launch.options import TOKEN_VARIABLE
 from lockstep.text import numbered
 
-DEFAULT_FILE = "~/.config/lockstep/token"
 _TOKEN = re.compile(r"[!-~]{32,512}")
 _LARGEST_FILE = 4096
 
 
 def read_token(file: str, environment: Mapping[str, str]) -> bytes:
-    """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from ``~/.config/lockstep/token``.
+    """Reads the token from ``file``, else from ``LOCKSTEP_TOKEN``, else from the user's configuration folder.
 
-    ``ConfigError`` if there is none, it is too short, or others may read its file.
+    That is ``$XDG_CONFIG_HOME/lockstep/token`` or ``~/.config/lockstep/token``. ``ConfigError`` if there is none, it is
+    too short, or others may read its file.
     """
     if file:
         return _checked(_from_file(Path(file).expanduser()), file)
     if TOKEN_VARIABLE in environment:
         return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
-    default = Path(DEFAULT_FILE).expanduser()
-    if default.exists():
-        return _checked(_from_file(default), str(default))
+    default = f"{environment.get('XDG_CONFIG_HOME') or '~/.config'}/lockstep/token"
+    if Path(default).expanduser().exists():
+        return _checked(_from_file(Path(default).expanduser()), default)
     raise ConfigError(
         "Several hosts need a shared token to authenticate each other, and none was found. "
-        f"{how_to_make_one(DEFAULT_FILE)}"
+        f"{how_to_make_one(default)}"
     )
 
 
@@ -119,21 +119,23 @@ class HostOptions:
     @property
     def host(self) -> str:
         """The host of ``master``."""
-        return self._parts["six"] or self._parts["host"]
+        return parse_master(self.master)[0]
 
     @property
     def port(self) -> int:
         """The port of ``master``, on which the supervisors communicate."""
-        return int(self._parts["port"])
+        return parse_master(self.master)[1]
 
-    @property
-    def _parts(self) -> re.Match[str]:
-        if found := _MASTER.fullmatch(self.master):
-            return found
+
+def parse_master(text: str) -> tuple[str, int]:
+    """Returns host and port of ``--master``; ``ConfigError`` if it is not ``HOST:PORT``."""
+    found = _MASTER.fullmatch(text)
+    if found is None:
         raise ConfigError(
-            f"--master {self.master!r} was given; it must be the address and a free port of the host of "
+            f"--master {text!r} was given; it must be the address and a free port of the host of "
             "node-rank 0, as in 10.0.0.1:29500."
         )
+    return found["six"] or found["host"], int(found["port"])
 
 
 _MOST_DIFFERENCES = 6
