@@ -45,6 +45,15 @@ def test_a_mistake_is_one_sentence_and_status_two(command, arguments, expected):
     assert expected in errors
 
 
+def test_the_local_rank_of_torchs_former_launcher_is_what_its_variable_says(command, monkeypatch):
+    """``python -m torch.distributed.launch -m lockstep train`` puts it before the command."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command("--local-rank=1", "explain", "--help")[0] == 0
+    status, output, errors = command("--local-rank=0", "train", "--dry-run")
+    assert (status, output) == (2, "")
+    assert "--local-rank 0 was given, and LOCAL_RANK is 1" in errors
+
+
 def test_an_error_decides_its_exit_status_and_an_interrupt_is_130(command, monkeypatch):
     class Failing:
         error: BaseException = DataError("the photo x.jpg ends early.")

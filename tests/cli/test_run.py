@@ -71,6 +71,15 @@ def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monke
     assert capsys.readouterr().out == f"__main__ ['--lr', '1'] {os.getpid()}\n"
 
 
+def test_the_local_rank_of_torchs_former_launcher_is_the_scripts(command, tmp_path, monkeypatch):
+    script, seen = tmp_path / "train.py", []
+    script.write_text("")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(run, "supervise", lambda target, options, joined: seen.append(target) or 0)
+    assert command("--local-rank=1", "run", "--devices", "cpu:1", str(script), "--lr", "1")[0] == 0
+    assert seen[0].arguments == ("--local-rank=1", "--lr", "1")
+
+
 def test_the_steps_of_a_timeline_reach_the_ranks_of_any_launcher(tmp_path, monkeypatch, capsys):
     script, seen = tmp_path / "train.py", []
     script.write_text("import os\nprint(os.environ['LOCKSTEP_PROFILE'])")

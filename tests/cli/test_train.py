@@ -1,12 +1,13 @@
 """``lockstep train``: options become settings, and nothing starts before all is checked."""
 
 import shlex
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lockstep.cli import train
+from lockstep.cli import shared_options, train
 from lockstep.config.job_file import BUILT_IN_JOBS
 from lockstep.job import JobConfig
 from lockstep.job.run_folder import one_recipe
@@ -37,6 +38,46 @@ def test_options_become_settings_and_win_over_set(command, started):
     assert options.threads == 2
     assert Path(config.run.directory, config.run.name) == Path("runs/digits-001")
     assert Path("runs/digits-001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        ("cpu:4", ("--strategy", "ddp")),
+        ("cpu:2", ("--strategy", "ddp")),
+        ("cpu:3", ("--strategy", "hybrid", "--mesh", "data=3,pipeline=2")),
+        ("cpu:4", ("--strategy", "hybrid", "--mesh", "data=3,pipeline=2")),
+        ("cpu:2", ("--strategy", "hybrid", "--mesh", "data=3,pipeline=2")),
+    ],
+)
+def test_only_all_hosts_together_must_have_the_devices_of_the_job(
+    command, started, monkeypatch, tmp_path, devices, layout
+):
+    """A host of 4 took the other for one of 4 too, so that 4 + 2 devices could not share six micro-batches."""
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 40)
+    arguments = (
+        *("train", *layout, "--devices", devices, "--set", "training.micro_batches=6"),
+        *("--set", "training.global_batch=96", "--nnodes", "2", "--node-rank", "1"),
+        *("--master", "127.0.0.1:5", "--token-file", str(token)),
+    )
+    decided, world_size = [], 6
+
+    @contextmanager
+    def join_hosts(hosts, *, ranks, settings, decide):
+        decided.append(decide(world_size))
+        yield SimpleNamespace(shared=decided[-1], layout=SimpleNamespace(world_size=world_size), node=1)
+
+    monkeypatch.setattr(shared_options, "join_hosts", join_hosts)
+    assert command(*arguments)[::2] == (0, "")
+    assert started[0][1].devices.count == int(devices[-1])
+    world_size = 8
+    status, _, errors = command(*arguments)
+    assert (status, len(started)) == (2, 1)
+    assert (
+        "8 devices cannot share micro_batches=6" in errors or "takes 6 processes and 8 were started" in errors
+    )
 
 
 def test_the_default_job_is_digits_on_two_devices(command, started):

@@ -19,14 +19,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.verify import Recorder
 
-world_size = int(os.environ.get("WORLD_SIZE", 1))
-if world_size > 1:
-    dist.init_process_group("gloo")
-rank = dist.get_rank() if world_size > 1 else 0
+dist.init_process_group("gloo")
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.manual_seed(0)
 data = TensorDataset(torch.arange(64), torch.randn(64, 12), torch.randint(0, 4, (64,)))
 model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
-network = DistributedDataParallel(model) if world_size > 1 else model
+network = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 sampler = DistributedSampler(data, world_size, rank)
 loader = DataLoader(data, batch_size=16 // world_size, sampler=sampler)
@@ -43,8 +41,7 @@ for epoch in range(3):
         optimizer.step()
         recorder.step()
     print("the script's own output", epoch)
-if world_size > 1:
-    dist.destroy_process_group()
+dist.destroy_process_group()
 """
 
 

@@ -51,6 +51,20 @@ def test_a_job_is_started_with_its_settings():
     assert launch_entries(plan)[1]["connect"]["port"] == 6000
 
 
+def test_a_script_of_torchrun_opens_its_group_in_the_process_that_the_editor_starts(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "print(os.environ['RANK'], os.environ['LOCAL_RANK'], dist.get_world_size())\n"
+        "dist.destroy_process_group()\n"
+    )
+    settings = launch_entries(DebugPlan(target="train.py"))[0]
+    environment = {**os.environ, **settings["env"]}
+    ended = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "0 0 1\n"), ended.stderr
+
+
 @pytest.mark.slow
 def test_a_job_of_one_rank_trains_in_the_process_that_the_editor_starts(tmp_path):
     """Its configuration makes it a world of one, so that no launcher stands between."""

@@ -1,8 +1,16 @@
 import pytest
 
+from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.launch import options
-from lockstep.launch.options import parse_devices, visible_gpus
+from lockstep.launch.options import (
+    LaunchOptions,
+    parse_devices,
+    rank_environment,
+    single_host_layout,
+    visible_gpus,
+    world_environment,
+)
 
 FOUR = ("0", "1", "2", "3")
 
@@ -77,3 +85,14 @@ def test_a_cpu_build_of_torch_sees_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: True)
     (tmp_path / "nvidia0").touch()
     assert visible_gpus({}, tmp_path) == ()
+
+
+def test_a_script_finds_the_variables_of_torchrun_on_any_number_of_processes(tmp_path):
+    wanted = LaunchOptions(devices=parse_devices("cpu:1"))
+    layout = single_host_layout(wanted)
+    found = world_environment(wanted, layout, tmp_path, {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "5"})
+    found |= rank_environment(0, layout)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+    assert [found[name] for name in names] == ["0", "0", "1", "1", "0", "127.0.0.1"]
+    assert 0 < int(found["MASTER_PORT"]) != 5
+    assert World.from_environment(found).rendezvous == f"file://{tmp_path}/rendezvous"

@@ -66,11 +66,14 @@ def test_a_script_is_a_real_main_whose_classes_its_loader_workers_can_pickle(com
     ]
 
 
-def test_rank_settings_do_not_depend_on_the_number_of_ranks(command):
+def test_rank_settings_and_the_process_group_do_not_depend_on_the_number_of_ranks(command):
+    """On one process ``init_process_group`` asked for MASTER_ADDR once, so that torchrun's scripts failed there."""
     script = command.folder / "threads.py"
     script.write_text(
         "import os, torch\nfrom lockstep.core.world import World\n"
         "world = World.from_environment()\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "assert torch.distributed.get_world_size() == world.world_size\n"
         "print(torch.get_num_threads(), world.launcher, world.local_world_size, os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
     clean = {"OMP_NUM_THREADS": ""}

@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = _parser(words).parse_args(words)
+        _check_local_rank(arguments.local_rank)
         return int(arguments.command_main(arguments))
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
@@ -88,12 +89,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ending.code if isinstance(ending.code, int) else 0
 
 
+def _check_local_rank(given: int | None) -> None:
+    """Raises ``ConfigError`` unless ``--local-rank``, if given, is what torch's former launcher sets as well."""
+    if given is not None and str(given) != os.environ.get("LOCAL_RANK"):
+        found = os.environ.get("LOCAL_RANK", "not set")
+        raise ConfigError(
+            f"--local-rank {given} was given, and LOCAL_RANK is {found}. Leave it out: torch.distributed.launch sets "
+            "both, and other launchers need none."
+        )
+
+
 def _parser(words: Sequence[str]) -> Parser:
     """Makes the parser, with the arguments of the command that is asked for."""
     parser = Parser(
         prog="lockstep", description="Trains a PyTorch model on any number of devices with bit-equal results."
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    parser.add_argument(
+        "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # python -m torch.distributed.launch
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in _COMMANDS.items():

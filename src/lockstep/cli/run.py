@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the script and returns the exit status. Raises ``ConfigError`` before anything is started."""
-    target = ScriptTarget(path=arguments.script, arguments=tuple(arguments.arguments))
+    local_rank = getattr(arguments, "local_rank", None)  # torch.distributed.launch means it for the script
+    words = (
+        arguments.arguments if local_rank is None else [f"--local-rank={local_rank}", *arguments.arguments]
+    )
+    target = ScriptTarget(path=arguments.script, arguments=tuple(words))
     world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)

@@ -90,7 +90,7 @@ def batch_script(arguments: argparse.Namespace) -> str:
     if arguments.time and not _TIME.fullmatch(arguments.time):
         raise ConfigError(f"--time {arguments.time!r} is not a time. Use minutes, H:MM:SS or D-HH:MM:SS.")
     ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
-    config = load_job(arguments.job, train.overrides(arguments))
+    config = load_job(arguments.job, train.overrides(arguments), devices_are_all=False)
     refuse(machine_problems(config, arguments.nodes * ranks))
     cores = ranks * (arguments.cpus_per_task or config.run.threads or 1)
     options = {

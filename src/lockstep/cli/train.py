@@ -97,8 +97,9 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
-    config = load_job(arguments.job, overrides(arguments))
     world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
+    is_one_command = world.launcher == "python" and arguments.nnodes in (None, 1)
+    config = load_job(arguments.job, overrides(arguments), devices_are_all=is_one_command)
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)
@@ -118,10 +119,10 @@ def main(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     hosts = arguments.nnodes or 1
     devices = resolve_devices(config, hosts=hosts)
-    count = len(devices.names) * hosts
-    shown = not (arguments.shares_terminal and arguments.node_rank)
-    config = with_devices_of_process(with_batch_per_device(config, arguments, count, shown=shown), devices)
-    refuse(machine_problems(config, count, devices.kind))
+    if (
+        hosts == 1 or arguments.dry_run
+    ):  # several hosts do so when all have connected; a dry run takes them for alike
+        config = _laid_out(config, arguments, devices, len(devices.names) * hosts)
     if arguments.dry_run:
         from lockstep.cli.in_process import print_plan
 
@@ -141,12 +142,17 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
     return found
 
 
+def _laid_out(config: JobConfig, arguments: argparse.Namespace, devices: Devices, count: int) -> JobConfig:
+    """The job on ``count`` devices, like these, of all hosts. Raises ``ConfigError`` where they do not fit."""
+    config = with_devices_of_process(with_batch_per_device(config, arguments, count), devices)
+    refuse(machine_problems(config, count, devices.kind))
+    return config
+
+
 def resolve_devices(config: JobConfig, *, hosts: int = 1) -> Devices:
     """The devices of this host for the job. Raises ``ConfigError`` where the job and the machine do not fit.
 
-    Args:
-        config: the job.
-        hosts: the number of hosts; the others are assumed to have as many devices.
+    How many devices several hosts have together is known, and checked, when all have connected.
     """
     devices = parse_devices(config.run.devices)
     if config.training.strategy == "single" and config.run.devices in ("auto", "cpu"):
@@ -156,7 +162,7 @@ def resolve_devices(config: JobConfig, *, hosts: int = 1) -> Devices:
             f"{hosts} hosts were asked for, and the strategy {config.training.strategy!r} is one process. "
             "Use ddp, fsdp or another strategy of several processes."
         )
-    refuse(machine_problems(config, devices.count * hosts, devices.kind))
+    refuse(machine_problems(config, devices.count if hosts == 1 else None, devices.kind))
     return dataclasses.replace(devices, per_rank=_devices_per_rank(config, devices))
 
 
@@ -218,14 +224,16 @@ def _supervise(config: JobConfig, devices: Devices, arguments: argparse.Namespac
     )
 
     def decide(world_size: int) -> str:
-        refuse(machine_problems(config, world_size * devices.per_rank, devices.kind))
-        return choose_run_folder(config).to_json()
+        laid_out = _laid_out(config, arguments, devices, world_size * devices.per_rank)
+        return choose_run_folder(laid_out).to_json()
 
-    with joined_hosts(arguments, devices, [*_of_job(config), debug_setting(arguments)], decide) as joined:
+    batch = ("per-device-batch", str(arguments.per_device_batch))
+    settings = [*_of_job(config), debug_setting(arguments), batch]
+    with joined_hosts(arguments, devices, settings, decide) as joined:
         options = with_debug_arguments(options, arguments, joined)
         ranks = devices.count if joined is None else joined.layout.world_size
-        same = proof(config, arguments, ranks, devices.kind)
         placed = choose_run_folder(config) if joined is None else JobConfig.from_json(joined.shared)
+        same = proof(dataclasses.replace(config, training=placed.training), arguments, ranks, devices.kind)
         return _start(placed, options, same, arguments.profile, joined)
 
 

@@ -22,7 +22,7 @@ from lockstep.config.checks import KeyPath, Problem, spell
 from lockstep.config.components import Component, preflight
 from lockstep.config.job import JobConfig
 from lockstep.config.reader import line_of, read_table
-from lockstep.config.rules import job_problems
+from lockstep.config.rules import AvailableDevices, job_problems
 from lockstep.errors import ConfigError, nearest
 
 _NOT_PLAIN = re.compile(r"[^\w.-]+", re.ASCII)
@@ -82,24 +82,27 @@ def _read(path: Path) -> str:
     return path.read_bytes().decode()
 
 
-def load_job(job: str, overrides: Sequence[Override] = (), *, imports: bool = True) -> JobConfig:
+def load_job(
+    job: str, overrides: Sequence[Override] = (), *, imports: bool = True, devices_are_all: bool = True
+) -> JobConfig:
     """The checked job of a file or built-in name with overrides on top.
 
     Args:
         job: path of a TOML file, or name of a built-in job.
         overrides: what the command line sets.
         imports: also look into the source files of the import paths, which takes tens of milliseconds.
+        devices_are_all: whether ``run.devices`` counts all devices of the run; if not, the caller checks their number.
 
     All mistakes of the file and the overrides are in one ``ConfigError``, each with ``file:line`` or option.
     """
     file = find_job(job)
     try:
-        return _load(file, overrides, imports)
+        return _load(file, overrides, imports, devices_are_all)
     except RecursionError as error:
         raise ConfigError(f"{file.path}: tables or lists are nested too deeply to be a job.") from error
 
 
-def _load(file: JobFile, overrides: Sequence[Override], imports: bool) -> JobConfig:
+def _load(file: JobFile, overrides: Sequence[Override], imports: bool, devices_are_all: bool) -> JobConfig:
     try:
         table = tomllib.loads(file.text)
     except ValueError as error:
@@ -114,7 +117,10 @@ def _load(file: JobFile, overrides: Sequence[Override], imports: bool) -> JobCon
     config, problems = resolve_placeholders(
         config, None if file.built_in else file.path.parent, origin.is_override
     )
-    problems = problems or job_problems(config)
+    devices = AvailableDevices.asked_for(config.run.devices)
+    if not devices_are_all:
+        devices = dataclasses.replace(devices, count=None)
+    problems = problems or job_problems(config, devices)
     if imports:
         found = {problem.path for problem in problems}
         problems += [

@@ -110,12 +110,13 @@ def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> lis
     return found + [Problem(rule.path, each) for rule in JOB_RULES for each in rule.problems(job, machine)]
 
 
-def machine_problems(job: JobConfig, count: int, kind: str = "") -> list[Problem]:
+def machine_problems(job: JobConfig, count: int | None, kind: str = "") -> list[Problem]:
     """Problems of a job that breaks no rule with the ``count`` devices it would get.
 
-    ``kind`` is ``cpu`` or ``cuda``; empty where it is not known yet.
+    ``kind`` is ``cpu`` or ``cuda``; None and empty where they are not known yet.
     """
-    return job_problems(job, AvailableDevices(f"cpu:{count}" if kind == "cpu" else count, count, kind))
+    shown = job.run.devices if count is None else f"cpu:{count}" if kind == "cpu" else count
+    return job_problems(job, AvailableDevices(shown, count, kind))
 
 
 @_rule(RULES, "global_batch is a multiple of micro_batches", "global_batch")

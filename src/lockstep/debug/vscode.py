@@ -29,8 +29,15 @@ from lockstep.text import plural
 
 _COMMON = {"type": "debugpy", "justMyCode": True, "subProcess": False}
 _WORKSPACE = "${workspaceFolder}"
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-"""Makes ``lockstep train`` train in its own process."""
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+"""Makes ``lockstep train`` train in its own process, and a script of torchrun's open a process group of one."""
 _TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:[^"\\\n]|\\.)*"|,(?=\s*[\]}])')
 _SPACE = re.compile(r"\s*")
@@ -77,10 +84,10 @@ def launch_entries(plan: DebugPlan) -> list[dict[str, Any]]:
     running = "Lockstep: rank that 'lockstep debug --attach' has asked"
     program: dict[str, Any] = {"program": f"{_WORKSPACE}/{plan.target}", "args": list(plan.arguments)}
     if not plan.is_script:
-        program = {"module": "lockstep", "args": ["train", plan.target, *plan.arguments], "env": dict(_ALONE)}
+        program = {"module": "lockstep", "args": ["train", plan.target, *plan.arguments]}
     alone = {"name": f"Lockstep: {plan.name}, one rank in this process", "request": "launch", **program}
     return [
-        {**alone, "console": "integratedTerminal", "cwd": _WORKSPACE, **_COMMON},
+        {**alone, "env": dict(_ALONE), "console": "integratedTerminal", "cwd": _WORKSPACE, **_COMMON},
         {"name": plan.of_ranks, **attach, "preLaunchTask": plan.of_ranks},
         {"name": running, **attach},
     ]

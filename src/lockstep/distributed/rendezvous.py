@@ -112,8 +112,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def register_env_rendezvous(world: World) -> None:
     """Makes ``init_process_group()`` without arguments use ``world.rendezvous``.
 
-    A script written for torchrun then needs neither ``MASTER_ADDR`` nor a port under Lockstep's launcher, and listens
-    on no additional interface.
+    A script written for torchrun then needs no port under Lockstep's launcher, and listens on no additional interface.
     """
     scheme, _, _ = world.rendezvous.partition("://")
     if scheme not in ("file", "tcp"):

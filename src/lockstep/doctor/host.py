@@ -174,7 +174,9 @@ def _way_to_other_hosts() -> CheckResult:
         return ok("interface", "loopback only, this host cannot train together with other hosts")
     route = _default_interface()
     if route is None:
-        advice = "A run on several hosts takes the one that leads to --master; choose another with --interface."
+        advice = (
+            "A run on several hosts takes the one that leads to --master; choose another with --interface."
+        )
         return warning("interface", f"{', '.join(others)}, none has the default route", advice)
     return ok("interface", f"{route} has the default route, of {', '.join(others)}")
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from lockstep.config.checks import device_request
 from lockstep.core.world import DEBUG_RANK, LOOPBACK, HostLayout
@@ -209,10 +211,23 @@ def world_environment(
         LOCKSTEP_RESTART=str(options.restart),
         LOCKSTEP_RENDEZVOUS=layout.rendezvous or f"file://{run_directory / 'rendezvous'}",
         LOCKSTEP_PROFILE=options.profile,
+        **_master(layout),
     )
     if options.debug_rank is not None:
         environment[DEBUG_RANK] = str(options.debug_rank)
     return environment
+
+
+def _master(layout: HostLayout) -> dict[str, str]:
+    """Returns the address that torchrun gives a script, for scripts that read it; ``env://`` leads to the rendezvous.
+
+    On one host it is a port of loopback that was free just now.
+    """
+    place = urlsplit(layout.rendezvous)
+    if place.hostname:
+        return {"MASTER_ADDR": place.hostname, "MASTER_PORT": str(place.port)}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 def rank_environment(local_rank: int, layout: HostLayout) -> dict[str, str]:

@@ -149,10 +149,9 @@ def run_rank(task: RankTask) -> NoReturn:
 
 def _run(task: RankTask, world: World) -> int:
     try:
-        if world.world_size > 1:
-            from lockstep.distributed.rendezvous import register_env_rendezvous
+        from lockstep.distributed.rendezvous import register_env_rendezvous
 
-            register_env_rendezvous(world)
+        register_env_rendezvous(world)
         lift_default_limit(world)
         if task.debug_port is not None:
             wait_for_debugger(world.rank, task.debug_port)

@@ -158,6 +158,7 @@ def test_ranks_of_one_of_two_hosts_are_told_their_place_and_not_the_token(tmp_pa
     assert (world.node, world.nodes, world.rendezvous, world.run_id) == (1, 2, "tcp://10.0.0.1:2", "r")
     assert not world.is_one_host
     assert (found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "2")
 
 
 def test_the_token_is_not_shown():

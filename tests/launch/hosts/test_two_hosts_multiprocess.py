@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from tests.launch.command import wait_until
-from tests.launch.hosts.host import Hosts, job, on_one_process, said
+from tests.launch.hosts.host import Host, Hosts, job, on_one_process, said
 from tests.printed import fingerprint
 
 from lockstep.runtime.heartbeat import read_beat
@@ -147,6 +147,26 @@ def test_a_run_that_lost_a_rank_goes_on_on_both_hosts_to_the_same_fingerprint(tw
         assert "Restart 1 of 3: the same 1 rank resumes from the last checkpoint." in host.stderr
     assert fingerprint(two_hosts[0].stdout) == on_one_process(tmp_path, epochs=8)
     two_hosts.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        (("cpu:4", "cpu:2"), ()),
+        (("cpu:3", "cpu:3"), ("--strategy", "hybrid", "--mesh", "data=3,pipeline=2")),
+        (("cpu:4", "cpu:2"), ("--strategy", "hybrid", "--mesh", "data=3,pipeline=2")),
+    ],
+)
+def test_hosts_of_unlike_size_end_in_the_fingerprint_of_one_process(two_hosts, tmp_path, devices, layout):
+    recipe = ("training.micro_batches=6", "training.global_batch=96")
+    two_hosts.start("train", *job(tmp_path, *recipe), *layout, devices=devices)
+    for code, lines in two_hosts.end(120):
+        assert code == 0, lines
+    alone = Host(tmp_path, "alone")
+    alone.begin_command(["train", *job(tmp_path / "alone", *recipe), "--devices", "cpu:1"])
+    assert alone.end(120)[0] == 0
+    assert fingerprint(two_hosts[0].stdout) == fingerprint(alone.stdout)
 
 
 @pytest.mark.slow
