@@ -119,10 +119,10 @@ def main(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     hosts = arguments.nnodes or 1
     devices = resolve_devices(config, hosts=hosts)
-    if (
-        hosts == 1 or arguments.dry_run
-    ):  # several hosts do so when all have connected; a dry run takes them for alike
-        config = _laid_out(config, arguments, devices, len(devices.names) * hosts)
+    if hosts == 1:
+        config = _laid_out(config, arguments, devices, len(devices.names))
+    elif arguments.dry_run:  # the other hosts are unknown, and taken for equal
+        config = with_batch_per_device(config, arguments, len(devices.names) * hosts)
     if arguments.dry_run:
         from lockstep.cli.in_process import print_plan
 
