@@ -40,8 +40,7 @@ def addresses() -> list[Interface]:
 def interface_of_master(host: str, port: int, known: list[Interface]) -> Interface:
     """Returns the interface on which node 0 listens: the one with the address of ``--master``.
 
-    Raises:
-        ConfigError: the name is unknown, is not an address of this host, or resolves to loopback.
+    ``ConfigError`` if the name is unknown, is not an address of this host, or resolves to loopback.
     """
     found = resolve(host, port)
     own = [each for address in found for each in known if each.address == address]

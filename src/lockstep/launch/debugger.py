@@ -43,14 +43,8 @@ def with_debugger(
 ) -> LaunchOptions:
     """Returns the options of a run in which ``rank`` waits for a debugger, without time limits and restarts.
 
-    Args:
-        options: of this host.
-        rank: of all hosts' ranks.
-        port: on loopback of the host that has the rank.
-        layout: of this host among several.
-
-    Raises:
-        ConfigError: there is no such rank; or it is on this host, and debugpy is not installed or the port is in use.
+    ``layout`` is that of this host among several. ``ConfigError`` if there is no such rank; or if it is on this host,
+    and debugpy is not installed or the port is in use.
     """
     layout = layout or single_host_layout(options)
     check_rank_and_port(rank, layout.world_size, port)

@@ -47,11 +47,9 @@ class Callback:
         """Called before ``Run.batches`` gives a ``Batch`` to the loop."""
 
     def on_backward_begin(self, batch: Any, scale: float) -> None:
-        """Called before the forward and backward passes of a ``Batch``.
+        """Called before the forward and backward passes of a ``Batch``: this process's micro-batches of the step.
 
-        Args:
-            batch: this process's micro-batches of the step.
-            scale: factor on every gradient until ``on_gradients_ready``; 1 without a loss scaler.
+        ``scale`` is a factor on every gradient until ``on_gradients_ready``; 1 without a loss scaler.
         """
 
     def on_micro_batch_begin(self, micro_batch: Any) -> None:
@@ -60,9 +58,7 @@ class Callback:
     def on_micro_batch_resume(self, micro_batch: Any, phase: str) -> None:
         """Called where a strategy resumes a ``MicroBatch`` after others, as ``pipeline`` and ``dp`` do.
 
-        Args:
-            micro_batch: begun earlier in this step.
-            phase: ``forward`` or ``backward``.
+        It was begun earlier in this step; ``phase`` is ``forward`` or ``backward``.
         """
 
     def on_micro_batch_end(self, micro_batch: Any) -> None:
@@ -80,17 +76,13 @@ class Callback:
     def on_backward_end(self, batch: Any, result: Any) -> None:
         """Called when the gradients of the global batch are set, before they are divided by the loss scale.
 
-        Args:
-            batch: as in ``on_backward_begin``.
-            result: the ``StepResult``; its losses are on the device.
+        ``result`` is the ``StepResult``; its losses are on the device.
         """
 
     def on_gradients_ready(self, batch: Any, loss: Any) -> None:
         """Called at the end of ``Run.backward``, before gradients are clipped and the optimizer steps.
 
-        Args:
-            batch: as in ``on_backward_begin``.
-            loss: what ``Run.backward`` returns, a 0-dim tensor on the device.
+        ``loss`` is what ``Run.backward`` returns, a 0-dim tensor on the device.
         """
 
     def on_step_end(self, batch: Any) -> None:
@@ -107,11 +99,9 @@ class Callback:
         """
 
     def on_save(self, step: int, folder: Path | None) -> None:
-        """Called at the end of ``Run.save``.
+        """Called at the end of ``Run.save``, with the number of steps that the checkpoint holds.
 
-        Args:
-            step: how many steps the checkpoint holds.
-            folder: of the checkpoint on the main process, maybe still being written; None on the others.
+        ``folder`` is that of the checkpoint on the main process, maybe still being written; None on the others.
         """
 
     def on_close(self, run: Any) -> None:
@@ -249,11 +239,9 @@ class _NoEvents(StepEvents):
 def observe_new_runs(
     callback: Callback, *, options: Callable[[_Options], _Options] | None = None
 ) -> Iterator[None]:
-    """Adds a callback to every run that is created inside the block, such as by a user's script.
+    """Adds a callback to every run that is created inside the block, before the run does anything else.
 
-    Args:
-        callback: added before anything else is done.
-        options: changes the ``RunOptions`` of these runs.
+    ``options`` changes the ``RunOptions`` of these runs.
     """
     _require_callback(callback)
     token = _new_runs.set((*_new_runs.get(), (callback, options)))

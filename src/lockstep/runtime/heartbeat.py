@@ -215,12 +215,8 @@ _UNTIMED, _MOST_UNTIMED = 0.1, 31
 class Heartbeat:
     """Writes this rank's state and reads the stop flag.
 
-    If another launcher started the process, nothing is written and the stop flag is the process's own.
-
-    Args:
-        beat: the file of this rank, mapped.
-        control: the flags that all ranks share.
-        events: whose callbacks receive every phase and its samples; while there are any, no step is short.
+    If another launcher started the process, nothing is written and the stop flag is the process's own. Callbacks of
+    ``events`` receive every phase and its samples; while there are any, no step is short.
     """
 
     def __init__(
@@ -278,12 +274,8 @@ class Heartbeat:
     def begin_step(self, epoch: int, step: int, samples: bytes, size: int, micro_batches: int) -> None:
         """Sets the step of the next calls of ``enter``, and writes its samples if it is short.
 
-        Args:
-            epoch: of the step.
-            step: its number.
-            samples: of all its micro-batches, 64 bits each.
-            size: of a micro-batch in samples; the last may have fewer.
-            micro_batches: number of this rank's.
+        They are those of all this rank's micro-batches, 64 bits each; ``size`` is that of a micro-batch, of which the
+        last may have fewer.
         """
         if not self._is_short(step):
             self._epoch, self._entered, self._base = epoch, step, 0
@@ -297,10 +289,7 @@ class Heartbeat:
     def enter(self, phase: int, k: int = -1, indices: Indices | None = None) -> None:
         """Writes what the rank is about to do within the current step: ``FORWARD`` or another number of a phase.
 
-        Args:
-            phase: its number.
-            k: number of the micro-batch, if there is one.
-            indices: of the micro-batch's samples, if they are to be written.
+        ``k`` is the number of the micro-batch, if there is one; ``indices`` are its samples, if they are to be written.
         """
         if self._base:
             self._packed[0] = self._base + k * MICRO_BATCH + phase

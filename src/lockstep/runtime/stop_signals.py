@@ -44,9 +44,7 @@ class Ended(SystemExit):
 def install(control: Control, *, alone: bool = False) -> None:
     """Installs the signal handlers, from the main thread; an ignored signal stays ignored.
 
-    Args:
-        control: receives the stop reason.
-        alone: no supervisor of ours ends the process, so the second signal does.
+    ``alone``: no supervisor of ours ends the process, so the second signal does.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -162,9 +160,7 @@ class CriticalThread(threading.Thread):
 def wait_for_critical_threads(seconds: float | None = None) -> None:
     """Waits for every ``CriticalThread`` of this process but the calling one.
 
-    Args:
-        seconds: for all of them together; None: without limit. SIGTERM from the supervisor does not shorten a
-            limited wait.
+    ``seconds`` limits the wait for all of them together; SIGTERM from the supervisor does not shorten a limited wait.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     for thread in threading.enumerate():

@@ -48,12 +48,9 @@ class Fault(Enum):
 
 
 class HostChannel:
-    """A non-blocking connection that delivers only authenticated messages.
+    """A non-blocking connection, made or being made, that delivers only authenticated messages.
 
-    Args:
-        connection: a connected socket, or one that is being connected.
-        token: the shared secret.
-        side: ``hub`` or ``member``; different at both ends, so a message cannot be reflected to its sender.
+    ``side`` is ``hub`` or ``member``: different at both ends, so a message cannot be reflected to its sender.
     """
 
     def __init__(self, connection: socket.socket, token: bytes, side: str) -> None:
