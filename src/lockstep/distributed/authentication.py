@@ -70,10 +70,7 @@ def is_signed(signature: bytes, key: bytes, *parts: bytes) -> bool:
 class Seal:
     """Signs the messages of one connection and checks those of the other end, each with its number.
 
-    Args:
-        key: of the connection, ``Handshake.session_key``.
-        role: of this end.
-        other: role of the other end.
+    ``key`` is ``Handshake.session_key``; ``other`` is the role of the other end.
     """
 
     def __init__(self, key: bytes, role: str, other: str) -> None:

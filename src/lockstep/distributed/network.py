@@ -80,10 +80,7 @@ def interface_towards(host: str, port: int, known: list[Interface]) -> Interface
 def data_address(host: str, port: int, environment: Mapping[str, str]) -> str:
     """Returns the address of this host on the interface of the ranks' data.
 
-    Args:
-        host: of the rendezvous, to which that interface leads unless another was chosen.
-        port: of the rendezvous.
-        environment: of a rank, with the ``GLOO_SOCKET_IFNAME`` that was chosen.
+    It is the ``GLOO_SOCKET_IFNAME`` of a rank's environment, else the one that leads to the host of the rendezvous.
     """
     known = addresses()
     found = interface_towards(host, port, known)

@@ -36,12 +36,7 @@ class ServerProcess:
     """A running fork server, in its own session, so that Ctrl-C at the terminal reaches only the supervisor.
 
     Stop signals are blocked in it, because SLURM and systemd send them to every process of a job; a rank unblocks them
-    when it can handle them.
-
-    Args:
-        order: the modules to import and the ranks to start.
-        environment: of the server and so of every rank.
-        signal_pipe: descriptor that the ranks inherit.
+    when it can handle them. The ranks inherit its environment and the descriptor ``signal_pipe``.
     """
 
     def __init__(self, order: Mapping[str, Any], environment: Mapping[str, str], signal_pipe: int) -> None:
