@@ -2,17 +2,22 @@
 
 import importlib
 import logging
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.launch.hosts.host import free_port
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
 
+import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
-from lockstep.run.agreement import source_digests
+from lockstep.run.agreement import require_equal_code, source_digests
 
 
 def messages(body, world_size, *args):
@@ -72,63 +77,96 @@ class Activation(nn.Module):
         return self.function(x)
 
 
-def other_code(world, what, directory):
-    other = world.rank == 2
-    activation, dropout = Activation(world.rank), nn.Dropout(0.1)
-    if what == "dropout":
-        dropout = nn.Dropout(0.3 if other else 0.1)
-    elif what == "class":
-        dropout = nn.AlphaDropout(0.1) if other else dropout
-    elif what == "function":
-        activation = Activation(world.rank, torch.tanh if other else torch.relu)
-    elif what == "nested":
-        activation = Activation(world.rank, steps=(1, 3) if other else (1, 2))
-    elif what == "long":
-        activation.words = ["word"] * 100 + ["other" if other else "same"]
-    elif what == "mode":
-        dropout.train(not other)
-    elif what == "source":
-        folder = directory / f"host{int(other)}"
-        folder.mkdir(exist_ok=True)
-        (folder / "their_code.py").write_text(f"SCALE = {int(other)}\n")
-        sys.path.insert(0, str(folder))
-        importlib.import_module("their_code")
-    elif what == "one rank":
-        (directory / f"only_{world.rank}.py").write_text("")
-        sys.path.insert(0, str(directory))
-        importlib.import_module(f"only_{world.rank}")
-    try:
-        begin(nn.Sequential(nn.Linear(6, 3), activation, dropout))
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
+def other_models(rank, other):
+    """Models by what is different on one rank."""
+    relu, dropout = Activation(rank), nn.Dropout(0.1)
+    wordy = Activation(rank)
+    wordy.words = ["word"] * 100 + ["other" if other else "same"]
+    return {
+        "nothing": (relu, dropout),
+        "dropout": (relu, nn.Dropout(0.3 if other else 0.1)),
+        "class": (relu, nn.AlphaDropout(0.1) if other else dropout),
+        "function": (Activation(rank, torch.tanh if other else torch.relu), dropout),
+        "nested": (Activation(rank, steps=(1, 3) if other else (1, 2)), dropout),
+        "long": (wordy, dropout),
+        "mode": (relu, nn.Dropout(0.1).train(not other)),
+    }
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("dropout", "2.p: 0.1 on ranks 0, 1; 0.3 on rank 2"),
-        (
-            "class",
-            "class of 2: torch.nn.modules.dropout.Dropout on ranks 0, 1; torch.nn.modules.dropout.AlphaDropout",
-        ),
-        ("function", "relu on ranks 0, 1; "),
-        ("nested", "1.options: {'steps': [1, 2], 'scale': 0.5} on ranks 0, 1; {'steps': [1, 3]"),
-        ("long", "1.words: ['word', "),
-        ("mode", "2.training: True on ranks 0, 1; False on rank 2"),
-        ("source", "source of their_code: "),
-    ],
-)
+def other_code(world, directory):
+    """What each rank is told of each model; then with a module that one rank alone has, and with a changed one."""
+    run, other, device = lockstep.init(global_batch=8, micro_batches=4), world.rank == 2, torch.device("cpu")
+    told = {}
+
+    def compare(what, model):
+        told[what] = "nothing"
+        try:
+            require_equal_code([model], run._session.group, device)
+        except ConfigError as error:
+            told[what] = str(error)
+
+    for what, parts in other_models(world.rank, other).items():
+        compare(what, nn.Sequential(nn.Linear(6, 3), *parts))
+    folder = directory / f"rank{world.rank}"
+    folder.mkdir()
+    sys.path.insert(0, str(folder))
+    for what, name in (("one rank", f"only_{world.rank}"), ("source", "their_code")):
+        (folder / f"{name}.py").write_text(f"SCALE = {int(other)}\n")
+        importlib.invalidate_caches()
+        importlib.import_module(name)
+        compare(what, nn.Linear(6, 3))
+    return told
+
+
 @pytest.mark.fault("S5", "C5")
-def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path, what, said):
-    for message in run_ranks(other_code, 3, what, tmp_path):
-        assert "do not run the same code" in message
-        assert said in message
+def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path):
+    wanted = {
+        "dropout": "2.p: 0.1 on ranks 0, 1; 0.3 on rank 2",
+        "class": "class of 2: torch.nn.modules.dropout.Dropout on ranks 0, 1; torch.nn.modules.dropout.AlphaDropout",
+        "function": "relu on ranks 0, 1; ",
+        "nested": "1.options: {'steps': [1, 2], 'scale': 0.5} on ranks 0, 1; {'steps': [1, 3]",
+        "long": "1.words: ['word', ",
+        "mode": "2.training: True on ranks 0, 1; False on rank 2",
+        "source": "source of their_code: ",
+    }
+    for told in run_ranks(other_code, 3, tmp_path):
+        for what, said in wanted.items():
+            assert "do not run the same code" in told[what]
+            assert said in told[what]
+        assert told["nothing"] == told["one rank"] == "nothing", (
+            "devices, paths and modules of one rank alone"
+        )
 
 
-@pytest.mark.parametrize("what", ["nothing", "one rank"])
-def test_devices_paths_and_modules_of_one_rank_alone_are_no_other_code(tmp_path, what):
-    assert run_ranks(other_code, 3, what, tmp_path) == ["nothing"] * 3
+SCRIPT = """\
+import lockstep, torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.nn.functional.dropout(x, RATE, self.training))
+
+run = lockstep.init(global_batch=8, micro_batches=4)
+run.prepare(Net(3, 2))
+"""
+
+
+@pytest.mark.fault("S5")
+def test_two_hosts_with_other_scripts_are_refused_under_a_foreign_launcher(tmp_path):
+    port, processes = free_port(), []
+    for rank, rate in enumerate(("0.1", "0.3")):
+        script = tmp_path / f"host{rank}" / "train.py"
+        script.parent.mkdir()
+        script.write_text(SCRIPT.replace("RATE", rate))
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
+        place |= {"TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        words = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+        processes.append(subprocess.Popen([sys.executable, str(script)], **words))
+    for process in processes:
+        said, _ = process.communicate(timeout=90)
+        assert "do not run the same code" in said
+        assert re.search(r"source of __main__: \w{16} on rank 0; \w{16} on rank 1", said)
+        assert process.returncode != 0
 
 
 def test_digests_are_of_sources_and_not_of_installed_packages():

@@ -131,7 +131,7 @@ def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
                 try:
                     run.save()
-                    run._writer._background._thread.join()
+                    run._writer.background._thread.join()
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert steps == [0]

@@ -36,6 +36,11 @@ class MeterSums:
     samples: float = 0.0
     seconds: float = 0.0
 
+    def add(self, **amounts: float) -> None:
+        """Adds to the sums of these names."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
     def means(self) -> dict[str, float]:
         """Mean loss, accuracy, and samples per second; without what nothing was added of."""
         parts = [
@@ -106,17 +111,13 @@ class Meter(Callback):
         if self._right:
             row[0], row[1] = torch.stack(self._right).sum(), self._answers
         right, answers = sum_counts(self._strategy, row).tolist()
-        losses = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
+        numbers = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
+        steps = [(float(fold_rows(step[:-1])), float(step[-1])) for step in numbers]
         now = time.monotonic()
         for totals in (self._totals, self._reading):
-            for step in losses:
-                totals.loss += float(fold_rows(step[:-1]))
-                totals.weight += float(step[-1])
-            totals.right, totals.answers = totals.right + right, totals.answers + answers
-            totals.samples, totals.seconds = (
-                totals.samples + self._samples,
-                totals.seconds + now - self._since,
-            )
+            for loss, weight in steps:
+                totals.add(loss=loss, weight=weight)
+            totals.add(right=right, answers=answers, samples=self._samples, seconds=now - self._since)
         self._losses, self._right, self._answers, self._samples, self._since = [], [], 0, 0, now
 
     def means(self) -> dict[str, float]:
