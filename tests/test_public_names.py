@@ -307,6 +307,7 @@ checkpoint.force_context = False
 log.every = 10
 log.tensorboard = True
 log.json = True
+log.csv = False
 log.progress = True
 """
 SEED_PURPOSES = [

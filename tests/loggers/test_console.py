@@ -41,6 +41,16 @@ def test_on_a_terminal_a_bar_shows_readings_and_time_left():
     console.close()
 
 
+def test_the_learning_rate_and_the_loss_scale_stand_beside_the_loss():
+    stream = Terminal()
+    console = Console(stream)
+    console.begin(0, epochs=3, start=8, steps=4)
+    console.log(10, {"loss": 0.25, "learning_rate": 0.0125, "loss_scale": 4096.0})
+    console._bar.refresh()
+    assert "left, loss 0.25, lr 0.0125, loss scale 4096" in stream.getvalue().split("\r")[-1]
+    console.close()
+
+
 def test_a_bar_leaves_only_the_lines_of_the_epochs_behind():
     stream = Terminal()
     run(Console(stream))

@@ -168,6 +168,8 @@ class LogConfig(CheckedOptions):
     """Writes TensorBoard events, where tensorboard is installed."""
     json: bool = True
     """Writes one JSON object per line to ``log.jsonl``."""
+    csv: bool = False
+    """Writes the same as a table to ``log.csv``."""
     progress: bool = True
     """Shows a progress bar where the terminal can."""
 

@@ -228,6 +228,7 @@ def _loggers(config: JobConfig, run: Run) -> Logger:
     names = [
         *(["console"] if config.log.progress else []),
         *(["jsonl"] if config.log.json else []),
+        *(["csv"] if config.log.csv else []),
         *(["tensorboard"] if config.log.tensorboard else []),
     ]
     directory = Path(run.options.directory) if run.options.directory is not None else None

@@ -1,6 +1,6 @@
-"""Metrics as JSON, one record a line, in a file that a resumed run continues.
+"""Files of records that a resumed run continues, and the one that has JSON.
 
-{"kind": "step", "step": 10, "epoch": 0, "loss": 2.1, "accuracy": 0.31}
+{"kind": "step", "step": 10, "epoch": 0, "loss": 2.1, "accuracy": 0.31, "learning_rate": 0.1}
 {"kind": "epoch", "step": 12, "epoch": 0, "validation_accuracy": 0.64}
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 
-class JsonLines:
+class RecordFile(ABC):
     """Appends a record per call and flushes it at once.
 
     Args:
@@ -48,42 +49,70 @@ class JsonLines:
             self._file.close()
 
     def _append(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in values.items()}
+        record = {"kind": kind, "step": step, "epoch": epoch, **numbers}
+        file = self._opened(record)
+        file.write(self._line(record))
+        file.flush()
+
+    def _opened(self, record: dict[str, Any]) -> IO[str]:
+        """The file, ready for a record to be appended."""
         if self._file is None:
-            self._file = self._open()
-        # JSON has no NaN and no infinity; other programs must be able to read the file.
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, "epoch": epoch, **finite}) + "\n")
-        self._file.flush()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.is_file():
+                self._replace([record for record in self._records() if not self._is_to_come(record)])
+            self._file = self._path.open("a", encoding="utf-8", newline="")
+        return self._file
 
-    def _open(self) -> IO[str]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._path.is_file():
-            aside = self._path.with_name(f".{self._path.name}.partial")
-            try:
-                with aside.open("w", encoding="utf-8") as kept:
-                    kept.writelines(f"{line}\n" for line in self._kept())
-                aside.replace(self._path)
-            finally:
-                aside.unlink(missing_ok=True)
-        return self._path.open("a", encoding="utf-8")
-
-    def _kept(self) -> Iterator[str]:
-        """The earlier records of what this run does not do again; torn lines are left out."""
-        with self._path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                record = _record_in(line)
-                if record is not None and not self._is_to_come(record):
-                    yield line.rstrip("\n")
+    def _replace(self, records: Iterable[dict[str, Any]]) -> None:
+        """Replaces the file by one that has these records."""
+        aside = self._path.with_name(f".{self._path.name}.partial")
+        try:
+            with aside.open("w", encoding="utf-8", newline="") as file:
+                file.write(self._head())
+                file.writelines(map(self._line, records))
+            aside.replace(self._path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def _is_to_come(self, record: dict[str, Any]) -> bool:
         ends_open_epoch = record.get("kind") == "epoch" and record.get("epoch") == self._open_epoch
         return bool(record["step"] > self._first_step or ends_open_epoch)
 
+    def _head(self) -> str:
+        return ""
 
-def _record_in(line: str) -> dict[str, Any] | None:
-    """The record of a line; None where it is none, or torn."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    @abstractmethod
+    def _line(self, record: dict[str, Any]) -> str:
+        """A record as the file has it."""
+
+    @abstractmethod
+    def _records(self) -> Iterator[dict[str, Any]]:
+        """The records of the file; torn lines are left out."""
+
+
+class JsonLines(RecordFile):
+    """A JSON object a line, as ``RecordFile`` says."""
+
+    def _line(self, record: dict[str, Any]) -> str:
+        # JSON has no NaN and no infinity; other programs must be able to read the file.
+        numbers = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        return json.dumps(numbers) + "\n"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return read_json_lines(self._path)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of ``JsonLines``, in their order; torn lines are left out."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record

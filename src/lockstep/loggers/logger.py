@@ -11,6 +11,7 @@ from typing import Protocol
 from lockstep.core.world import World
 from lockstep.errors import ConfigError, nearest
 from lockstep.loggers.console import Console
+from lockstep.loggers.csv_table import CsvTable
 from lockstep.loggers.json_lines import JsonLines
 from lockstep.loggers.tensorboard import TensorBoard
 
@@ -86,7 +87,7 @@ class MultiLogger:
                 )
 
 
-KNOWN = ("console", "jsonl", "tensorboard")
+KNOWN = ("console", "jsonl", "csv", "tensorboard")
 
 
 def open_loggers(
@@ -101,8 +102,8 @@ def open_loggers(
 
     Args:
         world: who this process is.
-        directory: the run folder, for ``log.jsonl`` and ``tensorboard/``; None leaves those two out.
-        names: of ``console``, ``jsonl`` and ``tensorboard``.
+        directory: the run folder, for ``log.jsonl``, ``log.csv`` and ``tensorboard/``; None leaves those out.
+        names: of ``console``, ``jsonl``, ``csv`` and ``tensorboard``.
         first_step: steps done before this run goes on; 0 for a new one.
         open_epoch: the epoch within which it goes on, if there is one.
     """
@@ -115,8 +116,9 @@ def open_loggers(
     for name in dict.fromkeys(names):
         if name == "console":
             loggers.append(Console())
-        elif directory is not None and name == "jsonl":
-            loggers.append(JsonLines(directory / "log.jsonl", first_step=first_step, open_epoch=open_epoch))
-        elif directory is not None:
+        elif directory is not None and name == "tensorboard":
             loggers.append(TensorBoard(directory / "tensorboard", first_step=first_step))
+        elif directory is not None:
+            kind = JsonLines if name == "jsonl" else CsvTable
+            loggers.append(kind(directory / f"log.{name}", first_step=first_step, open_epoch=open_epoch))
     return MultiLogger(loggers)
