@@ -24,15 +24,16 @@ def run(path, first, last):
     logger.close()
 
 
-def test_a_metric_that_comes_later_gets_a_column_and_earlier_rows_stay(tmp_path):
+def test_a_metric_that_comes_later_gets_a_column_and_earlier_rows_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.loggers.json_lines.monotonic", lambda: 5.0)
     run(tmp_path / "log.csv", 0, 4)
     assert (tmp_path / "log.csv").read_text() == (
-        "kind,step,epoch,loss,learning_rate,validation_accuracy\n"
-        "step,1,0,1.0,0.1,\n"
-        "step,2,0,0.5,0.1,\n"
-        "step,3,0,0.3333333333333333,0.1,\n"
-        "epoch,3,0,,,0.5\n"
-        "step,4,1,0.25,0.1,\n"
+        "kind,step,epoch,seconds,loss,learning_rate,validation_accuracy\n"
+        "step,1,0,0.0,1.0,0.1,\n"
+        "step,2,0,0.0,0.5,0.1,\n"
+        "step,3,0,0.0,0.3333333333333333,0.1,\n"
+        "epoch,3,0,0.0,,,0.5\n"
+        "step,4,1,0.0,0.25,0.1,\n"
     )
 
 
@@ -61,4 +62,4 @@ def test_it_is_opened_by_name(tmp_path):
     logger = open_loggers(World(), tmp_path, ["csv"])
     logger.log(1, {"loss": float("nan")})
     logger.close()
-    assert (tmp_path / "log.csv").read_text() == "kind,step,epoch,loss\nstep,1,0,nan\n"
+    assert (tmp_path / "log.csv").read_text() == "kind,step,epoch,seconds,loss\nstep,1,0,0.0,nan\n"

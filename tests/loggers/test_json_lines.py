@@ -7,7 +7,9 @@ from lockstep.loggers import JsonLines, MultiLogger
 
 
 def records(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(record.pop("seconds") >= 0 for record in found)
+    return found
 
 
 def run(path, first, last, **options):
@@ -101,3 +103,16 @@ def test_a_log_in_a_place_that_cannot_be_made_warns_once(caplog):
         logger.log(step, {"loss": 1.0})
     assert len(caplog.records) == 1
     assert "Logger JsonLines failed and is disabled" in caplog.text
+
+
+def test_seconds_go_on_where_a_stopped_run_had_them(tmp_path, monkeypatch):
+    now = iter([100.0, 101.5, 103.0, 900.0, 902.25])
+    monkeypatch.setattr("lockstep.loggers.json_lines.monotonic", lambda: next(now))
+    path = tmp_path / "log.jsonl"
+    for first_step, steps in ((0, (1, 2)), (1, (2,))):
+        logger = JsonLines(path, first_step=first_step)
+        logger.begin(0, epochs=1, start=0, steps=2)
+        for step in steps:
+            logger.log(step, {"loss": 1.0})
+        logger.close()
+    assert [record["seconds"] for record in map(json.loads, path.read_text().splitlines())] == [1.5, 3.75]

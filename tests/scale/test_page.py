@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+from lockstep.explain.chart import Label, Rectangle, png, svg
 from lockstep.scale.measured import Row, Spread
-from lockstep.scale.page import Label, Rectangle, chart, page, png, svg
+from lockstep.scale.page import chart, page
 from lockstep.scale.report import ScaleReport
 
 

@@ -59,6 +59,7 @@ _COMMANDS = {
     "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
     "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),
     "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
+    "compare": ("lockstep.cli.compare", "draw loss, accuracy and learning rate of several runs"),
     "explain": ("lockstep.cli.explain", "draw which rank reads, adds, sends and computes what"),
     "ps": ("lockstep.cli.runs", "list your runs on this host and their processes"),
     "stacks": ("lockstep.cli.runs", "print the stack of every rank of a run, without stopping it"),

@@ -10,13 +10,14 @@ import tempfile
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options, require_files
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.explain.chart import png, svg
 from lockstep.scale.measured import Rounds, Row
-from lockstep.scale.page import chart, page, png, svg
+from lockstep.scale.page import chart, page
 from lockstep.scale.prediction import PRESETS, OneDevice, forecast, presets, require_formula
 from lockstep.scale.report import Resources, ScaleReport, as_json, sentence, text
 from lockstep.verify.layouts import DEVICES, Layout, layouts
@@ -52,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) < least:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is {getattr(arguments, name)}, and must be at least {least}.")
-    _require_files(arguments)
+    require_files(arguments, _FILES)
     if arguments.interconnect and not arguments.predict:
         raise ConfigError("--interconnect was given without --predict. Add --predict.")
     config = job_on_one_device(arguments.job, arguments)
@@ -61,20 +62,6 @@ def main(arguments: argparse.Namespace) -> int:
     print(text(report))
     _write(report, arguments)
     return EXIT_DONE
-
-
-def _require_files(arguments: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for a file that cannot be written, before anything is measured."""
-    for name in _FILES:
-        if not (given := getattr(arguments, name)):
-            continue
-        path = Path(given)
-        if not path.parent.is_dir():
-            raise ConfigError(
-                f"--{name} {given}: the folder {str(path.parent)!r} does not exist. Create it first."
-            )
-        if path.is_dir():
-            raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
 
 
 def _write(report: ScaleReport, arguments: argparse.Namespace) -> None:

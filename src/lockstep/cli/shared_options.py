@@ -10,9 +10,10 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
@@ -53,6 +54,20 @@ SET: tuple[str, str, Any, str] = (
     [],
     "any setting of the job, such as optimizer.lr=0.1; none leaves it out",
 )
+
+
+def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None:
+    """Raises ``ConfigError`` for a file of these options that cannot be written, before any work is done for it."""
+    for name in options:
+        if not (given := getattr(arguments, name)):
+            continue
+        path = Path(given)
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"--{name} {given}: the folder {str(path.parent)!r} does not exist. Create it first."
+            )
+        if path.is_dir():
+            raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
 
 
 def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from time import monotonic
 from typing import IO, Any
 
 
@@ -30,10 +31,13 @@ class RecordFile(ABC):
         self._first_step, self._open_epoch = first_step, open_epoch
         self._file: IO[str] | None = None
         self._epoch = 0
+        self._earlier = 0.0
+        self._began: float | None = None
 
     def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
-        """Remembers the epoch, for the records."""
+        """Remembers the epoch, for the records, and when the first one began."""
         self._epoch = epoch
+        self._began = monotonic() if self._began is None else self._began
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a record of kind ``step``."""
@@ -50,8 +54,10 @@ class RecordFile(ABC):
 
     def _append(self, kind: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
         numbers = {name: float(value) for name, value in values.items()}
-        record = {"kind": kind, "step": step, "epoch": epoch, **numbers}
+        record: dict[str, Any] = {"kind": kind, "step": step, "epoch": epoch, "seconds": 0.0, **numbers}
         file = self._opened(record)
+        if self._began is not None:
+            record["seconds"] = round(self._earlier + monotonic() - self._began, 3)
         file.write(self._line(record))
         file.flush()
 
@@ -60,7 +66,9 @@ class RecordFile(ABC):
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if self._path.is_file():
-                self._replace([record for record in self._records() if not self._is_to_come(record)])
+                kept = [each for each in self._records() if not self._is_to_come(each)]
+                self._earlier = float(kept[-1].get("seconds", 0.0)) if kept else 0.0
+                self._replace(kept)
             self._file = self._path.open("a", encoding="utf-8", newline="")
         return self._file
 

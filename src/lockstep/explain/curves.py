@@ -1,0 +1,223 @@
+"""Curves of several runs from their logs: loss, accuracy and learning rate against epochs and against time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.explain.chart import (
+    COLOURS,
+    INK,
+    PALE,
+    Chart,
+    Curve,
+    Label,
+    Rectangle,
+    Shape,
+    html_document,
+    legend,
+    svg,
+    table,
+    tick_step,
+)
+from lockstep.loggers.json_lines import read_json_lines
+from lockstep.text import aligned, format_duration
+
+FILE = "log.jsonl"
+METRICS = ("loss", "validation_loss", "accuracy", "validation_accuracy", "learning_rate", "loss_scale")
+"""What is drawn of a log, in this order; a metric that no run has is left out."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The records of a run, in their order."""
+
+    name: str
+    records: tuple[Mapping[str, Any], ...]
+
+    @property
+    def ends(self) -> list[Mapping[str, Any]]:
+        """The records of finished epochs."""
+        return [record for record in self.records if record.get("kind") == "epoch"]
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """Optimizer steps of an epoch; None before one is finished."""
+        return self.ends[-1]["step"] / (self.ends[-1]["epoch"] + 1) if self.ends else None
+
+    def points(self, metric: str, axis: str) -> list[Point]:
+        """The curve of a metric, of steps where those have it, else of epochs; ``axis`` is ``epochs`` or ``seconds``.
+
+        Values that are not finite are left out, and records without a place on the axis.
+        """
+        steps = [record for record in self.records if record.get("kind") == "step" and metric in record]
+        found = []
+        for record in steps or self.ends:
+            x, y = self._place(record, axis), record.get(metric)
+            if x is not None and isinstance(y, int | float) and math.isfinite(y):
+                found.append((x, float(y)))
+        return found
+
+    def _place(self, record: Mapping[str, Any], axis: str) -> float | None:
+        if axis == "seconds":
+            return record.get("seconds")
+        return None if self.steps_per_epoch is None else record["step"] / self.steps_per_epoch
+
+
+def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLog]:
+    """Reads the logs of run folders; ``labels`` name them, by default their folders do.
+
+    Raises:
+        ConfigError: a folder has no log, or an empty one, or there are more or fewer labels than folders.
+    """
+    if labels and len(labels) != len(folders):
+        raise ConfigError(
+            f"--labels gives {len(labels)} names, and there are {len(folders)} runs. Give one for each."
+        )
+    alike = len({folder.name for folder in folders}) < len(folders)
+    names = labels or [str(folder) if alike else folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"Two runs have the same name: {', '.join(names)}. Give each its own with --labels A,B."
+        )
+    logs = []
+    for name, folder in zip(names, folders, strict=True):
+        path = folder / FILE
+        try:
+            records = tuple(read_json_lines(path))
+        except OSError as error:
+            raise ConfigError(
+                f"'{path}' cannot be read: {error.strerror}. Give the folders of runs that have log.json = true."
+            ) from error
+        if not records:
+            raise ConfigError(f"'{path}' has no record yet. Compare the run after its first {FILE} line.")
+        logs.append(RunLog(name, records))
+    return logs
+
+
+def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
+    """A head, and a row for each run: epochs, time, the last of each metric, and the best accuracy."""
+    metrics = [metric for metric in METRICS if any(log.points(metric, "epochs") for log in logs)]
+    best = "validation_accuracy" in metrics
+    head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
+    rows: list[tuple[str, ...]] = [head]
+    for log in logs:
+        seconds = log.records[-1].get("seconds")
+        cells = [log.name, str(len(log.ends)), "-" if seconds is None else format_duration(seconds)]
+        for metric in metrics:
+            points = log.points(metric, "epochs")
+            cells.append(_shown(metric, points[-1][1]) if points else "-")
+        if best:
+            points = log.points("validation_accuracy", "epochs")
+            epoch, value = max(points, key=lambda point: (point[1], -point[0]), default=(0.0, 0.0))
+            cells.append(f"{_shown('accuracy', value)} ({epoch:.0f})" if points else "-")
+        rows.append(tuple(cells))
+    return rows
+
+
+def text(logs: Sequence[RunLog]) -> str:
+    """The table for the terminal."""
+    return "\n".join(aligned(final_table(logs)))
+
+
+def page(logs: Sequence[RunLog]) -> str:
+    """The curves and the table as one page of HTML."""
+    title = f"Curves of {', '.join(log.name for log in logs)}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f'<figure class="scroll">{svg(chart(logs))}</figure>',
+        "<h2>At the end</h2>",
+        table(final_table(logs)),
+    ]
+    return html_document(title, parts)
+
+
+_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 400.0, 180.0, 62.0, 64.0, 74.0
+_AXES = {"epochs": "epochs", "seconds": "time"}
+
+
+def chart(logs: Sequence[RunLog]) -> Chart:
+    """A row of panels for each metric that a run has: against epochs, and against time where logs have it."""
+    colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
+    axes = [axis for axis in _AXES if any(log.points(metric, axis) for log in logs for metric in METRICS)]
+    metrics = [metric for metric in METRICS if any(log.points(metric, axis) for log in logs for axis in axes)]
+    if not metrics:
+        raise ConfigError("The runs have nothing to draw: none has finished an epoch, or logged a loss.")
+    width = len(axes) * (_WIDTH + _GAP) + 24
+    shapes, _ = legend(colours, _LEFT, width, 18)
+    for row, metric in enumerate(metrics):
+        for column, axis in enumerate(axes):
+            curves = {log.name: points for log in logs if (points := log.points(metric, axis))}
+            left, top = _LEFT + column * (_WIDTH + _GAP), _TOP + row * (_HEIGHT + _GAP)
+            if curves:
+                shapes += _panel(left, top, metric, axis, curves, colours)
+    return Chart(width, _TOP + len(metrics) * (_HEIGHT + _GAP), tuple(shapes))
+
+
+def _panel(
+    left: float,
+    top: float,
+    metric: str,
+    axis: str,
+    curves: Mapping[str, Sequence[Point]],
+    colours: Mapping[str, str],
+) -> list[Shape]:
+    longest = max(x for points in curves.values() for x, _ in points)
+    unit, name = _time_unit(longest) if axis == "seconds" else (1.0, "epochs")
+    low, high, step = _bounds([y for points in curves.values() for _, y in points])
+    across = max(longest / unit, 1e-9)
+    shapes: list[Shape] = [Label(left, top - 14, _title(metric), "start", 13)]
+    for number in range(round((high - low) / step) + 1):
+        y = top + _HEIGHT - number * step / (high - low) * _HEIGHT
+        shapes += [
+            Rectangle(left, y, _WIDTH, 1, PALE),
+            Label(left - 6, y, _shown(metric, low + number * step), "end", 11),
+        ]
+    along = tick_step(across)
+    for number in range(int(across / along + 1e-9) + 1):
+        x = left + number * along / across * _WIDTH
+        shapes += [
+            Rectangle(x, top + _HEIGHT, 1, 5, INK),
+            Label(x, top + _HEIGHT + 15, f"{number * along:g}", size=11),
+        ]
+    shapes.append(Label(left + _WIDTH / 2, top + _HEIGHT + 32, name, size=11))
+    for run, points in curves.items():
+        placed = tuple(
+            (left + x / unit / across * _WIDTH, top + (high - y) / (high - low) * _HEIGHT) for x, y in points
+        )
+        if len(placed) == 1:
+            shapes.append(Rectangle(placed[0][0] - 2, placed[0][1] - 2, 4, 4, colours[run]))
+        else:
+            shapes.append(Curve(placed, colours[run]))
+    return shapes
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float, float]:
+    """Round numbers at or beyond the least and the greatest value, and the distance of the marks between them."""
+    least, most = min(values), max(values)
+    step = tick_step((most - least) or abs(most) or 1.0)
+    low = math.floor(least / step + 1e-9) * step
+    high = math.ceil(most / step - 1e-9) * step
+    return low, high if high > low else low + step, step
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    return next(
+        ((unit, name) for unit, name in ((3600.0, "hours"), (60.0, "minutes")) if seconds >= 2 * unit),
+        (1.0, "seconds"),
+    )
+
+
+def _title(metric: str) -> str:
+    return metric.replace("_", " ")
+
+
+def _shown(metric: str, value: float) -> str:
+    return f"{100 * value:.4g} %" if metric.endswith("accuracy") else f"{value + 0.0:.4g}"

@@ -1,0 +1,119 @@
+"""Curves of runs: which points they have, against epochs and against time."""
+
+import json
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.explain.chart import Curve, Label
+from lockstep.explain.curves import chart, final_table, page, read_logs, text
+
+
+def write(folder, epochs=2, *, loss=1.0, with_seconds=True, steps=4):
+    folder.mkdir(parents=True)
+    records = []
+    for epoch in range(epochs):
+        for step in range(epoch * steps + 2, (epoch + 1) * steps + 1, 2):
+            values = {"loss": loss / step, "learning_rate": 0.1, "samples_per_second": 9.0}
+            records.append({"kind": "step", "step": step, "epoch": epoch, "seconds": 60.0 * step, **values})
+        values = {"loss": 0.5, "validation_accuracy": 0.5 + epoch / 10}
+        end = (epoch + 1) * steps
+        records.append({"kind": "epoch", "step": end, "epoch": epoch, "seconds": 61.0 * end, **values})
+    for record in records if not with_seconds else ():
+        del record["seconds"]
+    (folder / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_a_metric_of_steps_is_drawn_by_steps_and_another_by_epochs(tmp_path):
+    (log,) = read_logs([write(tmp_path / "a")])
+    assert log.points("loss", "epochs") == [(0.5, 0.5), (1.0, 0.25), (1.5, 1 / 6), (2.0, 0.125)]
+    assert log.points("validation_accuracy", "epochs") == [(1.0, 0.5), (2.0, 0.6)]
+    assert log.points("validation_accuracy", "seconds") == [(244.0, 0.5), (488.0, 0.6)]
+    assert log.points("loss_scale", "epochs") == []
+
+
+def test_values_that_are_not_finite_are_left_out(tmp_path):
+    folder = write(tmp_path / "a")
+    lines = (folder / "log.jsonl").read_text().replace('"loss": 0.25', '"loss": null')
+    (folder / "log.jsonl").write_text(lines)
+    assert [x for x, _ in read_logs([folder])[0].points("loss", "epochs")] == [0.5, 1.5, 2.0]
+
+
+def test_every_metric_has_a_panel_for_epochs_and_one_for_time_and_every_run_a_curve(tmp_path):
+    logs = read_logs([write(tmp_path / "a"), write(tmp_path / "b", 3, loss=2.0)])
+    picture = chart(logs)
+    words = [shape.text for shape in picture.shapes if isinstance(shape, Label)]
+    for name in ("loss", "validation accuracy", "learning rate"):
+        assert words.count(name) == 2
+    assert words.count("epochs") == words.count("minutes") == 3
+    curves = [shape for shape in picture.shapes if isinstance(shape, Curve)]
+    assert len(curves) == 2 * 2 * 3
+    assert len({curve.colour for curve in curves}) == 2
+    for curve in curves:
+        assert all(0 <= x <= picture.width and 0 <= y <= picture.height for x, y in curve.points)
+
+
+def test_a_lower_loss_is_drawn_lower_and_later_points_further_right(tmp_path):
+    curve = next(
+        shape for shape in chart(read_logs([write(tmp_path / "a")])).shapes if isinstance(shape, Curve)
+    )
+    assert [x for x, _ in curve.points] == sorted(x for x, _ in curve.points)
+    assert [y for _, y in curve.points] == sorted(y for _, y in curve.points)
+
+
+def test_logs_without_times_are_drawn_against_epochs_alone(tmp_path):
+    words = [shape.text for shape in chart(read_logs([write(tmp_path / "a", with_seconds=False)])).shapes
+             if isinstance(shape, Label)]  # fmt: skip
+    assert words.count("epochs") == 3
+    assert not {"seconds", "minutes", "hours"} & set(words)
+
+
+def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
+    rows = final_table(read_logs([write(tmp_path / "a"), write(tmp_path / "b", 1)], ["one", "two"]))
+    assert rows[0] == (
+        "run",
+        "epochs",
+        "time",
+        "loss",
+        "validation accuracy",
+        "learning rate",
+        "best accuracy (epoch)",
+    )
+    assert rows[1] == ("one", "2", "8 min 08 s", "0.125", "60 %", "0.1", "60 % (2)")
+    assert rows[2][:3] == ("two", "1", "4 min 04 s")
+    assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
+
+
+def test_the_page_has_all_in_one_file(tmp_path):
+    html = page(read_logs([write(tmp_path / "a")], ["a < b"]))
+    assert "<svg" in html and "a &lt; b" in html
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    ("folders", "labels", "message"),
+    [
+        (
+            ["none"],
+            [],
+            "'none/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
+        ),
+        (["a", "b"], ["x"], "--labels gives 1 names, and there are 2 runs"),
+        (["a", "b"], ["x", "x"], "Two runs have the same name: x, x"),
+        (["empty"], [], "has no record yet"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path, monkeypatch, folders, labels, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a"), write(tmp_path / "b")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "log.jsonl").touch()
+    with pytest.raises(ConfigError) as caught:
+        read_logs([*map(type(tmp_path), folders)], labels)
+    assert message in str(caught.value)
+
+
+def test_runs_of_the_same_name_in_two_folders_are_told_apart(tmp_path):
+    folders = [write(tmp_path / "x" / "run"), write(tmp_path / "y" / "run")]
+    assert [log.name for log in read_logs(folders)] == [str(folder) for folder in folders]
