@@ -28,6 +28,12 @@ def net(width=3):
 """
 
 
+def proof_of(result):
+    """The words of the command that a run prints as its proof."""
+    (words,) = re.findall(r"^prove it +lockstep (.*?) {3}\(", result.stdout, re.MULTILINE)
+    return shlex.split(words)
+
+
 @pytest.fixture
 def own_job(tmp_path):
     from lockstep.config.job_file import BUILT_IN_JOBS
@@ -41,9 +47,8 @@ def own_job(tmp_path):
 
 def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one(process):
     on_three = process("train", "digits", *SHORT, "--set", "run.name=named", "--devices", "cpu:3")
-    (proof,) = re.findall(r"^prove it +lockstep (.*?) {3}\(", on_three.stdout, re.MULTILINE)
-    on_one = process(*shlex.split(proof))
-    assert "cpu:1" in proof
+    on_one = process(*proof_of(on_three))
+    assert "cpu:1" in proof_of(on_three)
     alone = process("train", "digits", *SHORT, "--devices", "cpu:1", "--strategy", "single")
     assert fingerprint_of(on_three) == fingerprint_of(on_one) == fingerprint_of(alone)
 
@@ -52,11 +57,11 @@ def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     joined = subprocess.run(
-        [*torchrun, "-m", "lockstep", "train", "digits", *SHORT],
+        [*torchrun, "-m", "lockstep", "train", "digits", *SHORT, "--set", "run.name=named"],
         capture_output=True, text=True, cwd=tmp_path, env=environment,
     )  # fmt: skip
-    assert fingerprint_of(joined) == fingerprint_of(process("train", "digits", *SHORT, "--devices", "cpu:1"))
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "digits-002"]
+    assert fingerprint_of(joined) == fingerprint_of(process(*proof_of(joined)))
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "named"]
 
 
 def test_a_model_of_the_user_is_found_beside_the_job_file(process, own_job):

@@ -5,7 +5,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from lockstep.config.static_names import Absent, Definition, StaticNames
+from lockstep.config.components import Absent, Definition, StaticNames
 
 FILES = {
     "own_models/__init__.py": """
