@@ -174,10 +174,6 @@ class LogConfig(CheckedOptions):
     """Shows a progress bar where the terminal can."""
 
 
-def _cross_entropy() -> Component:
-    return Component(target="torch.nn:CrossEntropyLoss")
-
-
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(StrategyOptions):
     """A whole job, checked: nothing in it is left to be looked up or guessed."""
@@ -189,7 +185,7 @@ class JobConfig(StrategyOptions):
     model: Component
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     data: DataConfig
-    loss: Component = field(default_factory=_cross_entropy)
+    loss: Component = field(default_factory=lambda: Component(target="torch.nn:CrossEntropyLoss"))
     optimizer: Component
     schedule: ScheduleConfig | Component = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)

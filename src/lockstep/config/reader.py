@@ -75,8 +75,10 @@ def to_table(config: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name in _types(typing.cast(Hashable, type(config))):
         value = getattr(config, name)
-        if value is not None:
-            table[name] = to_table(value) if dataclasses.is_dataclass(value) else _plain(value)
+        if dataclasses.is_dataclass(value):
+            table[name] = to_table(value)
+        elif value is not None:
+            table[name] = list(value) if isinstance(value, tuple) else value
     return table
 
 
@@ -200,10 +202,6 @@ def _settings(cls: type, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
             yield from _settings(typing.cast(type, inner), (*path, name))
         elif path:
             yield name, (*path, name)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}

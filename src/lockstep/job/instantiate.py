@@ -49,7 +49,8 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
     where = name or component.target
     function = find_object(component.target, where)
     if not callable(function):
-        raise ConfigError(f"{where}: '{component.target}' is {_kind(function)} and cannot be called.")
+        kind = "a module" if inspect.ismodule(function) else f"a value of type {type(function).__name__}"
+        raise ConfigError(f"{where}: '{component.target}' is {kind} and cannot be called.")
     arguments = {
         **values,
         **{key: build(value, f"{where}.{key}", key) for key, value in component.args.items()},
@@ -145,13 +146,8 @@ def _import_module(module_name: str, path: str, where: str) -> Any:
 
 
 def _modules_in(package: str) -> list[str]:
-    if not package:
-        return [module.name for module in pkgutil.iter_modules()]
-    return [module.name for module in pkgutil.iter_modules(getattr(sys.modules.get(package), "__path__", []))]
-
-
-def _kind(value: Any) -> str:
-    return "a module" if inspect.ismodule(value) else f"a value of type {type(value).__name__}"
+    path = getattr(sys.modules.get(package), "__path__", []) if package else None
+    return [module.name for module in pkgutil.iter_modules(path)]
 
 
 def _call(path: str, arguments: Mapping[str, Any]) -> str:

@@ -127,12 +127,9 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
     if outcome.weights is not None:
-        rows.append(("weights", str(_shown(outcome.weights))))
+        path, here = outcome.weights, Path.cwd()
+        rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
     rows.append(("fingerprint", outcome.fingerprint))
     if proof:
         rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
     return "\n".join(f"{name:12} {text}" for name, text in rows)
-
-
-def _shown(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

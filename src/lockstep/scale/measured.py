@@ -233,17 +233,17 @@ class Rounds:
                     self._start(layout)
             if reason := self._refused.get(REFERENCE):
                 raise ConfigError(reason)
-        return [self._row(layout) for layout in everything]
+        return [
+            Row(layout.label, layout.strategy, layout.devices, refused=reason)
+            if (reason := self._refused.get(layout))
+            else row(layout.label, layout.strategy, layout.devices, self._found[layout], self.alone)
+            for layout in everything
+        ]
 
     @property
     def alone(self) -> list[Round]:
         """The rounds of one device."""
         return self._found[REFERENCE]
-
-    def _row(self, layout: Layout) -> Row:
-        if reason := self._refused.get(layout):
-            return Row(layout.label, layout.strategy, layout.devices, refused=reason)
-        return row(layout.label, layout.strategy, layout.devices, self._found[layout], self.alone)
 
     def _start(self, layout: Layout) -> None:
         folder = self.folder / f"{len(list(self.folder.iterdir()))}"
