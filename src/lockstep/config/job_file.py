@@ -250,22 +250,13 @@ def resolve_placeholders(
     """
     config = _absolute(config, folder, from_command_line)
     fill = _Filler(config.data.root, config.training.seed)
-    data = dataclasses.replace(
-        config.data,
-        train=fill.component(config.data.train, ("data", "train")),
-        validation=config.data.validation and fill.component(config.data.validation, ("data", "validation")),
-    )
-    schedule = config.schedule
-    if isinstance(schedule, Component):
-        schedule = fill.component(schedule, ("schedule",), SCHEDULE_PLACEHOLDERS)
-    resolved = dataclasses.replace(
-        config,
-        model=fill.component(config.model, ("model",)),
-        data=data,
-        loss=fill.component(config.loss, ("loss",)),
-        optimizer=fill.component(config.optimizer, ("optimizer",)),
-        schedule=schedule,
-    )
+    filled = {
+        path: fill.component(part, path, SCHEDULE_PLACEHOLDERS if path == ("schedule",) else ())
+        for path, part in config.components()
+    }
+    data: dict[str, Any] = {str(path[-1]): part for path, part in filled.items() if path[0] == "data"}
+    others: dict[str, Any] = {str(path[0]): part for path, part in filled.items() if path[0] != "data"}
+    resolved = dataclasses.replace(config, data=dataclasses.replace(config.data, **data), **others)
     return resolved, fill.remarks(config)
 
 
