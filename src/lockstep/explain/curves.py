@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -29,8 +30,8 @@ from lockstep.loggers.json_lines import read_json_lines
 from lockstep.text import aligned, format_duration
 
 FILE = "log.jsonl"
-METRICS = ("loss", "validation_loss", "accuracy", "validation_accuracy", "learning_rate", "loss_scale")
-"""What is drawn of a log, in this order; a metric that no run has is left out."""
+_GROUP = re.compile(r"learning_rate_\d+")
+_METRICS = ("loss", "validation_loss", "accuracy", "validation_accuracy", "learning_rate", "loss_scale")
 
 Point = tuple[float, float]
 
@@ -102,9 +103,16 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
     return logs
 
 
+def metrics_of(logs: Sequence[RunLog], axis: str) -> list[str]:
+    """The metrics that some run has, in order; groups of parameters may have learning rates of their own."""
+    of_groups = {name for log in logs for record in log.records for name in record if _GROUP.fullmatch(name)}
+    names = [*_METRICS[:-1], *sorted(of_groups), _METRICS[-1]]
+    return [name for name in names if any(log.points(name, axis) for log in logs)]
+
+
 def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     """A head, and a row for each run: epochs, time, the last of each metric, and the best accuracy."""
-    metrics = [metric for metric in METRICS if any(log.points(metric, "epochs") for log in logs)]
+    metrics = metrics_of(logs, "epochs")
     best = "validation_accuracy" in metrics
     head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
     rows: list[tuple[str, ...]] = [head]
@@ -140,14 +148,13 @@ def page(logs: Sequence[RunLog]) -> str:
 
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 400.0, 180.0, 62.0, 64.0, 74.0
-_AXES = {"epochs": "epochs", "seconds": "time"}
 
 
 def chart(logs: Sequence[RunLog]) -> Chart:
     """A row of panels for each metric that a run has: against epochs, and against time where logs have it."""
     colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
-    axes = [axis for axis in _AXES if any(log.points(metric, axis) for log in logs for metric in METRICS)]
-    metrics = [metric for metric in METRICS if any(log.points(metric, axis) for log in logs for axis in axes)]
+    axes = [axis for axis in ("epochs", "seconds") if metrics_of(logs, axis)]
+    metrics = list(dict.fromkeys(metric for axis in axes for metric in metrics_of(logs, axis)))
     if not metrics:
         raise ConfigError("The runs have nothing to draw: none has finished an epoch, or logged a loss.")
     width = len(axes) * (_WIDTH + _GAP) + 24

@@ -86,7 +86,7 @@ def _shown(values: Mapping[str, float]) -> list[str]:
 def _metric(name: str, value: float) -> str:
     if name == "samples_per_second":
         return f"{value:,.0f} samples/s"
-    words = {"learning_rate": "lr"}.get(name, name.replace("_", " "))
+    words = name.replace("learning_rate", "lr").replace("_", " ")
     if name.endswith("accuracy"):
         return f"{words} {100 * value:.2f} %"
     return f"{words} {value:.4g}"

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.loggers.json_lines import RecordFile
+from lockstep.loggers.json_lines import MetricsFile
 
 
-class CsvTable(RecordFile):
-    """A row for each record, as ``RecordFile`` says. The file is written anew where a metric needs a new column.
+class CsvTable(MetricsFile):
+    """A row for each record, as ``MetricsFile`` says. The file is written anew where a metric needs a new column.
 
     Args:
         path: the file.
-        first_step: as of ``RecordFile``.
-        open_epoch: as of ``RecordFile``.
+        first_step: as of ``MetricsFile``.
+        open_epoch: as of ``MetricsFile``.
     """
 
     def __init__(self, path: Path | str, *, first_step: int = 0, open_epoch: int | None = None) -> None:

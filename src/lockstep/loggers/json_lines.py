@@ -15,7 +15,7 @@ from time import monotonic
 from typing import IO, Any
 
 
-class RecordFile(ABC):
+class MetricsFile(ABC):
     """Appends a record per call and flushes it at once.
 
     Args:
@@ -99,8 +99,8 @@ class RecordFile(ABC):
         """The records of the file; torn lines are left out."""
 
 
-class JsonLines(RecordFile):
-    """A JSON object a line, as ``RecordFile`` says."""
+class JsonLines(MetricsFile):
+    """A JSON object a line, as ``MetricsFile`` says."""
 
     def _line(self, record: dict[str, Any]) -> str:
         # JSON has no NaN and no infinity; other programs must be able to read the file.
