@@ -22,7 +22,7 @@ def test_a_job_on_gpus_gets_a_script_that_resumes_it(command):
         "--devices 0,1,2,3 --set run.name=digits-${SLURM_JOB_ID} --resume auto || status=$?"
     ) in lines
     assert "export LOCKSTEP_TOKEN" in lines
-    assert 'if [ "$status" -eq 75 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 2 ]; then' in lines
+    assert 'if [[ "$status" =~ ^(75|137)$ ]] && [ "${SLURM_RESTART_COUNT:-0}" -lt 2 ]; then' in lines
     assert lines[-1] == 'exit "$status"'
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -57,6 +58,22 @@ def test_a_preemption_signal_to_every_process_of_the_run_saves_as_one_to_the_com
     steps = command.wait_for_mark("saved", 3)
     assert len(set(steps.values())) == 1
     assert (code, lines) == (75, [f"Preempted: 3 ranks stopped at step {steps[0]}. Exit code 75."])
+
+
+@pytest.mark.slow
+def test_a_run_that_was_suspended_for_longer_than_its_stall_limit_continues(command):
+    command.loop(options=("--stall-limit", "2"))
+    command.wait_for_mark("running", 3)
+    processes = [command.process.pid, *(each for each in command.processes() if each != command.process.pid)]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(6)  # the suspension itself lasts this long
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    time.sleep(3)  # past the limit
+    command.signal(signal.SIGTERM)
+    code, lines = command.end()
+    assert (code, len(lines)) == (75, 1), lines
 
 
 @pytest.mark.fault("P4")

@@ -25,11 +25,12 @@ _SCRIPT = """\
 {head}
 
 # One task on each node starts the ranks of the node and watches them. Before the time is over, or when the job is
-# preempted, the ranks save and the tasks exit with status 75: the job goes back into the queue and resumes there.
+# preempted, the ranks save and the tasks exit with status 75: the job goes back into the queue and resumes there. So it
+# does if a task was killed (status 137), even where the other nodes have completed the run.
 {token}status=0
 srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" \\
     {command} || status=$?
-if [ "$status" -eq 75 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+if [[ "$status" =~ ^(75|137)$ ]] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
     scontrol requeue "$SLURM_JOB_ID"
     sleep 60  # the requeue ends this script
 fi

@@ -125,6 +125,8 @@ def _is_stuck(beat: Beat, now: float) -> bool:
 
 _TICK = 0.5
 _NOTICE = 0.25
+_SUSPENDED = 5.0
+"""A wait that takes so much longer than a tick means that this process was suspended."""
 _INTERRUPT_TERM, _INTERRUPT_KILL, _INTERRUPT_SAVE_LIMIT = 3.0, 4.0, 9.0
 
 
@@ -160,6 +162,7 @@ class Watch:
         self._memory, self._windows = MemoryWatch(), StepWindows(directory)
         self._slow_ranks: SlowRanks | SharedStepWindows = coordinator.windows if coordinator else SlowRanks()
         self._stall_watch = StallWatch(directory, options.stall_limit, is_part=coordinator is not None)
+        self._no_stall_before = 0.0
         self.stall: Stall | None = None
         """Why the run was ended, if it stood still."""
         self.broken = ""
@@ -179,7 +182,12 @@ class Watch:
                 if source is not None:
                     selector.register(source, selectors.EVENT_READ)
             while len(self._ended) < len(self._ranks) and not self.broken:
-                selector.select(max(0.0, min(_TICK, self._schedule.next_due - time.monotonic())))
+                asleep = time.monotonic()
+                selector.select(max(0.0, min(_TICK, self._schedule.next_due - asleep)))
+                if (
+                    time.monotonic() > asleep + _SUSPENDED
+                ):  # by SIGSTOP or `scontrol suspend`, and so were the ranks
+                    self._no_stall_before = time.monotonic() + self._options.stall_limit
                 self._take_events(self._server.events())
                 self._take_signals(inbox.take(), drain(from_ranks))
                 if self._coordinator is not None and self._coordinator.synchronize(self.ends, self._beats()):
@@ -256,6 +264,8 @@ class Watch:
     def _check_stall(self) -> None:
         """Ends a run that is in a deadlock; only reports one that is merely slow."""
         if self._schedule.is_decided or not self._running or is_debugged(self._directory):
+            return
+        if time.monotonic() < self._no_stall_before:
             return
         found = self._stall_watch.look(self._running)
         if found is None:
