@@ -10,8 +10,7 @@ from PIL import Image
 
 from lockstep.explain.chart import Label, Rectangle, png, svg
 from lockstep.scale.measured import Row, Spread
-from lockstep.scale.page import chart, page
-from lockstep.scale.report import ScaleReport
+from lockstep.scale.report import ScaleReport, chart, page
 
 
 def a_row(strategy, devices, seconds):

@@ -9,9 +9,8 @@ from tests.scale.test_page import a_row
 from tests.scale.test_prediction import ONE
 
 from lockstep.scale.measured import Row
-from lockstep.scale.page import page
 from lockstep.scale.prediction import PRESETS, WORLDS, CheckedPrediction, Forecast, predict
-from lockstep.scale.report import ScaleReport
+from lockstep.scale.report import ScaleReport, page
 
 STRATEGIES = ("ddp", "fsdp", "pipeline", "parameter_server", "hybrid data=2,fsdp=2")
 WIDER_THAN_THE_WINDOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

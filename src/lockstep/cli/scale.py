@@ -17,9 +17,8 @@ from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.explain.chart import png, svg
 from lockstep.scale.measured import Rounds, Row
-from lockstep.scale.page import chart, page
 from lockstep.scale.prediction import PRESETS, OneDevice, forecast, presets, require_formula
-from lockstep.scale.report import Resources, ScaleReport, as_json, sentence, text
+from lockstep.scale.report import Resources, ScaleReport, as_json, chart, page, sentence, text
 from lockstep.verify.layouts import DEVICES, Layout, layouts
 
 _FILES = {
