@@ -57,3 +57,17 @@ def test_a_second_backward_before_the_step_is_refused_under_fp16_only():
     with pytest.raises(ConfigError, match="two loss scales"):
         run.backward(next(batches), cross_entropy)
     optimizer.zero_grad()
+
+
+def test_a_resumed_run_has_the_scale_of_the_checkpoint_and_the_growth_of_its_own_options(tmp_path):
+    run, _, optimizer = begin(precision="fp16", directory=tmp_path, loss_scale=64.0)
+    for _ in run.epochs(1):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+    run.save(wait=True)
+    run.close()
+    changed = {"loss_scale": 8.0, "loss_scale_growth_interval": 7}
+    resumed, _, _ = begin(precision="fp16", directory=tmp_path, resume="auto", **changed)
+    scaler = resumed._precision.scaler
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (64.0, 7)
+    resumed.close()
