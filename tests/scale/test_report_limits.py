@@ -89,6 +89,29 @@ def test_micro_batches_that_devices_do_not_divide_are_named():
     assert "micro_batches = 9" in said
 
 
+def with_server(*workers, **server):
+    """Two workers, each with half of the computing, and a parameter server that waits for them."""
+    half = {"data": 0.002, "forward": 0.2, "backward": 0.2, "exchange": 0.05, "optimizer": 0.01}
+    ranks = [half | worker for worker in workers or ({}, {})]
+    return row("parameter_server on 3", "parameter_server", 3, [a_round(*ranks, server)], [a_round(ALONE)])
+
+
+def test_a_parameter_server_is_not_named_for_waiting_or_for_its_update():
+    """It was: all that it does was taken for work that the others wait for."""
+    for server in ({"compute": 0.44, "optimizer": 0.01}, {"exchange": 0.4, "optimizer": 0.06}):
+        found = with_server(**server)
+        assert found.slowest == 0
+        said = sentence(ONE, found, MACHINE)
+        assert "1 of 3 devices hold the parameters and compute nothing (1.3e+02 ms" in said
+        assert "for which the others wait" not in said
+    assert (found.communication, found.waiting) == pytest.approx((0.05, 0.0))
+
+
+def test_a_slow_worker_beside_a_parameter_server_is_named():
+    found = with_server({"exchange": 0.5}, {"forward": 0.8}, exchange=1.0)
+    assert "rank 1, for which the others wait" in sentence(ONE, found, MACHINE)
+
+
 def test_a_good_layout_is_not_accused():
     machine, base = MACHINE, a_row(2, {"forward": -0.002}, {"forward": -0.002})
     assert "nothing here limits scaling" in sentence(ONE, base, machine)

@@ -81,9 +81,15 @@ def work(phases: Mapping[str, float]) -> float:
     return sum(seconds for phase, seconds in phases.items() if phase != "exchange")
 
 
+def computing_ranks(ranks: Sequence[Mapping[str, float]]) -> list[int]:
+    """The ranks that compute micro-batches, as parameter servers do not; all, where phases are not told apart."""
+    found = [rank for rank, phases in enumerate(ranks) if phases.get("forward", 0.0) > 0.0]
+    return found or list(range(len(ranks)))
+
+
 def slowest_rank(ranks: Sequence[Mapping[str, float]]) -> int:
-    """The rank that the others wait for: the first of those with the most work."""
-    return max(range(len(ranks)), key=lambda rank: (work(ranks[rank]), -rank))
+    """The rank that the others wait for: the first of those with the most work, among those that compute."""
+    return max(computing_ranks(ranks), key=lambda rank: (work(ranks[rank]), -rank))
 
 
 def exchange_and_waiting(ranks: Sequence[Mapping[str, float]]) -> tuple[float, float]:
@@ -170,9 +176,14 @@ class Row:
     communication: float = 0.0
     """Seconds per step of exchange that is not hidden by computing."""
     waiting: float = 0.0
-    """Seconds per step that the ranks, on average, wait for the slowest."""
+    """Seconds per step that the ranks that compute, on average, wait for the slowest."""
     slowest: int = 0
     """The rank that the others wait for."""
+
+    @property
+    def computing(self) -> int:
+        """Devices that compute: all but those of parameter servers."""
+        return self.devices - len(self.ranks) + len(computing_ranks(self.ranks))
 
 
 def row(label: str, strategy: str, devices: int, rounds: Sequence[Round], alone: Sequence[Round]) -> Row:
@@ -182,7 +193,7 @@ def row(label: str, strategy: str, devices: int, rounds: Sequence[Round], alone:
     speed_up = [own / one for own, one in zip(rate, base)]
     of_rank = zip(*(each.ranks for each in rounds))
     ranks = tuple(mean_phases(phases, statistics.median) for phases in of_rank)
-    communication, waiting = exchange_and_waiting(ranks)
+    communication, waiting = exchange_and_waiting([ranks[rank] for rank in computing_ranks(ranks)])
     return Row(
         label=label,
         strategy=strategy,

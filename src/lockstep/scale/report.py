@@ -8,6 +8,7 @@ and a line at the top of each bar from the fastest to the slowest round.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -26,7 +27,7 @@ from lockstep.explain.chart import (
     table,
     tick_step,
 )
-from lockstep.scale.measured import PHASES, Row, work
+from lockstep.scale.measured import PHASES, Row, computing_ranks, work
 from lockstep.scale.prediction import Forecast, checked_table, message_table, world_table
 from lockstep.text import aligned, plural
 
@@ -54,20 +55,21 @@ def lost_seconds(alone: Row, many: Row, machine: Resources) -> dict[str, float]:
     """Seconds per step that keep a layout from an ideal speed-up, by cause. Never negative.
 
     The ideal step takes ``alone / devices``. Data, computing and optimizer are judged by the slowest rank, whose work
-    bounds the step; ``micro-batches`` is the cost of computing K in ceil(K / devices) rounds, and ``computing`` the
-    additional time of a micro-batch compared with one device.
+    bounds the step; ``servers`` is the cost of devices that do not compute, ``micro-batches`` that of computing K in
+    ceil(K / computing devices) rounds, and ``computing`` the additional time of a micro-batch compared with one device.
     """
     devices, slowest = many.devices, many.ranks[many.slowest]
     one = _sum(alone.phases, _COMPUTING)
-    rounds = -(-machine.micro_batches // devices)
+    rounds = -(-machine.micro_batches // many.computing)
     expected = one * rounds / machine.micro_batches
-    mean = sum(_sum(rank, _COMPUTING) for rank in many.ranks) / len(many.ranks)
+    mean = statistics.fmean(_sum(many.ranks[rank], _COMPUTING) for rank in computing_ranks(many.ranks))
     own = max(mean, expected)
     lost = {
         "data": slowest.get("data", 0.0) - alone.phases.get("data", 0.0) / devices,
         "communication": many.communication - alone.communication / devices,
         "optimizer": slowest.get("optimizer", 0.0) - alone.phases.get("optimizer", 0.0) / devices,
-        "micro-batches": expected - one / devices,
+        "servers": one / many.computing - one / devices,
+        "micro-batches": expected - one / many.computing,
         "imbalance": max(0.0, _sum(slowest, _COMPUTING) - own),
         "computing": own - expected,
     }
@@ -109,11 +111,16 @@ def _advice(cause: str, part: str, many: Row, machine: Resources) -> str:
             f"the optimizer, which every device runs over all parameters ({part}). Raise global_batch, use a fused "
             'optimizer, or shard the parameters (strategy "fsdp").'
         )
-    if cause == "micro-batches":
-        k, rounds = machine.micro_batches, -(-machine.micro_batches // many.devices)
+    if cause == "servers":
         return (
-            f"that {many.devices} devices do not divide micro_batches = {k}: some compute {rounds} while others wait "
-            f"({part}). Choose micro_batches = {rounds * many.devices}, which is another recipe, or a number of "
+            f"that {many.devices - many.computing} of {many.devices} devices hold the parameters and compute nothing "
+            f'({part}). Use more workers for each server, or strategy "ddp", in which every device computes.'
+        )
+    if cause == "micro-batches":
+        k, rounds = machine.micro_batches, -(-machine.micro_batches // many.computing)
+        return (
+            f"that {many.computing} devices do not divide micro_batches = {k}: some compute {rounds} while others wait "
+            f"({part}). Choose micro_batches = {rounds * many.computing}, which is another recipe, or a number of "
             f"devices that divides {k}."
         )
     if cause == "imbalance":

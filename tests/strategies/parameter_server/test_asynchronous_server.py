@@ -1,6 +1,7 @@
 """What a server does with messages, one after the other, without a process: the loop is driven by a list."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -240,7 +241,7 @@ def test_a_server_serves_until_all_workers_have_parted():
 
 
 def backward(server, stop=0):
-    return server.backward(None, None, scale=1.0, stop=stop)
+    return server.backward(None, Mock(), scale=1.0, stop=stop)
 
 
 def test_an_update_is_the_mean_gradient_of_its_pushes_and_their_mean_loss():

@@ -101,6 +101,7 @@ class Server(Participant):
         if self._has_collected:
             raise require_one_backward()
         self.request_stop(stop)
+        compute.exchange()
         accumulator = self.collect()
         self._has_collected, self._is_update = True, accumulator.leaves > 0
         if self._is_update:
