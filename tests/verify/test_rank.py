@@ -3,12 +3,14 @@
 import sys
 
 import pytest
+import torch
+from torch import nn
 
-from lockstep.run import Run
+from lockstep.run import Run, RunOptions
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
-from lockstep.verify.rank import watch_script
+from lockstep.verify.rank import coarsest_type, nudge_inputs, watch_script
 from lockstep.verify.trace import Trace
 
 OWN_LOOP = """
@@ -121,3 +123,44 @@ def test_a_script_that_fails_fails(watched):
     with pytest.raises(SystemExit):
         watched("raise SystemExit(3)", "exiting", steps=1)
     assert requested.get() is None
+
+
+def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():
+    inputs, seen = torch.linspace(0.1, 2, 200), []
+    for _ in range(2):
+        model = nn.Identity()
+        nudge_inputs(model, torch.float32)
+        seen.append((model(inputs), model(inputs)))
+    changed = seen[0][0]
+    assert 0.4 < (changed > inputs).float().mean() < 0.6
+    assert 0 < ((changed - inputs) / inputs).abs().max() <= 2.0**-22
+    assert torch.equal(changed, seen[1][0]) and not torch.equal(*seen[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({}, torch.float32),
+        ({"precision": "fp16"}, torch.float16),
+        ({"reduce": "bf16", "precision": "fp16"}, torch.bfloat16),
+        ({"strategy": "fsdp", "fsdp": {"mixed_precision": "bf16"}}, torch.bfloat16),
+    ],
+)
+def test_inputs_change_by_the_unit_of_the_coarsest_type_that_is_computed_in(options, kind):
+    assert coarsest_type(RunOptions.of(global_batch=8, **options)) is kind
+    model, inputs = nn.Identity(), torch.rand(64) + 0.1
+    nudge_inputs(model, kind)
+    assert ((model(inputs) - inputs) / inputs).abs().max().item() == pytest.approx(
+        torch.finfo(kind).eps, rel=0.6
+    )
+
+
+def test_a_model_of_tokens_has_its_parameters_changed_once():
+    model = nn.Embedding(8, 4)
+    before = model.weight.detach().clone()
+    nudge_inputs(model, torch.float32)
+    model(torch.arange(8))
+    after = model.weight.detach().clone()
+    assert 0 < ((after - before) / before).abs().max() <= 2.0**-22
+    model(torch.arange(8))
+    assert torch.equal(model.weight, after)

@@ -14,6 +14,34 @@ def test_a_layout_that_did_not_keep_level_a_is_broken_and_one_of_level_b_is_not(
     assert (found.reached, found.is_broken) == ("B", False)
 
 
+def level_b(difference, sensitivity=None, factor=1.0 + 1e-7):
+    other = changed(scaled(factor))
+    other.level, other.memory = "B", [2**20]
+    return compare(trace(), other, difference, sensitivity=sensitivity)
+
+
+def test_a_difference_beyond_the_bound_is_not_level_b_however_it_is_explained():
+    unexplained, within, beyond = level_b(0.5), level_b(0.5, 0.2), level_b(0.5, 0.02)
+    assert [each.reached for each in (unexplained, within, beyond)] == ["-", "~", "-"]
+    assert [each.is_broken for each in (unexplained, within, beyond)] == [True, False, True]
+    assert [each.needs_sensitivity for each in (unexplained, within, beyond)] == [True, False, False]
+    assert level_b(float("nan"), 0.2).is_broken
+    assert level_b(9.8, 0.2).reached == "~", "runs that have parted have no distance to compare"
+    assert level_b(0.5, 0.2, factor=2.0).reached == "-", "gradients twice as large are not rounding"
+    assert not level_b(1e-4).needs_sensitivity
+
+
+def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
+    for sensitivity, said in (
+        (0.2, "so far does this model enlarge rounding"),
+        (0.02, "does not explain it"),
+    ):
+        text = table([compare(trace(), trace(memory=[1]), 0.0), level_b(0.5, sensitivity)], steps=3)
+        assert "differs by 5.0e-01, more than the bound of level B, 0.001" in text
+        assert f"by one unit in the last place differs by {sensitivity:.1e}" in text
+        assert said in text
+
+
 def test_a_layout_that_did_not_run_is_not_broken():
     refused = Trace("pipeline on 2", "pipeline", 2, "", refused="The model is no chain.")
     assert not compare(trace(), refused, 0.0).is_broken

@@ -100,8 +100,7 @@ def _verify_script(arguments: argparse.Namespace) -> int:
         start = partial(_run_script, target, arguments.steps, threads and int(threads))
         comparisons = _compare_all(start, 1, {_label(count): count for count in counts}, Path(folder))
     _show(comparisons, arguments)
-    differs = any(each.is_broken or each.reached == "-" for each in comparisons)
-    return EXIT_DIFFERENT if differs else EXIT_DONE
+    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
 
 
 def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:
@@ -122,17 +121,28 @@ class Ran:
 
 
 def _compare_all(
-    start: Callable[[L, Path], Ran], one: L, others: Mapping[str, L], folder: Path
+    start: Callable[[L, Path, bool], Ran], one: L, others: Mapping[str, L], folder: Path
 ) -> list[Comparison]:
-    """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails."""
-    reference = start(one, folder / "reference")
+    """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails.
+
+    ``start`` is given the layout, a folder, and whether to change the inputs in their last place.
+    """
+    reference = start(one, folder / "reference", False)
     if reference.trace.refused:
         raise ConfigError(reference.trace.refused)
 
     @cache
     def again() -> Ran:
         """One device a second time, which shows operators that are not deterministic."""
-        return start(one, folder / "again")
+        return start(one, folder / "again", False)
+
+    @cache
+    def sensitivity() -> float:
+        """How far one device moves whose inputs are changed in their last place."""
+        nudged = start(one, folder / "nudged", True)
+        if nudged.trace.refused:
+            raise ConfigError(nudged.trace.refused)
+        return _difference(reference.folder, nudged.folder)
 
     first = (
         reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
@@ -140,11 +150,14 @@ def _compare_all(
     comparisons = [Comparison(first, "A")]
     for number, (label, layout) in enumerate(others.items()):
         print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
-        comparisons.append(_judge(reference, start(layout, folder / str(number)), again))
+        ran = start(layout, folder / str(number), False)
+        comparisons.append(_judge(reference, ran, again, sensitivity))
     return comparisons
 
 
-def _judge(reference: Ran, other: Ran, again: Callable[[], Ran]) -> Comparison:
+def _judge(
+    reference: Ran, other: Ran, again: Callable[[], Ran], sensitivity: Callable[[], float]
+) -> Comparison:
     if other.trace.refused:
         return Comparison(other.trace, "")
     if reference.records is not None or other.records is not None:
@@ -154,22 +167,31 @@ def _judge(reference: Ran, other: Ran, again: Callable[[], Ran]) -> Comparison:
     if found.diagnosis is None or again().trace.refused:
         return found
     repeats = compare(reference.trace, again().trace, 0.0).diagnosis is None
-    return compare(reference.trace, other.trace, gap, repeats=repeats)
+    moves = sensitivity() if found.needs_sensitivity else None
+    return compare(reference.trace, other.trace, gap, repeats=repeats, sensitivity=moves)
 
 
-def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path) -> Ran:
+def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge: bool) -> Ran:
     trace = folder / "trace.json"
-    reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label)
+    reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label, nudge=nudge)
     if not reason and trace.exists():
         return Ran(Trace.read(trace), folder)
     reason = reason or "its ranks recorded no step"
     return Ran(Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason), folder)
 
 
-def _run_script(target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path) -> Ran:
+def _run_script(
+    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, nudge: bool
+) -> Ran:
     folder.mkdir()
     label = _label(count)
-    payload = {"script": target.path, "arguments": list(target.arguments), "steps": steps, "label": label}
+    payload = {
+        "script": target.path,
+        "arguments": target.arguments,
+        "steps": steps,
+        "label": label,
+        "nudge": nudge,
+    }
     outcome = run_sequentially(SCRIPT_ENTRY, payload, ranks=count, threads=threads, folder=folder)
     if outcome.code == EXIT_DONE and (folder / "trace.json").exists():
         return Ran(Trace.read(folder / "trace.json"), folder)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config.job import JobConfig
 from lockstep.core.fingerprint import digest_tensor, digest_tensors
@@ -48,7 +48,7 @@ class Observer(Callback):
 
     def __init__(self, run: Run, label: str, steps: int) -> None:
         self.run, self._saved, self._steps = run, run.require_prepared().state, steps
-        self._group = self._saved.group
+        self.model, self._group = self._saved.parts.model, self._saved.group
         self._seconds: list[float] = []
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Observer(Callback):
             independent=isinstance(strategy, IndependentStrategy),
             context={key: str(context[key]) for key in ("threads", "device", "torch", "optimizers")},
             start=self._state()[0],
-            draws=draws_in_forward(self._saved.parts.model),
+            draws=draws_in_forward(self.model),
         )
         self._names = [name for each in self._saved.model.members for group in each for name in group]
         run.add_callback(self)
@@ -162,11 +162,49 @@ def _digest(data: Any) -> str:
     return " ".join(digest_tensor(leaf)[:16] for leaf in tree_leaves(data) if isinstance(leaf, Tensor))
 
 
+_COARSE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def coarsest_type(options: RunOptions) -> torch.dtype:
+    """The coarsest type that some layout of a run rounds to, in its forward pass or in the sum of gradients."""
+    names = (options.precision, options.reduce, options.fsdp.mixed_precision)
+    types = [torch.float32, *(_COARSE[name] for name in names if name in _COARSE)]
+    return max(types, key=lambda kind: torch.finfo(kind).eps)
+
+
+def nudge_inputs(model: nn.Module, kind: torch.dtype) -> None:
+    """Changes all inputs of a model's forward passes by one unit in the last place of ``kind``, up or down.
+
+    The draw is the same in every run. A model without a floating-point input, such as one of tokens, gets its
+    parameters changed instead, once.
+    """
+    draws = torch.Generator().manual_seed(0)
+
+    def nudged(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        signs = 2 * torch.randint(0, 2, value.shape, generator=draws).to(value.device, value.dtype) - 1
+        return value * (1 + signs * torch.finfo(kind).eps)
+
+    def before(module: nn.Module, arguments: Any, keywords: Any) -> Any:
+        given = (arguments, keywords)
+        if any(isinstance(each, Tensor) and each.is_floating_point() for each in tree_leaves(given)):
+            return tree_map(nudged, given)
+        handle.remove()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(nudged(parameter))
+        return given
+
+    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+
+
 def main(payload: Any) -> None:
     """Trains some steps of a job on this rank; rank 0 writes the trace.
 
     Args:
-        payload: ``{"config": JSON of the job, "steps": number, "label": of the layout, "folder": for the trace}``.
+        payload: ``{"config": JSON of the job, "steps": number, "label": of the layout, "folder": for the trace}``, and
+            ``"nudge"``, true to change the inputs with ``nudge_inputs``.
     """
     logging.basicConfig(level=logging.ERROR)
     config, world = JobConfig.from_json(payload["config"]), World.from_environment()
@@ -180,6 +218,8 @@ def main(payload: Any) -> None:
             refused.write(folder / "trace.json")
         return
     observer = Observer(trainer.run, payload["label"], payload["steps"])
+    if payload.get("nudge"):
+        nudge_inputs(observer.model, coarsest_type(trainer.run.options))
     with contextlib.suppress(StopRecording):
         for _ in trainer.run.epochs(config.training.epochs):
             for batch in trainer.batches():
@@ -198,11 +238,12 @@ def watch_script(payload: Any) -> None:
     """Runs a script on this rank; rank 0 writes the trace.
 
     Args:
-        payload: ``{"script": path, "arguments": list, "steps": number, "label": of the world, "folder": for files}``.
+        payload: ``{"script": path, "arguments": list, "steps": number, "label": of the world, "folder": for files}``,
+            and ``"nudge"`` as in ``main``.
     """
     logging.basicConfig(level=logging.ERROR)
     folder = Path(payload["folder"])
-    watch = _Watch(payload["label"], payload["steps"], folder)
+    watch = _Watch(payload["label"], payload["steps"], folder, nudge=bool(payload.get("nudge")))
     target = ScriptTarget(path=payload["script"], arguments=tuple(payload["arguments"]))
     token = requested.set(RecordingRequest(folder / RECORDS, payload["steps"]))
     try:
@@ -227,8 +268,8 @@ def watch_script(payload: Any) -> None:
 class _Watch(Callback):
     """Observes the first run that a script prepares."""
 
-    def __init__(self, label: str, steps: int, folder: Path) -> None:
-        self._label, self._steps, self._folder = label, steps, folder
+    def __init__(self, label: str, steps: int, folder: Path, *, nudge: bool) -> None:
+        self._label, self._steps, self._folder, self._nudge = label, steps, folder, nudge
         self._observer: Observer | None = None
         self._trace: Trace | None = None
 
@@ -247,6 +288,8 @@ class _Watch(Callback):
         """Observes the first run."""
         if self._observer is None:
             self._observer = Observer(run, self._label, self._steps)
+            if self._nudge:
+                nudge_inputs(self._observer.model, coarsest_type(run.options))
 
     def on_close(self, run: Run) -> None:
         """Ends the observation while the process group is still open."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.text import format_bytes
-from lockstep.verify.diagnosis import Diagnosis, diagnose
+from lockstep.verify.diagnosis import Cause, Diagnosis, diagnose
 from lockstep.verify.trace import Trace
 
 
@@ -17,26 +18,60 @@ class Comparison:
 
     trace: Trace
     reached: str
-    """A: equal bits after every step; B: equal within rounding; C: no more was promised; -: further apart; empty: it
-    did not run."""
+    """A: equal bits after every step; B: within ``BOUND``; ~: further apart, as far as the model itself enlarges
+    rounding; -: further apart than that; C: no more was promised; empty: it did not run."""
     difference: float = 0.0
     """Largest relative difference of a parameter at the end; 0 for equal bits."""
     diagnosis: Diagnosis | None = None
+    sensitivity: float | None = None
+    """The same difference for one device whose inputs were changed by one unit in the last place; None if the layout
+    is within the bound, or if it was not measured."""
 
     @property
     def is_broken(self) -> bool:
-        """True if the layout promises level A and did not reach it."""
+        """True if the layout promises level A or B and did not reach it."""
+        if self.trace.level == "B":
+            return self.reached == "-"
         return not self.trace.refused and self.trace.level == "A" and self.reached != "A"
 
+    @property
+    def needs_sensitivity(self) -> bool:
+        """True if rounding may explain a difference beyond the bound: ``compare`` should know the sensitivity."""
+        return self.is_broken and self.trace.level == "B" and self.sensitivity is None
 
-_BOUND = 1e-3
-"""Largest relative difference of parameters after a short run at level B."""
+
+BOUND = 1e-3
+"""Largest relative difference at level B of a parameter from that of one device, after the compared steps."""
+_FURTHER = 10.0
+"""A layout rounds in every operator and a changed input only at the beginning: it may differ by this much more."""
+_PARTED = 0.1
+"""Sensitivity from which the parameters of two runs have so little in common that their distance says nothing more."""
+_MAY_BE_ROUNDING = (
+    Cause.ROUNDING,
+    Cause.REDUCTION_ORDER,
+    Cause.GRADIENTS,
+    Cause.LEFT_OUT,  # gradients that were rounded to bf16 look so where parameters are small
+    Cause.BUFFERS,
+    Cause.UPDATE,
+)
 
 
-def compare(reference: Trace, other: Trace, difference: float, *, repeats: bool | None = None) -> Comparison:
-    """Compares the run of a layout; ``difference`` is the largest relative one of a parameter at the end.
+def compare(
+    reference: Trace,
+    other: Trace,
+    difference: float,
+    *,
+    repeats: bool | None = None,
+    sensitivity: float | None = None,
+) -> Comparison:
+    """Compares the run of a layout with the reference.
 
-    ``repeats`` is that of ``diagnose``.
+    Args:
+        reference: the run on one device.
+        other: the run of the layout.
+        difference: the largest relative difference of a parameter at the end.
+        repeats: as in ``diagnose``.
+        sensitivity: the difference of a run on one device whose inputs were changed by one unit in the last place.
     """
     if other.refused:
         return Comparison(other, "")
@@ -45,7 +80,11 @@ def compare(reference: Trace, other: Trace, difference: float, *, repeats: bool 
         return Comparison(other, "A")
     if other.level == "C":
         return Comparison(other, "C", difference, None if other.independent else found)
-    return Comparison(other, "B" if difference <= _BOUND else "-", difference, found)
+    if difference <= BOUND:
+        return Comparison(other, "B", difference, found)
+    near = sensitivity is not None and (difference <= _FURTHER * sensitivity or sensitivity >= _PARTED)
+    enlarged = near and found.cause in _MAY_BE_ROUNDING and math.isfinite(difference)
+    return Comparison(other, "~" if enlarged else "-", difference, found, sensitivity)
 
 
 _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
@@ -62,6 +101,7 @@ def table(comparisons: Sequence[Comparison], steps: int) -> str:
     lines += [
         f"{each.trace.label} differs since {each.diagnosis.text}." for each in comparisons if each.diagnosis
     ]
+    lines += [_beyond_bound(each) for each in comparisons if each.sensitivity is not None]
     lines += [
         f"{each.trace.label} did not run: {each.trace.refused}" for each in comparisons if each.trace.refused
     ]
@@ -83,6 +123,7 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "promised": each.trace.level,
             "reached": each.reached,
             "difference": each.difference,
+            "sensitivity": each.sensitivity,
             "refused": each.trace.refused,
             "cause": each.diagnosis.cause.name.lower() if each.diagnosis else "",
             "step": each.diagnosis.step if each.diagnosis else None,
@@ -95,6 +136,18 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
         for each in comparisons
     ]
     return json.dumps(found, indent=1) + "\n"
+
+
+def _beyond_bound(each: Comparison) -> str:
+    explained = "rounding alone does not explain it."
+    if each.reached == "~":
+        explained = (
+            "so far does this model enlarge rounding. Compare fewer steps to see the layout within the bound."
+        )
+    return (
+        f"{each.trace.label} differs by {each.difference:.1e}, more than the bound of level B, {BOUND:g}. One device "
+        f"whose inputs change by one unit in the last place differs by {each.sensitivity:.1e}: {explained}"
+    )
 
 
 def _row(each: Comparison) -> tuple[str, ...]:
