@@ -101,3 +101,20 @@ def test_the_options_of_the_run_come_from_the_tables(load):
     assert (options.keep, options.save_in_background) == (5, False)
     assert (options.fingerprint_every, options.global_batch) == (50, 128)
     assert (options.directory, options.profile) == ("runs/1", "1:2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "threads", "ranks", "found"),
+    [("auto", 8, 1, 2, 3), ("auto", 64, 2, 4, 8), ("auto", 2, 1, 4, 1), (5, 2, 1, 4, 5), (0, 8, 1, 1, 0)],
+)
+def test_workers_are_a_number_or_what_the_cores_of_a_host_leave(
+    load, monkeypatch, asked, cores, threads, ranks, found
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
+    assert load(f"data.workers={asked}").data.loader_processes(threads, ranks) == found
+
+
+@pytest.mark.parametrize("asked", ["-1", "many", "true"])
+def test_workers_that_are_neither_are_refused(load, asked):
+    with pytest.raises(ConfigError, match=r"data\.workers should be"):
+        load(f"data.workers={asked}")

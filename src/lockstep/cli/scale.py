@@ -88,7 +88,9 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
     machine = Resources(
         cores=len(os.sched_getaffinity(0)),
         threads=config.run.threads,
-        workers=config.data.workers,
+        workers=config.data.loader_processes(
+            config.run.threads, max((each.devices for each in chosen), default=1)
+        ),
         micro_batches=config.training.micro_batches,
     )
     limit = _limit(rows, machine)

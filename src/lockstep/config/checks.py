@@ -106,6 +106,13 @@ def devices(value: int | str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def workers(value: int | str) -> str | None:
+    """A number of processes, which may be 0, or ``auto``."""
+    if value == "auto" or (isinstance(value, int) and value >= 0):
+        return None
+    return f"should be a number of processes from 0 on, or 'auto', and is {value!r}."
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceRequest:
     """Devices as a user asks for them."""

@@ -7,11 +7,21 @@ A job file has one table per class below; `JobConfig` only collects them. ``[mod
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import CheckedOptions, KeyPath, at_least, devices, more_than, one_of, plain_name
+from lockstep.config.checks import (
+    CheckedOptions,
+    KeyPath,
+    at_least,
+    devices,
+    more_than,
+    one_of,
+    plain_name,
+    workers,
+)
 from lockstep.config.components import Component
 from lockstep.config.options import Recipe, RunOptions, RunSettings
 from lockstep.config.reader import read_table, to_table
@@ -50,8 +60,9 @@ class DataConfig(CheckedOptions):
     """The data set that is trained on."""
     validation: Component | None = None
     """The data set that is evaluated on; none: no evaluation."""
-    workers: int = field(default=2, metadata={"check": at_least(0)})
-    """Loader processes of each rank; they never change a bit."""
+    workers: int | str = field(default=2, metadata={"check": workers})
+    """Loader processes of each rank, or ``auto``: as many as leave each of its threads a core, 1 to 8. No bit
+    changes."""
     prefetch: int = _run_option("prefetch")
     """Steps that each rank reads ahead."""
     timeout: float = _run_option("loader_timeout")
@@ -60,6 +71,12 @@ class DataConfig(CheckedOptions):
     """A training sample that cannot be read: error ends the run; skip lists it and trains on another, up to 1 %."""
     cache: bool | str = False
     """Decodes photos once, into a folder: true for the user's cache folder, or a path. No bit changes."""
+
+    def loader_processes(self, threads: int, ranks: int) -> int:
+        """Loader processes of each rank, where ``ranks`` of so many threads share the cores of this process."""
+        if isinstance(self.workers, int):
+            return self.workers
+        return max(1, min(8, len(os.sched_getaffinity(0)) // ranks - threads))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,8 @@ def use_image_cache(data_set: Any, name: str, config: DataConfig, run: Run) -> N
 
     folder = None if config.cache is True else Path(config.cache)
     try:
-        inner.use_cache(folder, workers=config.workers, tell=tell)
+        workers = config.loader_processes(run.options.threads or 1, run.world.local_world_size)
+        inner.use_cache(folder, workers=workers, tell=tell)
     except ConfigError as error:
         raise ConfigError(f"data.cache is given, but for {name} it cannot be: {error}") from error
     if run.is_main and inner.cache is not None:
@@ -173,7 +174,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         classifies=isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss),
         training_set=training_set,
         validation_set=validation_set,
-        workers=config.data.workers,
+        workers=config.data.loader_processes(config.run.threads, world.local_world_size),
     )
     logger = _loggers(config, run)
     return Trainer(run, parts, config.training, config.checkpoint, config.log.every, logger)

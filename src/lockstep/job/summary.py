@@ -68,7 +68,7 @@ def sample_plan(config: JobConfig, facts: Facts) -> SamplePlan:
 def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
     training, run = config.training, config.run
     ranks = "as many as there are devices" if facts.ranks is None else str(facts.ranks)
-    level = _level(config)
+    level, workers = _level(config), config.data.loader_processes(run.threads, facts.ranks or 1)
     evaluated = "none" if facts.validation_samples is None else f"{facts.validation_samples:,} samples"
     rows = [
         ("job", config.job),
@@ -77,7 +77,7 @@ def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
         ("recipe", f"seed {training.seed}, {training.precision}, {config.optimizer.target}"),
         (
             "devices",
-            f"{run.devices} ({ranks} ranks of {run.threads} thread(s), {config.data.workers} loader workers)",
+            f"{run.devices} ({ranks} ranks of {run.threads} thread(s), {workers} loader workers)",
         ),
         ("strategy", f"{training.strategy}, gradients {training.reduce}, equality level {level}"),
     ]
