@@ -44,6 +44,7 @@ def hidden_entries(directory):
 
 
 @pytest.mark.fault("K1")
+@pytest.mark.slow
 def test_thirty_kills_at_random_moments_always_leave_a_complete_checkpoint(writer, state_of, shown):
     ask, directory = writer
     began = time.monotonic()

@@ -53,6 +53,7 @@ def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one
     assert fingerprint_of(on_three) == fingerprint_of(on_one) == fingerprint_of(alone)
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint(process, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

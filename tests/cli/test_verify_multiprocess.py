@@ -111,6 +111,7 @@ def test_what_is_beyond_the_bound_is_compared_with_the_model_s_own_sensitivity(
         pytest.param(("data.train.target", "own_parts:Shifted"), "augmentation", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, process, job):
     result, found = verified(process, job, "--set", "=".join(change))
     assert result.returncode == 1, result.stdout + result.stderr
@@ -118,6 +119,7 @@ def test_a_job_whose_code_depends_on_the_layout_is_found_out(change, cause, proc
     assert "differs since step 0" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_strategy_that_was_named_and_cannot_run_the_job_says_why_and_proves_nothing(process, job):
     result = process(
         "verify",
@@ -135,7 +137,11 @@ def test_a_strategy_that_was_named_and_cannot_run_the_job_says_why_and_proves_no
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow),
+    ],
 )
 def test_a_command_that_is_asked_to_stop_ends_at_once_and_leaves_nothing(number, code, tmp_path):
     """Not the layout that runs just then alone, as if it could not run the job."""

@@ -67,6 +67,7 @@ def test_ten_epochs_in_memory_take_no_more_memory_than_two():
     assert_flat(*grown(TensorDataset(torch.randn(640, 512), torch.arange(640)), workers=0))
 
 
+@pytest.mark.slow
 def test_ten_epochs_through_workers_take_no_more_memory_than_two():
     assert_flat(*grown(Pictures(64, 96), workers=1))
 

@@ -42,6 +42,7 @@ def test_one_file_prints_the_same_under_python_and_lockstep_run_and_is_as_accura
     assert number(alone) == pytest.approx(single_device, abs=0.025)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_like_one_that_never_stopped(tmp_path):
     whole = run(PYTHON, "03_resume.py", "--directory", tmp_path / "whole")
     stopped = run((*LOCKSTEP, "cpu:2"), "03_resume.py", "--directory", tmp_path / "cut", "--stop-at", 17)
@@ -51,6 +52,7 @@ def test_a_stopped_run_ends_like_one_that_never_stopped(tmp_path):
     assert fingerprint(resumed) == fingerprint(whole)
 
 
+@pytest.mark.slow
 def test_pretrained_weights_load_but_for_the_head_and_the_rest_is_frozen(tmp_path):
     output = run(
         (*LOCKSTEP, "cpu:2"), "04_pretrained_and_frozen.py", "--weights", tmp_path / "five.safetensors"

@@ -61,6 +61,7 @@ def test_a_request_to_stop_in_any_phase_is_kept_and_nothing_is_lost(command, und
 
 
 @pytest.mark.fault("P7", "P5")
+@pytest.mark.slow
 def test_a_long_evaluation_is_left_within_seconds_and_done_again(command, tmp_path):
     (tmp_path / "undisturbed").mkdir()
     one = Command(tmp_path / "undisturbed")

@@ -115,6 +115,7 @@ def test_two_thousand_mutated_scripts_end_in_findings_or_a_sentence():
     assert parsed > 500
 
 
+@pytest.mark.slow
 def test_the_standard_library_has_no_finding():
     paths = sorted(
         path

@@ -26,6 +26,7 @@ def parameters_of_jobs(world, jobs, ways):
     return {job: parameters_of_ways(world, job, ways) for job in jobs}
 
 
+@pytest.mark.slow
 def test_mixed_types_channels_last_and_parameters_that_are_not_always_used():
     layout = {"channels_last": True}
     ways = (("ordered", layout), ("bf16", layout), ("powersgd", {"powersgd_rank": 1, **layout}))

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 _BEGIN = """
 import resource, threading, torch
 from lockstep.run.session import keep_freed_memory
@@ -21,6 +23,7 @@ def _printed(code):
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_memory_of_one_step_serves_the_next():
     code = "assert keep_freed_memory()\nprint(*[faults() for _ in range(8)])"
     first, *others = _printed(code)
@@ -28,6 +31,7 @@ def test_memory_of_one_step_serves_the_next():
     assert sum(others[3:]) < first / 100, "one of those before may still fill a gap that the first had left"
 
 
+@pytest.mark.slow
 def test_without_it_every_step_asks_the_system_again():
     """The reason for all this; when it fails, glibc has learnt to keep large blocks and the module can go."""
     first, second, third = _printed("print(faults(), faults(), faults())")

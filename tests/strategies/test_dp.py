@@ -67,7 +67,7 @@ def alone(make):
 
 
 @pytest.mark.parametrize("make", [Tied, quiet], ids=["in turns", "at once"])
-@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("replicas", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 8))])
 def test_every_number_of_replicas_gives_the_bits_of_one_device(make, replicas):
     """12 steps; the last of an epoch has 10 rows, which leaves replicas without a micro-batch."""
     assert draws_in_forward(make()) is (make is Tied)

@@ -67,7 +67,7 @@ LAYOUTS = [
     Layout(
         "hybrid", 4, {"mesh": "pipeline=2,data=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
     ),
-    Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED),
+    Layout("hybrid", 4, {"mesh": "fsdp=2,pipeline=2"}, UNTIED, slow=True),
     Layout(
         "hybrid", 4, {"mesh": "pipeline=2,fsdp=2", "pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True
     ),

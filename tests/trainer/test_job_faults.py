@@ -42,6 +42,7 @@ def test_nan_names_step_and_samples_and_leaves_the_last_checkpoint_finite(jobs):
 
 
 @pytest.mark.fault("K3")
+@pytest.mark.slow
 def test_a_flipped_byte_is_refused_and_nothing_is_written_over(jobs):
     assert jobs.train("--devices", "cpu:2", "--epochs", "1").returncode == 0
     broken = jobs.checkpoints()[-1]
@@ -70,6 +71,7 @@ def test_a_run_folder_whose_newest_checkpoint_is_broken_goes_on_from_the_one_bef
 
 
 @pytest.mark.fault("K6", "S8")
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused_by_name(jobs):
     assert jobs.train("--devices", "cpu:1", "--epochs", "1").returncode == 0
     path = jobs.checkpoints()[-1]

@@ -9,6 +9,7 @@ from tests.launch.hosts.host import LOCKSTEP
 
 
 @pytest.mark.fault("M5")
+@pytest.mark.slow
 def test_the_ranks_of_two_hosts_are_timed_together(two_hosts):
     two_hosts.start("doctor", devices=("cpu:2", "cpu:1"))
     assert [code for code, _ in two_hosts.end()] == [0, 0], two_hosts[1].stderr

@@ -30,7 +30,7 @@ def silence(lines):
     return float(lines[0].split("no progress for ")[1].split()[0])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.fault("P10", "D3")
 def test_a_rank_stuck_in_its_loader_is_named_with_the_line_of_the_data_set(command, workers):
     lines = hang(command, LOOP, "loader", workers)

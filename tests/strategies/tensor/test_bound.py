@@ -28,6 +28,7 @@ BOUND = {torch.float64: 1e-10, torch.float32: 1e-3}
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "data x tensor")) for name in LAYOUTS],
 )
+@pytest.mark.slow
 def test_twelve_steps_in_float64_are_those_of_one_device(name):
     compare(alone(), laid_out(name), torch.float64)
 
