@@ -1,40 +1,314 @@
-"""The collectives of FSDP2: which modules are gathered together, and a reduce-scatter in the tree's order.
+"""Blocks of parameters that are gathered together, and the exchange of their gradients in the tree's order.
 
     round j      rank 0 has micro-batch 2j      rank 1 has 2j+1               (2 ranks)
     all_to_all   rank 0 gets its rows of the gradients of 2j and 2j+1, rank 1 its own of both
-    stack        each pushes them in order of k on a binary counter, one for each group of parameters
+    stack        each pushes them in order of k on a binary counter, one for each block
 
-Every rank holds the leaves of its own rows one by one, so their sum has the tree's order for any number of ranks. FSDP2
-itself receives a reduced gradient of zeros; the sums are set after the step's last micro-batch.
+Every rank holds the leaves of its own rows one by one, so their sum has the tree's order for any number of ranks. A
+parameter has one gradient in a micro-batch, however often its block is called, and it is sent once; what else is sent
+of the block in that micro-batch is zeros, which are combined by "or" and so change no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
-from lockstep.config.strategy_options import FsdpOptions
 from lockstep.core.summation_tree import merges_after_leaf
-from lockstep.distributed.collectives import all_gather_flat
+from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
-from lockstep.numerics.running_buffers import has_batch_norm
+from lockstep.strategies.sharding import rows_of
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
+_METADATA = frozenset(
+    {
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "ndim",
+            "grad_fn",
+            "nbytes",
+        ),
+        *("itemsize", "_version", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
+        *("is_mkldnn", "is_sparse_csr", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
+        *("is_xpu", "is_mps", "is_xla", "is_hpu", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_ort"),
+        *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "has_names"),
+        *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
+    }
+)
+"""What can be asked of a parameter without its values."""
+
+
+class AbsentParameter(nn.Parameter):
+    """Stands in a module for a parameter whose values this process has freed: its shape and type, without values."""
+
+    parameter_name: str
+
+    def __new__(cls, whole: nn.Parameter, name: str) -> AbsentParameter:
+        """Makes one like ``whole``."""
+        values = torch.empty_like(whole, device="meta", requires_grad=False)
+        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
+        made.__dict__.update(whole.__dict__)
+        made.parameter_name = name
+        return made
+
+    def __init__(self, whole: nn.Parameter, name: str) -> None:
+        """See ``__new__``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answers what needs no values; raises ``ConfigError`` otherwise."""
+        asked = getattr(func, "__name__", "")
+        if asked in ("__get__", "__set__", "__delete__"):
+            asked = getattr(func, "__self__", func).__name__
+        if asked in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        names = [each.parameter_name for each in _flat(args) if isinstance(each, AbsentParameter)]
+        raise ConfigError(
+            f"The parameter {', '.join(names[:3])!r} is used outside of the forward pass of its module, where under "
+            "strategy 'fsdp' no process holds it whole. Return what is needed from that module's forward, write the "
+            "weights with run.save(), or use strategy 'ddp'."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        """Refuses a copy, which would have no values."""
+        return self.clone()  # type: ignore[return-value]  # raises
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled, without values."""
+        return self.clone()
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _flat(each)
+        else:
+            yield each
+
+
+class ShardedParameter:
+    """One parameter: this rank's rows, which stay, and the whole, which has memory only while it is gathered.
+
+    Args:
+        name: its first name in the whole model.
+        parameter: the user's; its hooks go on at the whole one.
+        users: the modules that have it, with its name there.
+        rows: of this rank.
+        ranks: that hold rows.
+        dtype: to gather and compute in; None for the parameter's own.
+        offload: True to keep the rows in the CPU's memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        users: Sequence[tuple[nn.Module, str]],
+        rows: slice,
+        ranks: int,
+        dtype: torch.dtype | None,
+        offload: bool,
+    ) -> None:
+        self.name, self.shape, self.users = name, parameter.shape, users
+        values, trained = parameter.detach(), parameter.requires_grad
+        own = values[rows].clone()
+        self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
+        """An ordinary parameter with this rank's rows, for optimizers."""
+        dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        self.whole = nn.Parameter(values.to(dtype, copy=True), requires_grad=trained)
+        self.whole.__dict__.update(parameter.__dict__)
+        for hook in (parameter._backward_hooks or {}).values():
+            self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
+        for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
+        self.absent = AbsentParameter(self.whole, name)
+        self.padded = -(-self.shape[0] // ranks) * prod(self.shape[1:])
+        """Numbers that a rank sends of it: as many as the one with the most rows."""
+        self.gradient: Tensor | None = None
+        """Of the micro-batch, until it is sent."""
+        self.was_taken = False
+        """True once the micro-batch's backward pass has given a gradient."""
+        self.used = 0
+        """In how many of the step's micro-batches of this rank it had a gradient."""
+        if trained:
+            self.whole.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch's stub
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Puts the whole one, or what stands for it, into the modules."""
+        for module, key in self.users:
+            setattr(module, key, parameter)
+
+    def take_memory(self) -> None:
+        """Gives the whole one memory, without values."""
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        if self.whole.requires_grad != self.absent.requires_grad:  # frozen after run.prepare
+            self.whole.requires_grad_(self.absent.requires_grad)
+
+    def free(self) -> None:
+        """Takes the whole one's memory back."""
+        self.put(self.absent)
+        self.whole.untyped_storage().resize_(0)
+
+    def begin_micro_batch(self) -> None:
+        """Forgets the gradient of the one before."""
+        self.gradient, self.was_taken = None, False
+
+    def _take(self, whole: Tensor) -> None:
+        gradient, whole.grad = whole.grad, None
+        if gradient is None:
+            return
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"{self.name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False."
+            )
+        if self.was_taken:
+            raise ConfigError(
+                f"{self.name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
+                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        self.gradient, self.was_taken = gradient, True
+        self.used += 1
+
+
+class Block:
+    """The parameters that are gathered together. Every method but ``free`` and ``take`` is collective, or local.
+
+    Args:
+        name: of the module; "" for what belongs to no block.
+        parameters: of it, in order.
+        group: the ranks that hold rows.
+        device: where the whole parameters are.
+    """
+
+    def __init__(
+        self, name: str, parameters: list[ShardedParameter], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.name, self.parameters = name, parameters
+        self._group, self._device, self._ranks = group, device, dist.get_world_size(group)
+        self._trained = [each for each in parameters if each.held.requires_grad]
+        self._places = _places(self._trained)
+        self._received: dict[torch.dtype, Tensor] = {}
+        self._stacks: dict[torch.dtype, list[Tensor]] = {}
+        self._merges: Iterator[int] = iter(())
+        self._skipped: list[int] = []
+        self.bytes_sent = 0
+        self.is_whole = True
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if some gradient of the micro-batch has not been sent."""
+        return any(each.gradient is not None for each in self._trained)
+
+    def gather(self, keep: bool) -> None:
+        """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
+        keep = keep and not self.is_whole
+        for members in _by_dtype(self.parameters).values():
+            dtype, sizes = members[0].whole.dtype, [each.padded for each in members]
+            mine = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
+            for each, part in zip(members, torch.split(mine, sizes)):
+                part[: each.held.numel()] = each.held.detach().view(-1)
+            everyone = _exchange_bytes(mine, lambda row: all_gather_rows(row, self._group))
+            self.bytes_sent += mine.nbytes * (self._ranks - 1)
+            for each, parts in zip(members, torch.split(everyone, sizes, dim=1)) if keep else ():
+                each.take_memory()
+                rows = parts.reshape(-1, *each.shape[1:])[: each.shape[0]]
+                each.whole.detach().copy_(rows)
+        if keep:
+            for each in self.parameters:
+                each.put(each.whole)
+            self.is_whole = True
+
+    def free(self) -> None:
+        """Frees the whole parameters."""
+        if self.is_whole:
+            for each in self.parameters:
+                each.free()
+            self.is_whole = False
+
+    def begin_step(self, leaves: int) -> None:
+        """Starts a step of ``leaves`` micro-batches."""
+        self._merges, self._stacks, self._skipped = iter(merges_after_leaf(0, leaves, leaves)), {}, []
+        for each in self._trained:
+            each.used = 0
+
+    def begin_micro_batch(self) -> None:
+        """Starts a round: one micro-batch of every rank."""
+        self._received = {}
+        for each in self._trained:
+            each.begin_micro_batch()
+
+    def exchange(self) -> None:
+        """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
+        for dtype, members in _by_dtype(self._trained).items():
+            size = sum(each.padded for each in members)
+            mine = torch.zeros(self._ranks, size, dtype=dtype, device=self._device)
+            for each, part in zip(members, torch.split(mine, [each.padded for each in members], dim=1)):
+                if each.gradient is not None:
+                    gradient = each.gradient.to(dtype)
+                    for rank in range(self._ranks):
+                        rows = gradient[rows_of(each.shape[0], self._ranks, rank)]
+                        part[rank, : rows.numel()] = rows.reshape(-1)
+                    each.gradient = None
+            received = _exchange_bytes(mine, self._all_to_all)
+            self.bytes_sent += mine.nbytes * (self._ranks - 1) // self._ranks
+            if dtype in self._received:
+                self._received[dtype].view(torch.uint8).bitwise_or_(received.view(torch.uint8))
+            else:
+                self._received[dtype] = received
+
+    def end_micro_batch(self) -> None:
+        """Pushes the leaves of the round on the stacks, in order of k."""
+        if not self._received and not self._stacks:
+            self._skipped += [merges for _, merges in zip(range(self._ranks), self._merges)]
+            return
+        counts = [merges for _, merges in zip(range(self._ranks), self._merges)]
+        for dtype, members in _by_dtype(self._trained).items():
+            size = sum(each.padded for each in members)
+            if dtype not in self._stacks:
+                zeros = (torch.zeros(size, dtype=dtype, device=self._device) for _ in self._skipped)
+                self._stacks[dtype] = _push([], zip(zeros, self._skipped))
+            received = self._received.get(dtype)
+            if received is None:
+                received = torch.zeros(self._ranks, size, dtype=dtype, device=self._device)
+            stack = _push(self._stacks[dtype], zip(received, counts))
+            # What stays must not keep the other ranks' leaves alive.
+            memory = received.untyped_storage().data_ptr()
+            self._stacks[dtype] = [
+                node.clone() if node.untyped_storage().data_ptr() == memory else node for node in stack
+            ]
+        self._received = {}
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums over the step's micro-batches, of this rank's rows by name; none if no gradient came."""
+        found: dict[str, Tensor] = {}
+        for dtype, stack in self._stacks.items():
+            (total,) = stack
+            for each, start in self._places[dtype]:
+                found[each.name] = total[start : start + each.held.numel()].view(each.held.shape)
+        self._stacks = {}
+        return found
+
+    def _all_to_all(self, mine: Tensor) -> Tensor:
+        received = torch.empty_like(mine)
+        dist.all_to_all_single(received, mine, group=self._group)
+        return received
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -49,38 +323,6 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         owners.setdefault(parameter, set()).add(owner)
     shared = {owner for names in owners.values() if len(names) > 1 for owner in names}
     return {name: module for name, module in blocks.items() if name not in shared}
-
-
-def shard(
-    model: nn.Module, group: dist.ProcessGroup, device: torch.device, options: FsdpOptions
-) -> dict[str, FSDPModule]:
-    """Makes FSDP2 share the blocks of a model out, and what is left with the whole of it. Collective.
-
-    Returns:
-        The modules that gather parameters, by name, the whole model last.
-
-    Raises:
-        ConfigError: torch's mixed precision cannot compute this model.
-    """
-    if options.mixed_precision and has_batch_norm(model):
-        raise ConfigError(
-            f"fsdp.mixed_precision={options.mixed_precision!r} casts BatchNorm's weights and not its statistics, which "
-            f"torch cannot compute with. Use precision={options.mixed_precision!r} instead, which is level A."
-        )
-    mesh = DeviceMesh.from_group(group, device.type)
-    dtype = _TYPES.get(options.mixed_precision)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
-    return {
-        name: fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=options.reshard_after_forward and bool(name),
-            mp_policy=policy,
-            offload_policy=offload,
-        )
-        for name, module in [*find_blocks(model).items(), ("", model)]
-    }
 
 
 def _size(module: nn.Module) -> int:
@@ -98,80 +340,33 @@ def _candidates(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-class CountedAllGather:
-    """The all-gather that FSDP2 calls for parameters: its own, with a count of bytes."""
-
-    def __init__(self) -> None:
-        self.bytes_sent = 0
-
-    def install(self, module: FSDPModule) -> None:
-        """Makes a module use it."""
-        module.set_custom_all_gather(self)  # type: ignore[arg-type]  # not derived from torch's own class
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2's buffers."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gathers the rows of one unit. Collective."""
-        self.bytes_sent += input_tensor.nbytes * (dist.get_world_size(group) - 1)
-        return all_gather_flat(output_tensor, input_tensor, group, async_op=async_op)
+def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[ShardedParameter]]:
+    found: dict[torch.dtype, list[ShardedParameter]] = {}
+    for each in parameters:
+        found.setdefault(each.held.dtype, []).append(each)
+    return found
 
 
-class OrderedReduceScatter:
-    """The reduce-scatter that FSDP2 calls for one group of parameters."""
+def _places(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[tuple[ShardedParameter, int]]]:
+    """Where in the flat sum of its dtype the rows of each parameter begin."""
+    found: dict[torch.dtype, list[tuple[ShardedParameter, int]]] = {}
+    for dtype, members in _by_dtype(parameters).items():
+        start = 0
+        for each in members:
+            found.setdefault(dtype, []).append((each, start))
+            start += each.padded
+    return found
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, dist.get_world_size(group)
-        self._stack: list[Tensor] = []
-        self._merges: Iterator[int] = iter(())
-        self.output: Tensor | None = None
-        """The last output, until it has been looked at; the gradients of FSDP2's parameters are views of it."""
-        self.bytes_sent = 0
 
-    def install(self, module: FSDPModule) -> None:
-        """Makes a module use it, and neither divide nor leave out unused parameters."""
-        module.set_custom_reduce_scatter(self)  # type: ignore[arg-type]  # not derived from torch's own class
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
-            module.set_reduce_scatter_unused_params(True)
+def _push(stack: list[Tensor], leaves: Iterator[tuple[Tensor, int]]) -> list[Tensor]:
+    for leaf, merges in leaves:
+        stack.append(leaf)
+        for _ in range(merges):
+            right = stack.pop()
+            stack[-1].add_(right)
+    return stack
 
-    def begin(self, leaves: int) -> None:
-        """Starts a step of ``leaves`` micro-batches."""
-        self._stack, self._merges = [], iter(merges_after_leaf(0, leaves, leaves))
 
-    def take(self) -> Tensor | None:
-        """The sum over the step's micro-batches, flat as ``output`` is; None if no backward pass came here."""
-        return self._stack.pop() if self._stack else None
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for FSDP2's buffers."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Exchanges one micro-batch of every rank. Collective, in the same order on every rank."""
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=self._group)
-        self.bytes_sent += input_tensor.nbytes * (self._ranks - 1) // self._ranks
-        for leaf, merges in zip(
-            received.view(self._ranks, -1), self._merges
-        ):  # what comes after is of spares
-            self._stack.append(leaf)
-            for _ in range(merges):
-                right = self._stack.pop()
-                self._stack[-1].add_(right)
-        # What stays must not keep the other ranks' leaves alive.
-        memory = received.untyped_storage().data_ptr()
-        own = [node.untyped_storage().data_ptr() == memory for node in self._stack]
-        self._stack = [node.clone() if part else node for node, part in zip(self._stack, own)]
-        self.output = output_tensor.zero_()
+def _exchange_bytes(values: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
+    """Runs a collective on the bytes of a tensor: no backend has to know its number type."""
+    return collective(values.view(torch.uint8)).view(values.dtype)

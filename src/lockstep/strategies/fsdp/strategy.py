@@ -1,32 +1,30 @@
-"""Fully sharded data parallel, on torch's FSDP2 (``fully_shard``).
+"""Fully sharded data parallel.
 
     held          rank 0: rows 0..n/2 of every parameter, its gradient and its optimizer state; rank 1: the other rows
     forward       gather a block's parameters -> compute -> free them          ... block after block
     backward      gather -> compute -> exchange the micro-batch's gradients -> free
 
-Parameters are gathered and freed by torch; the exchange is ours (``exchange``), and the ranks take micro-batches in
-turn (rank r has k = j * ranks + r), so that the gradients of a round are neighbours in the tree. Where the
-micro-batches run out, a rank runs a spare one, which counts for nothing, so that it joins every collective.
+``gathering`` decides when parameters are whole, ``exchange`` gathers them and sums their gradients. The ranks take
+micro-batches in turn (rank r has k = j * ranks + r), so that the gradients of a round are neighbours in the tree. Where
+the micro-batches run out, a rank runs a spare one, which counts for nothing, so that it joins every collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
-from lockstep.numerics.running_buffers import RunningBuffers
-from lockstep.strategies.fsdp.exchange import CountedAllGather, OrderedReduceScatter, shard
+from lockstep.errors import ConfigError
+from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
+from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
 from lockstep.strategies.sharding import (
     explain_missing_parameters,
@@ -37,46 +35,7 @@ from lockstep.strategies.sharding import (
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
-
-class ShardedParameter:
-    """One parameter.
-
-    Args:
-        name: its first name in the whole model.
-        sharded: FSDP2's; its rows of this rank are never moved.
-        shape: of the whole.
-    """
-
-    def __init__(self, name: str, sharded: DTensor, shape: torch.Size) -> None:
-        self.name, self.sharded, self.shape = name, sharded, shape
-        rows = sharded.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
-        self.held = nn.Parameter(rows, requires_grad=sharded.requires_grad)
-        """An ordinary parameter on the very memory of this rank's rows: optimizers step it without DTensor."""
-        self.place: tuple[int, int] | None = None
-        """Number of its exchange, and where in the flat sum it begins; known after the first backward pass."""
-        self.used = 0
-        """In how many of the step's micro-batches of this rank it had a gradient."""
-
-
-def count_uses(parameters: Mapping[str, ShardedParameter], modules: Mapping[str, FSDPModule]) -> None:
-    """Counts in which micro-batches parameters had a gradient.
-
-    FSDP2 makes the whole parameters at the first forward pass and keeps the objects, so they get a hook then.
-    """
-    waiting = {name for name, p in parameters.items() if p.sharded.requires_grad}
-
-    def watch(prefix: str, unit: nn.Module, arguments: object) -> None:
-        for name, parameter in unit.named_parameters(prefix) if waiting else ():
-            if name in waiting and not isinstance(parameter, DTensor):
-                waiting.discard(name)
-                parameter.register_post_accumulate_grad_hook(partial(note_use, parameters[name]))  # type: ignore[no-untyped-call]  # torch's stub
-
-    def note_use(sharded: ShardedParameter, _: Tensor) -> None:
-        sharded.used += 1
-
-    for prefix, module in modules.items():
-        assert isinstance(module, nn.Module)
-        module.register_forward_pre_hook(partial(watch, prefix))  # after FSDP2's own, which gathers
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FullyShardedDataParallel(Strategy):
@@ -115,18 +74,22 @@ class FullyShardedDataParallel(Strategy):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
         self._buffers = RunningBuffers(model, self._declared)
-        modules = shard(model, self._group, self.device, self._options)
-        self._exchanges = [OrderedReduceScatter(self._group) for _ in modules]
-        self._gathering = CountedAllGather()
-        for exchange, module in zip(self._exchanges, modules.values()):
-            exchange.install(module)
-            self._gathering.install(module)
-        self._parameters: dict[str, ShardedParameter] = {}
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            self._parameters[name] = ShardedParameter(name, parameter, self._shapes[name])
-        self._trained = [each for each in self._parameters.values() if each.sharded.requires_grad]
-        count_uses(self._parameters, modules)
+        options = self._options
+        if options.mixed_precision and has_batch_norm(model):
+            raise ConfigError(
+                f"fsdp.mixed_precision={options.mixed_precision!r} casts BatchNorm's weights and not its statistics, "
+                f"which torch cannot compute with. Use precision={options.mixed_precision!r} instead, which is level A."
+            )
+        self._gathering = Gathering(
+            model,
+            self._group,
+            self.device,
+            keep=not options.reshard_after_forward,
+            dtype=_TYPES.get(options.mixed_precision),
+            offload=options.cpu_offload,
+        )
+        self._parameters = self._gathering.parameters
+        self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2
         )
@@ -138,15 +101,13 @@ class FullyShardedDataParallel(Strategy):
         prior = [(each.held, each.held.grad) for each in self._trained if each.held.grad is not None]
         self._buffers.begin_step()
         self._buffers.remember_others()
-        for exchange in self._exchanges:
-            exchange.begin(leaves)
-        for each in self._trained:
-            each.used = 0
+        self._gathering.begin_step(leaves)
         losses, weights = [], []
         advanced = torch.zeros(self._buffers.counters, dtype=torch.int64, device=self.device)
         values = self._buffers.new_rows(self.share.longest(self._micro_batches))
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
+            self._gathering.begin_micro_batch()
             with explain_missing_parameters(self.name):
                 loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
@@ -155,7 +116,7 @@ class FullyShardedDataParallel(Strategy):
             before = [each.used for each in self._trained]
             with explain_missing_parameters(self.name):
                 (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
-            self._find_places()
+            self._gathering.end_micro_batch()
             for call in self.events.micro_batch_end:
                 call(micro_batch)
             if micro_batch.k >= leaves:
@@ -164,9 +125,8 @@ class FullyShardedDataParallel(Strategy):
                 continue
             losses.append(loss.detach())
             weights.append(weight)
-        totals = [exchange.take() for exchange in self._exchanges]
-        sums = [total.sum() for total in totals if total is not None]
-        overflow = bool(sums) and not bool(torch.stack(sums).isfinite().all())
+        totals = self._gathering.take()
+        overflow = not all(bool(total.isfinite().all()) for total in totals.values())
         used = [each.used for each in self._trained]
         headers = self.gather(self._header.pack(losses, weights, used, advanced, [stop, overflow]))
         return self._finish(headers, totals, values, leaves, prior)
@@ -177,7 +137,7 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, *self._exchanges)
+        drop_process_groups(self, self._gathering, *self._gathering.blocks)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters."""
@@ -189,6 +149,10 @@ class FullyShardedDataParallel(Strategy):
         rows = [each.shape[0] for each in trained]
         sums = squares_of_rows([each.held.grad for each in trained], rows, self.device, self._group)
         return torch.stack(sums or [torch.zeros((), dtype=torch.float64, device=self.device)])
+
+    def after_step(self) -> None:
+        """See ``Strategy.after_step``: what was gathered before is out of date."""
+        self._gathering.free()
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""
@@ -233,27 +197,12 @@ class FullyShardedDataParallel(Strategy):
     @property
     def bytes_sent(self) -> int:
         """See ``Strategy.bytes_sent``: gradients, and parameters that are gathered."""
-        return self._gathering.bytes_sent + sum(exchange.bytes_sent for exchange in self._exchanges)
-
-    def _find_places(self) -> None:
-        """Learns once where in the flat sums each gradient lies: FSDP2 has made its own views of them."""
-        for each in self._trained:
-            gradient = each.sharded.grad
-            if each.place is None and gradient is not None:
-                local = gradient.to_local()  # type: ignore[attr-defined]  # a DTensor
-                storage = local.untyped_storage().data_ptr()
-                for number, exchange in enumerate(self._exchanges):
-                    output = exchange.output
-                    if output is not None and output.untyped_storage().data_ptr() == storage:
-                        each.place = number, local.storage_offset()
-            each.sharded.grad = None
-        for exchange in self._exchanges:
-            exchange.output = None
+        return self._gathering.bytes_sent
 
     def _finish(
         self,
         headers: Tensor,
-        totals: list[Tensor | None],
+        totals: Mapping[str, Tensor],
         values: Tensor,
         leaves: int,
         prior: list[tuple[nn.Parameter, Tensor]],
@@ -269,20 +218,14 @@ class FullyShardedDataParallel(Strategy):
 
     def _set_gradients(
         self,
-        totals: list[Tensor | None],
+        totals: Mapping[str, Tensor],
         uses: list[float],
         weight: Tensor,
         prior: list[tuple[nn.Parameter, Tensor]],
     ) -> None:
-        for total in totals:
-            if total is not None:
-                total.div_(weight)
         for each, count in zip(self._trained, uses):
-            number, start = each.place or (0, 0)
-            total = totals[number] if count and each.place is not None else None
-            if total is not None:
-                total = total[start : start + each.held.numel()].view(each.held.shape).to(each.held.device)
-            each.held.grad = total
+            total = totals.get(each.name) if count else None
+            each.held.grad = None if total is None else total.div_(weight).to(each.held.device)
         add_prior(prior)
 
 

@@ -1,0 +1,253 @@
+"""Decides when parameters are whole: gathered before a module uses them, and again when backward needs them.
+
+    forward    module begins: its block is gathered       module ends: its block is freed
+    backward   a saved parameter is asked for: its block is gathered, those before it are sent and freed
+
+Nothing is added to the graph of autograd, so gradients are summed in the order of a model on one device: saved tensors
+are packed (``torch.autograd.graph.saved_tensors_hooks``), and unpacking a parameter gathers its block.
+
+Ranks need not use the same blocks in the same order. Every collective is preceded by one in which each rank says what
+it wants next, and all serve what any rank wants:
+
+    rank 0    gather experts.0 ->  serves 0, then 3  -> ... -> nothing more
+    rank 1    gather experts.3 ->  serves 0, then 3  -> ... -> exchange experts.3 -> nothing more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from lockstep.distributed.collectives import all_gather_rows
+from lockstep.strategies.fsdp.exchange import Block, ShardedParameter, find_blocks
+from lockstep.strategies.sharding import rows_of
+
+_NOTHING = -1
+_KEPT = 2
+"""Blocks that are whole at once in backward: one operation may use parameters of two."""
+
+
+class Gathering:
+    """The blocks of a model, and the hooks that gather them.
+
+    Args:
+        model: on its device, with whole parameters; afterwards without.
+        group: the ranks that hold rows.
+        device: of this rank.
+        keep: True to free blocks after the backward pass only.
+        dtype: to gather, and compute, floating-point parameters in; None for their own.
+        offload: True to keep rows in the CPU's memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        keep: bool = False,
+        dtype: torch.dtype | None = None,
+        offload: bool = False,
+    ) -> None:
+        self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
+        modules = find_blocks(model)
+        users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    users.setdefault(parameter, []).append((module, key))
+        ranks = dist.get_world_size(group)
+        self.parameters: dict[str, ShardedParameter] = {}
+        members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
+        for name, parameter in model.named_parameters():
+            rows = rows_of(parameter.shape[0], ranks, dist.get_rank(group))
+            each = ShardedParameter(name, parameter, users[parameter], rows, ranks, dtype, offload)
+            self.parameters[name] = each
+            members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
+        self.blocks = [Block(name, own, group, device) for name, own in members.items()]
+        *blocks, self._rest = self.blocks
+        self._numbers = {block: number for number, block in enumerate(self.blocks)}
+        self._by_address: dict[int, Block] = {}
+        self._recent: list[Block] = []
+        self._entered: list[saved_tensors_hooks | None] = []
+        for block in self.blocks:
+            for each in block.parameters:
+                each.put(each.whole)
+            block.free()
+        for block, module in zip(blocks, modules.values()):
+            self._watch(module, block)
+        rest = {module for each in self._rest.parameters for module, _ in each.users}
+        for module in {model: None, **dict.fromkeys(rest)}:
+            self._watch(module, self._rest)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of parameters and gradients that this rank has sent."""
+        return sum(block.bytes_sent for block in self.blocks)
+
+    def begin_step(self, leaves: int) -> None:
+        """Starts a step of ``leaves`` micro-batches."""
+        self.free()
+        for block in self.blocks:
+            block.begin_step(leaves)
+
+    def begin_micro_batch(self) -> None:
+        """Starts a micro-batch of this rank, and with it a round of all."""
+        for block in self.blocks:
+            block.begin_micro_batch()
+
+    def end_micro_batch(self) -> None:
+        """Sends the gradients that were not sent yet, and adds up those of the round. Collective."""
+        for block in self.blocks:
+            if block.has_gradients:
+                self._request(2 * self._numbers[block] + 1)
+        self._request(_NOTHING)
+        for block in self.blocks:
+            block.end_micro_batch()
+        self.free()
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums of the step's gradients, of this rank's rows by name of the parameter."""
+        return {name: total for block in self.blocks for name, total in block.take().items()}
+
+    def free(self) -> None:
+        """Frees all whole parameters: they are gathered anew when they are used."""
+        for block in self.blocks:
+            block.free()
+        self._by_address.clear()
+        self._recent.clear()
+
+    def _watch(self, module: nn.Module, block: Block) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            self._enter(block)
+            if self._dtype is None:
+                return None
+            cast = {"dtype": self._dtype}
+            args, kwargs = (
+                tree_map_only(
+                    Tensor, lambda each: each.to(**cast) if each.is_floating_point() else each, given
+                )
+                for given in (args, kwargs)
+            )
+            return args, kwargs
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            output = tree_map_only(Tensor, self._apart, output)
+            self._leave(block)
+            return output
+
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _enter(self, block: Block) -> None:
+        context = None
+        if torch.is_grad_enabled():
+            outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            if outer is None or not (isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address):
+                context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
+                context.__enter__()
+        self._entered.append(context)
+        self.need(block)
+
+    def _leave(self, block: Block) -> None:
+        context = self._entered.pop()
+        if context is not None:
+            context.__exit__()
+        if _in_backward():
+            return
+        if block is not self._rest and not self._keep:
+            self._free(block)
+        if not self._entered and not torch.is_grad_enabled():
+            self._request(_NOTHING)
+            self.free()
+
+    def need(self, block: Block) -> None:
+        """Makes a block whole, if it is not. In backward, gradients of the blocks before it are sent first."""
+        if block.is_whole:
+            return
+        if _in_backward():
+            for each in self._recent:
+                if each.has_gradients:
+                    self._request(2 * self._numbers[each] + 1)
+            while len(self._recent) >= _KEPT and not self._keep:
+                self._free(self._recent.pop(0))
+            if block is not self._rest:
+                self._recent.append(block)
+        self._request(2 * self._numbers[block])
+        for parameter in block.parameters:
+            if parameter.whole.numel():
+                self._by_address[parameter.whole.untyped_storage().data_ptr()] = block
+
+    def _apart(self, output: Tensor) -> Tensor:
+        """A copy of an output that is a view of a parameter, which may be freed next."""
+        if output.layout is torch.strided and output.untyped_storage().data_ptr() in self._by_address:
+            return output.clone()
+        return output
+
+    def _free(self, block: Block) -> None:
+        for each in block.parameters:
+            self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
+        block.free()
+
+    def _request(self, wanted: int) -> None:
+        """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted."""
+        mine = torch.tensor([wanted], device=self._device)
+        while True:
+            wants = all_gather_rows(mine, self._group).flatten().tolist()
+            for each in sorted({int(want) for want in wants} - {_NOTHING}):
+                block = self.blocks[each // 2]
+                if each % 2:
+                    block.exchange()
+                else:
+                    block.gather(keep=each == wanted)
+            if wanted != _NOTHING or all(want == _NOTHING for want in wants):
+                return
+
+
+class _Pack:
+    """Saves a parameter with its block; hands other tensors on to the hooks around these."""
+
+    def __init__(self, blocks: Mapping[int, Block], outer: Sequence[Any] | None) -> None:
+        self.blocks, self._outer = blocks, outer
+
+    def __call__(self, tensor: Tensor) -> tuple[str, Any, Any]:
+        if tensor.layout is torch.strided and tensor.numel():
+            block = self.blocks.get(tensor.untyped_storage().data_ptr())
+            if block is not None:
+                return "parameter", tensor.detach(), block
+        if self._outer is not None:
+            return "outer", self._outer[0](tensor), None
+        return "tensor", tensor, tensor._version
+
+
+class _Unpack:
+    """Gives back what ``_Pack`` saved."""
+
+    def __init__(self, need: Any, outer: Sequence[Any] | None) -> None:
+        self._need, self._outer = need, outer
+
+    def __call__(self, packed: tuple[str, Any, Any]) -> Tensor:
+        kind, saved, more = packed
+        if kind == "parameter":
+            self._need(more)
+        elif kind == "outer":
+            assert self._outer is not None
+            saved = self._outer[1](saved)
+        elif saved._version != more:  # torch checks this only where there are no hooks
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(saved.shape)} is at version {saved._version}; expected version {more} instead."
+            )
+        found: Tensor = saved
+        return found
+
+
+def _in_backward() -> bool:
+    found: int = torch._C._current_graph_task_id()
+    return found != -1
