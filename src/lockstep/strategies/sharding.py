@@ -53,7 +53,7 @@ def squares_of_rows(
         if gradient is not None and gradient.numel():
             part[: gradient.shape[0]] = row_squares(gradient)
     parts = torch.split(all_gather_rows(mine, group), sizes, dim=1)
-    return [fold_rows(part.reshape(-1)[:count]) for part, count in zip(parts, rows)]
+    return [fold_rows(part.reshape(-1)[:count]) if count else part.sum() for part, count in zip(parts, rows)]
 
 
 def require_rows(model: nn.Module, strategy: str) -> None:

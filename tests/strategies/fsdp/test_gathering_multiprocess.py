@@ -1,0 +1,282 @@
+"""Models whose blocks are not called once each, one after the other: the bits of one device, or a refusal."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
+
+WIDTH = 40
+pytestmark = pytest.mark.timeout(180)
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Model(nn.Module):
+    """An embedding of the input, blocks, and a head; what the blocks are used for is the subclass's."""
+
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.start, self.head = nn.Linear(6, WIDTH), nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(linear() for _ in range(blocks))
+
+    def between(self, x, _):
+        return self.blocks[1](torch.relu(self.blocks[0](x)))
+
+    def forward(self, rows):
+        return self.head(self.between(torch.relu(self.start(rows)), rows))
+
+
+class CalledThrice(Model):
+    def between(self, x, _):
+        for _ in range(3):
+            x = torch.relu(self.blocks[0](x)) + self.blocks[1](x)
+        return self.blocks[2](x)
+
+
+class Experts(Model):
+    """Which blocks a micro-batch uses depends on its samples; the last is never used."""
+
+    def between(self, x, rows):
+        number = int(rows[0, 0] * 100) % 2
+        x = torch.relu(self.blocks[number](x))
+        return self.blocks[number](x) if int(rows[0, 1] * 100) % 3 == 0 else x
+
+
+class Dropped(Model):
+    """Steps in which no rank uses a block in some of the rounds."""
+
+    def between(self, x, rows):
+        for number, block in enumerate(self.blocks):
+            if (int(rows[0, 2] * 1000) + number) % 5 == 0:
+                x = x + torch.tanh(block(x))
+        return x
+
+
+class UsedBoth(Model):
+    """A tensor is used within blocks and outside: the order of its gradients' sum is that of one device."""
+
+    def between(self, x, _):
+        y = self.blocks[0](x) * x
+        z = torch.tanh(self.blocks[1](y)) + y * x
+        return self.blocks[2](z) * y + x.sin() * z
+
+
+class Recomputed(Model):
+    def between(self, x, _):
+        for block in self.blocks[:2]:
+            x = checkpoint(
+                lambda value, block=block: torch.relu(block(value)) * value, x, use_reentrant=False
+            )
+        return checkpoint(
+            lambda value: self.blocks[0](torch.sigmoid(self.blocks[2](value))), x, use_reentrant=False
+        )
+
+
+class Conditioned(nn.Module):
+    """A block that gives a dictionary of tuples, with a weight among them, and takes keywords."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = linear(), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, *, condition):
+        return {"pair": (self.scale(x) * condition, self.shift[: WIDTH // 2]), "whole": self.shift}
+
+
+class Dictionaries(Model):
+    def __init__(self):
+        super().__init__(1)
+        self.films = nn.ModuleList([Conditioned(), Conditioned()])
+
+    def between(self, x, _):
+        for film in self.films:
+            found = film(x, condition=x.cos())
+            x = found["pair"][0] * found["whole"] + found["pair"][1].sum()
+        return self.blocks[0](x)
+
+
+class Hooked(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].weight.register_hook(lambda gradient: gradient * 0.5)
+        self.start.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+    def between(self, x, _):
+        return self.blocks[1](torch.relu(self.blocks[0](x)))
+
+
+class Types(Model):
+    """Parameters of three number types, one of them complex, and an empty one, in one block and in the rest."""
+
+    def __init__(self):
+        super().__init__(1)
+        for place in (self.blocks[0], self):
+            place.extra = nn.Parameter(torch.linspace(0, 1, WIDTH, dtype=torch.float64))
+            place.wave = nn.Parameter(torch.polar(torch.ones(WIDTH), torch.linspace(0, 1, WIDTH)))
+            place.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def between(self, x, _):
+        x = self.blocks[0](x)
+        return x * self.extra.float() * self.wave.real + self.wave.imag
+
+
+class FrozenInside(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.blocks[0].bias.requires_grad_(False)
+
+    def between(self, x, _):
+        return (
+            self.blocks[2](torch.relu(self.blocks[1](torch.relu(self.blocks[0](x)))))
+            + x @ self.start.weight.detach()[:, :1]
+        )
+
+
+class Recurrent(Model):
+    def __init__(self):
+        super().__init__(1)
+        self.cells = nn.ModuleList([nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.GRUCell(WIDTH, WIDTH)])
+
+    def between(self, x, _):
+        x, _ = self.cells[0](x.unsqueeze(1).expand(-1, 3, -1))
+        state = x[:, 0]
+        for moment in range(3):
+            state = self.cells[1](x[:, moment], state)
+        return self.blocks[0](state)
+
+
+MODELS = [
+    CalledThrice,
+    Experts,
+    Dropped,
+    UsedBoth,
+    Recomputed,
+    Dictionaries,
+    Hooked,
+    Types,
+    FrozenInside,
+    Recurrent,
+]
+
+
+def calls_again(output, target, model=None):
+    """A loss that calls the model a second time, on other rows."""
+    return F.cross_entropy(output, target) + model(torch.ones(2, 6) * output.detach().mean()).square().mean()
+
+
+def train(world, make, strategy, precision="fp32", again=False, change=None):
+    """Digests of losses, norms, an evaluation, model and optimizer state, by name."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recipe = {"global_batch": 14, "micro_batches": 7, "threads": 1, "precision": precision}
+    run = Run(RunOptions.of(strategy=strategy, **recipe), world)
+    model, optimizer = run.prepare(model, optimizer)
+    torch.manual_seed(1)
+    data, found = TensorDataset(torch.rand(33, 6), torch.arange(33) % 4), {}
+
+    def loss(output, target):
+        return calls_again(output, target, model) if again else F.cross_entropy(output, target)
+
+    for number, batch in enumerate(run.batches(data)):
+        found[f"loss {number}"] = run.backward(batch, loss)
+        found[f"norm {number}"] = run.clip_gradients(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if change is not None:
+            change(model, number)
+    found["evaluation"] = torch.tensor(run.evaluate(data, F.cross_entropy), dtype=torch.float64)
+    state = run.require_prepared().state.capture(run.fingerprint(), keep=True)
+    digests = digest_tensors(found | state.model | state.optimizer)
+    run.close()
+    return dict(sorted(digests.items()))
+
+
+def freeze_later(model, step):
+    model.blocks[0].requires_grad_(step != 0)
+
+
+def thaw(model, _):
+    model.blocks[1].requires_grad_(True)
+
+
+def train_all(world, strategy, names):
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    made = {each.__name__: each for each in MODELS}
+    found = {}
+    for name in names:
+        try:
+            found[name] = train(world, made[name], strategy)
+            if name == "UsedBoth":
+                found["a loss that calls the model"] = train(world, made[name], strategy, again=True)
+                found["frozen later"] = train(world, made[name], strategy, change=freeze_later)
+                found["bf16"] = train(world, made["CalledThrice"], strategy, precision="bf16")
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_however_blocks_are_called_the_bits_are_those_of_one_device(ranks):
+    names = [each.__name__ for each in MODELS]
+    (expected,) = run_ranks(train_all, 1, "single", names, timeout=120)
+    for found in run_ranks(train_all, ranks, "fsdp", names, timeout=170):
+        for name in expected:
+            different = [key for key in expected[name] if found[name].get(key) != expected[name][key]]
+            assert not different, (
+                f"{name}: {len(different)} of {len(expected[name])} differ, first {different[:4]}"
+            )
+
+
+class InPlace(Model):
+    """Changes what backward needs, which torch refuses."""
+
+    def between(self, x, _):
+        y = torch.sigmoid(self.blocks[0](x))
+        return y.mul_(2)
+
+
+def errors(world, strategy):
+    """What each mistake raises."""
+    postpone_compiler()
+    found = {}
+    for name, make, change in (
+        ("in place", InPlace, None),
+        ("thawed", FrozenInside, thaw),
+        ("state_dict", Model, lambda model, _: model.state_dict()),
+        ("copy", Model, lambda model, _: copy.deepcopy(model)),
+        ("data", Model, lambda model, _: model.head.weight.data.mul_(0.5)),
+        ("norm", Model, lambda model, _: model.blocks[0].weight.norm()),
+    ):
+        try:
+            train(world, make, strategy, change=change)
+        except (RuntimeError, ConfigError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_mistakes_are_refused_with_the_name_of_the_parameter():
+    for found in run_ranks(errors, 2, "fsdp"):
+        assert "has been modified by an inplace operation" in found["in place"]
+        assert "'blocks.0.bias' was frozen at run.prepare" in found["thawed"] or "blocks.1" in found["thawed"]
+        for name in ("state_dict", "copy", "data", "norm"):
+            assert "is used outside of the forward pass of its module" in found[name]
+        assert "'blocks.0.weight'" in found["norm"] and "'head.weight'" in found["data"]
