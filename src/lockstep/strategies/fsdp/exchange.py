@@ -156,7 +156,12 @@ class ShardedParameter:
             setattr(module, key, parameter)
 
     def take_memory(self) -> None:
-        """Gives the whole one memory, without values."""
+        """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
+        if self.absent.requires_grad and not self.held.requires_grad:
+            raise ConfigError(
+                f"{self.name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
+                "parameter that will be trained requires a gradient, and freeze it afterwards."
+            )
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
         if self.whole.requires_grad != self.absent.requires_grad:  # frozen after run.prepare
             self.whole.requires_grad_(self.absent.requires_grad)
