@@ -114,7 +114,7 @@ def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Str
     group = groups.along("fsdp")
     if group is None:
         return _open_single(options, groups, device)
-    from lockstep.strategies.fsdp import FullyShardedDataParallel  # FSDP2 takes half a second to import
+    from lockstep.strategies.fsdp import FullyShardedDataParallel
 
     k, buffers = options.micro_batches, options.running_buffers
     return FullyShardedDataParallel(device, k, group, options.fsdp, buffers)

@@ -5,8 +5,8 @@
 ``GradientRecorder`` is a callback of the run. After some steps it takes the digest of each whole gradient, however the
 parameters are held, and appends a ``GradientRecord`` to the ``GradientLog``. With ``training.record_micro_batches`` a
 ``MicroBatchWatch`` also takes the digest of every micro-batch's own gradient as autograd finishes it, before it is
-added to the tree: each parameter has a hook for that step. FSDP2 makes the whole parameters in the forward pass, so
-modules are asked for theirs then.
+added to the tree: each parameter has a hook for that step. Under fsdp parameters are whole in the forward pass of
+their module, so modules are asked for theirs then.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class MicroBatchWatch(Callback):
     def _hook_parameters(self, prefix: str, unit: nn.Module) -> None:
         aliases = self._saved.model.aliases
         for name, parameter in unit.named_parameters(prefix):
-            if parameter.requires_grad and id(parameter) not in self._hooked:
+            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
 
                 def take(gradient: Tensor, name: str = aliases.get(name, name)) -> None:
