@@ -35,7 +35,7 @@ def sent(world, strategy, options):
 
 def test_fsdp_counts_the_parameters_it_gathers_beside_the_gradients():
     first, second = 9 * WIDTH * 4 // 2, 4 * WIDTH * 4 // 2
-    # Of a micro-batch: all before the forward pass; backward needs no weight of the first layer, whose input has no gradient.
+    # Of a micro-batch: all before the forward pass; backward needs no weight of the first layer, whose input has none.
     gathered, gradients = first + second + second, first + second
     assert run_ranks(sent, 2, "fsdp", {}) == [STEPS * (K // 2) * (gathered + gradients)] * 2
 

@@ -192,7 +192,7 @@ class ShardedParameter:
         self.used += 1
 
 
-class Block:
+class ShardedBlock:
     """The parameters that are gathered together. Every method but ``free`` and ``take`` is collective, or local.
 
     Args:

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows
-from lockstep.strategies.fsdp.exchange import Block, ShardedParameter, find_blocks
+from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
 from lockstep.strategies.sharding import rows_of
 
 _NOTHING = -1
@@ -70,11 +70,11 @@ class Gathering:
             each = ShardedParameter(name, parameter, users[parameter], rows, ranks, dtype, offload)
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
-        self.blocks = [Block(name, own, group, device) for name, own in members.items()]
+        self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
         *blocks, self._rest = self.blocks
         self._numbers = {block: number for number, block in enumerate(self.blocks)}
-        self._by_address: dict[int, Block] = {}
-        self._recent: list[Block] = []
+        self._by_address: dict[int, ShardedBlock] = {}
+        self._recent: list[ShardedBlock] = []
         self._entered: list[saved_tensors_hooks | None] = []
         for block in self.blocks:
             for each in block.parameters:
@@ -123,7 +123,7 @@ class Gathering:
         self._by_address.clear()
         self._recent.clear()
 
-    def _watch(self, module: nn.Module, block: Block) -> None:
+    def _watch(self, module: nn.Module, block: ShardedBlock) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._enter(block)
             if self._dtype is None:
@@ -145,7 +145,7 @@ class Gathering:
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
 
-    def _enter(self, block: Block) -> None:
+    def _enter(self, block: ShardedBlock) -> None:
         context = None
         if torch.is_grad_enabled():
             outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -155,7 +155,7 @@ class Gathering:
         self._entered.append(context)
         self.need(block)
 
-    def _leave(self, block: Block) -> None:
+    def _leave(self, block: ShardedBlock) -> None:
         context = self._entered.pop()
         if context is not None:
             context.__exit__()
@@ -167,7 +167,7 @@ class Gathering:
             self._request(_NOTHING)
             self.free()
 
-    def need(self, block: Block) -> None:
+    def need(self, block: ShardedBlock) -> None:
         """Makes a block whole, if it is not. In backward, gradients of the blocks before it are sent first."""
         if block.is_whole:
             return
@@ -190,7 +190,7 @@ class Gathering:
             return output.clone()
         return output
 
-    def _free(self, block: Block) -> None:
+    def _free(self, block: ShardedBlock) -> None:
         for each in block.parameters:
             self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
         block.free()
@@ -213,7 +213,7 @@ class Gathering:
 class _Pack:
     """Saves a parameter with its block; hands other tensors on to the hooks around these."""
 
-    def __init__(self, blocks: Mapping[int, Block], outer: Sequence[Any] | None) -> None:
+    def __init__(self, blocks: Mapping[int, ShardedBlock], outer: Sequence[Any] | None) -> None:
         self.blocks, self._outer = blocks, outer
 
     def __call__(self, tensor: Tensor) -> tuple[str, Any, Any]:
