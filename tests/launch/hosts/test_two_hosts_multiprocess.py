@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from tests.launch.command import wait_until
+from tests.launch.command import LOOP, wait_until
 from tests.launch.hosts.host import Host, Hosts, job, on_one_process, said
 from tests.printed import fingerprint
 
@@ -33,6 +33,38 @@ def test_a_failure_on_one_host_is_the_same_report_on_both(two_hosts):
     assert "ValueError: the loss does not like this batch" in lines
     assert "  rank 0: lost the connection to a rank that was gone" in lines
     two_hosts.wait_until_nothing_runs()
+
+
+def begin_tasks(hosts, words):
+    """Starts ``words(node)`` as the only task of each of two nodes, as srun does."""
+    for node, host in enumerate(hosts.hosts):
+        task = {"SLURM_PROCID": node, "SLURM_NODEID": node, "SLURM_LOCALID": 0, "SLURM_STEP_ID": 0}
+        step = {"SLURM_NTASKS": 2, "SLURM_NNODES": 2, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+        place = {
+            "MASTER_ADDR": hosts.master,
+            "MASTER_PORT": hosts.port,
+            "LOCKSTEP_TOKEN": hosts.token.read_text(),
+        }
+        environment = {name: str(value) for name, value in {**task, **step, **place}.items()}
+        host.begin_command(["run", "--nnodes", "slurm", "--devices", "cpu:1", *words(node)], environment)
+
+
+@pytest.mark.fault("P1")
+def test_tasks_of_slurm_report_once_on_their_common_terminal(two_hosts):
+    begin_tasks(two_hosts, lambda node: [LOOP, two_hosts[0].marks, 10**9, "1:20:killed"])
+    (first, lines), (second, others) = two_hosts.end()
+    assert (first, second) == (4, 4)
+    assert said(lines)[0].startswith("rank 1 killed by SIGKILL, step 20, forward, samples 201 (host ")
+    assert others == []
+    two_hosts.wait_until_nothing_runs()
+
+
+def test_tasks_of_slurm_that_differ_are_refused_once(two_hosts):
+    begin_tasks(two_hosts, lambda node: ["--threads", node + 1, LOOP, two_hosts[0].marks, 1])
+    (first, lines), (second, others) = two_hosts.end()
+    assert (first, second) == (2, 2)
+    assert "threads is 1 on host 0, 2 on host 1" in lines[-1]
+    assert others == []
 
 
 @pytest.mark.slow
