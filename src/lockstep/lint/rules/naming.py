@@ -72,17 +72,14 @@ def misspelt_option(script: Script) -> Iterator[Hit]:
     declared = _declared(script)
     if declared is None or script.mentions(*_SETS_ANYTHING):
         return
-    attributes = [node for node in script.find(ast.Attribute) if last_name(node.value) in _parsed(script)]
+    holders = _parsed(script)
+    attributes = [node for node in script.find(ast.Attribute) if last_name(node.value) in holders]
     known = declared | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     for node in attributes:
         close = get_close_matches(node.attr, declared, n=1, cutoff=0.85)
         if node.attr not in known and close and len(node.attr) >= _SHORT:
-            name = f"{script.text(node.value)}.{close[0]}"
-            yield Hit(
-                node,
-                f"no option is called {node.attr}: AttributeError. The declared one is {close[0]}.",
-                name,
-            )
+            wrong = f"no option is called {node.attr}: AttributeError. The declared one is {close[0]}."
+            yield Hit(node, wrong, f"{script.text(node.value)}.{close[0]}")
 
 
 @rule("LS063", "A function of torch is given a keyword that it does not have: TypeError.")
