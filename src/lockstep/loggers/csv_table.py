@@ -9,31 +9,22 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 from lockstep.loggers.json_lines import MetricsFile
 
 
 class CsvTable(MetricsFile):
-    """A row for each record, as ``MetricsFile`` says. The file is written anew where a metric needs a new column.
+    """A row for each record, as ``MetricsFile`` says. The file is written anew where a metric needs a new column."""
 
-    Args:
-        path: the file.
-        first_step: as of ``MetricsFile``.
-        open_epoch: as of ``MetricsFile``.
-    """
-
-    def __init__(self, path: Path | str, *, first_step: int = 0, open_epoch: int | None = None) -> None:
-        super().__init__(path, first_step=first_step, open_epoch=open_epoch)
-        self._columns: list[str] = []
+    _columns: tuple[str, ...] = ()
 
     def _opened(self, record: dict[str, Any]) -> IO[str]:
         if self._file is None and self._path.is_file():
-            self._columns = list(dict.fromkeys(name for each in self._records() for name in each))
+            self._columns = tuple(dict.fromkeys(name for each in self._records() for name in each))
         file = super()._opened(record)
-        if new := [name for name in record if name not in self._columns]:
+        if new := tuple(name for name in record if name not in self._columns):
             earlier = list(self._records())
             self._columns += new
             self._replace(earlier)
@@ -56,7 +47,7 @@ class CsvTable(MetricsFile):
                 yield {**found, "step": int(found["step"]), "epoch": int(found["epoch"])}
 
 
-def _row(values: list[Any]) -> str:
+def _row(values: Sequence[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
