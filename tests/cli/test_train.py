@@ -1,5 +1,6 @@
 """``lockstep train``: options become settings, and nothing starts before all is checked."""
 
+import argparse
 import shlex
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.cli import shared_options, train
-from lockstep.config.job_file import BUILT_IN_JOBS
+from lockstep.config.job_file import BUILT_IN_JOBS, load_job, parse_set
 from lockstep.job import JobConfig
 from lockstep.job.run_folder import one_recipe
 
@@ -219,3 +220,19 @@ def test_only_the_devices_that_share_the_batch_count_for_it(command, started):
     words = "--per-device-batch 64 --devices cpu:4 --strategy hybrid --mesh data=2,pipeline=2"
     assert command("train", *words.split())[0] == 0
     assert JobConfig.from_json(started[0][0].payload["config"]).training.global_batch == 128
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "place"),
+    [
+        (("0", "1"), 1, "--strategy ddp --devices 2"),
+        (("0",), 1, "--strategy single --devices 1"),
+        (("0", "1"), 2, "--strategy ddp --devices 1"),
+    ],
+)
+def test_the_proof_asks_for_no_gpu_that_the_host_has_not(monkeypatch, gpus, ranks, place):
+    monkeypatch.setattr(train, "visible_gpus", lambda: gpus)
+    given = dict.fromkeys(("data", "precision", "epochs", "threads", "per_device_batch"))
+    arguments = argparse.Namespace(job="digits", set=[], **given)
+    found = train.proof(load_job("digits", [parse_set("run.devices=auto")]), arguments, ranks, "cuda")
+    assert found == f"lockstep train digits {place}"
