@@ -72,6 +72,7 @@ class Activation(nn.Module):
         super().__init__()
         self.function, self.options = function, {"steps": list(steps), "scale": 0.5}
         self.device, self.folder = torch.device("cuda", rank), Path(f"/data/{rank}")
+        self.name_or_path = f"/data/{rank}/weights"
 
     def forward(self, x):
         return self.function(x)

@@ -139,7 +139,7 @@ def _digest_of_file(file: str) -> str:
 def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
-    Of other objects, such as devices, process groups, paths and tensors, it is the type alone.
+    Of other objects, such as devices, process groups and tensors, it is the type alone; so it is of absolute paths.
     """
     found = {}
     for name, module in model.named_modules():
@@ -151,6 +151,8 @@ def described(model: nn.Module) -> dict[str, str]:
 
 
 def _text(value: Any, depth: int = 4) -> str:
+    if isinstance(value, str) and value.startswith(os.sep):
+        return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
     inner = partial(_text, depth=depth - 1)
