@@ -43,7 +43,7 @@ def go_on(tmp_path):
     """Goes on with a copy of a strategy's run under the layout of some strategy; the finished command."""
 
     def run(stopped, strategy):
-        home = tmp_path / f"{stopped}-{strategy}"
+        home = tmp_path / str(len(list(tmp_path.iterdir())))
         shutil.copytree(RUNS / stopped, home / "runs" / stopped)
         shutil.copy(RUNS / "small.toml", home)
         command = [sys.executable, "-m", "lockstep", "train", "small.toml", "--resume", f"runs/{stopped}"]

@@ -112,7 +112,11 @@ def losses_by_hand(folder):
 
 def logged(folder, kind):
     return [
-        {name: value for name, value in record.items() if name not in ("samples_per_second", "kind")}
+        {
+            name: value
+            for name, value in record.items()
+            if name not in ("samples_per_second", "seconds", "kind")
+        }
         for record in records(folder)
         if record["kind"] == kind
     ]

@@ -30,7 +30,7 @@ def stopped(world, folder):
 
 def without_speed(folder):
     return [
-        {key: value for key, value in record.items() if key != "samples_per_second"}
+        {key: value for key, value in record.items() if key not in ("samples_per_second", "seconds")}
         for record in records(folder)
     ]
 

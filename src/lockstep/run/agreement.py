@@ -102,12 +102,13 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     totals = gather_json(combine(mine), group, device)
     if all(total == totals[0] for total in totals):
         return
-    differences = _differences(mine, group, device, absent=None)
-    # Some ranks alone may need more modules, for example to draw or to write.
-    found = [key for key, values in differences.items() if None not in values or not key.startswith(_SOURCE)]
-    found += [key for key, values in differences.items() if key not in found and len({*values} - {None}) > 1]
-    if found:
-        lines = [f"  {key}: {_by_rank([_cut(value) for value in differences[key]])}" for key in found]
+    lines = [
+        f"  {key}: {_by_rank([_cut(value) for value in values])}"
+        for key, values in _differences(mine, group, device, absent="absent").items()
+        # One rank alone may need more modules, for example to draw or to write.
+        if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
+    ]
+    if lines:
         more = [f"  and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
         raise ConfigError(
             "The ranks do not run the same code, so their results would not belong together:\n"
@@ -176,10 +177,8 @@ def _name_of(definition: Any) -> str:
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
-def _cut(text: str | None) -> str:
+def _cut(text: str) -> str:
     """A text for a message; what was cut off is told apart by a digest."""
-    if text is None:
-        return "absent"
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:8]})"

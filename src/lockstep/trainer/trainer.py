@@ -105,10 +105,8 @@ class Trainer(Callback):
         """The means since the last reading, with the learning rate and the loss scale of the last step. Collective."""
         values = self._meter.read()
         rates = [float(rate) for rate in self._learning_rates]
-        if len(set(rates)) == 1:
-            values["learning_rate"] = rates[0]
-        else:
-            values |= {f"learning_rate_{number}": rate for number, rate in enumerate(rates, 1)}
+        names = [f"learning_rate_{number}" for number in range(1, len(rates) + 1)]
+        values |= zip(names if len({*rates}) > 1 else ["learning_rate"], rates)
         if self.run.options.precision == "fp16":
             values["loss_scale"] = self._meter.scale
         return values
