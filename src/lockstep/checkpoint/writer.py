@@ -10,6 +10,7 @@ step-00000450/                     [4] one rename commits; then older ones may g
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -150,18 +151,22 @@ def require_space(directory: Path, needed: int) -> None:
         )
 
 
-def export(path: Path | str, tensors: Mapping[str, Tensor]) -> Path:
+def export(
+    path: Path | str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Path:
     """Writes model weights as one plain safetensors file, replacing an older one atomically.
 
     ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model, where a tied tensor
-    is given under each of its names.
+    is given under each of its names. ``metadata`` are texts for the file's header, by name.
     """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         require_space(path.parent, sum(tensor.nbytes for tensor in tensors.values()))
         with file_aside(path) as aside:
-            _write_tensors(aside, tensors)
+            _write_tensors(aside, tensors, metadata or {})
+            if metadata:
+                _sort_metadata(aside)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The weights could not be written to {path}: {error}. Choose another file."
@@ -172,7 +177,7 @@ def export(path: Path | str, tensors: Mapping[str, Tensor]) -> Path:
 def write_tensors(folder: Path, state: CheckpointState, names: tuple[str, str]) -> dict[str, FileEntry]:
     """Writes the tensors of a state, durably, to files named by ``file_names``; returns a manifest's entries."""
     for name, tensors in zip(names, (state.model, state.optimizer)):
-        _write_tensors(folder / name, tensors)
+        _write_tensors(folder / name, tensors, {})
         make_durable(folder / name)
     return {name: FileEntry.of(folder / name) for name in names}
 
@@ -183,20 +188,33 @@ def _write_bytes(path: Path, content: bytes) -> FileEntry:
     return FileEntry.of(path)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     require_dense(tensors)
     seen: set[int] = set()
     plain = {name: _plain(tensor, seen) for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode  # as the umask has it; safetensors would let the owner alone read the file
     try:
-        safetensors.torch.save_file(plain, path, metadata={"format": "pt"})
+        safetensors.torch.save_file(plain, path, metadata={"format": "pt", **metadata})
         path.chmod(mode)
     except KeyError as error:
         odd = [name for name, tensor in plain.items() if tensor.dtype == error.args[0]]
         raise ConfigError(
             f"A checkpoint cannot hold {error.args[0]}, the dtype of {shorten(odd)}."
         ) from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Puts the metadata into the order of their names: safetensors writes several in another order each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        if len(text) != size:
+            raise ValueError(f"the header of {path} would have {len(text)} bytes instead of {size}")
+        file.seek(8)
+        file.write(text)
 
 
 def require_dense(tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from lockstep.data.formats.numpy_files import NumpyArrays
 from lockstep.data.formats.tar_shards import TarShards
 from lockstep.data.formats.tokens import TokenFiles
 from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays, PadCropFlip
-from lockstep.data.images.image_folder import ImageFolder
+from lockstep.data.images.image_folder import ImageFolder, PhotoFiles
 from lockstep.data.images.transforms import (
     CenterCrop,
     Cut,
@@ -56,6 +56,7 @@ __all__ = [
     "NumpyArrays",
     "PadCropFlip",
     "PadSequences",
+    "PhotoFiles",
     "RandomErasing",
     "RandomResizedCrop",
     "Resize",

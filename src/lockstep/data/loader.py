@@ -185,7 +185,7 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
             raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
         require_map_style(dataset, "EvaluationLoader")
         self._samples = len(dataset)
-        self._micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size
         self.count = -(-self._samples // micro_batch_size)
         """Micro-batches of the set, over all ranks."""
         self._held = share.of(self.count)
@@ -211,7 +211,7 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         return self._reading.read(Request(EVALUATION_EPOCH, indices) for _, indices in self._parts())
 
     def _parts(self) -> Iterator[tuple[int, Indices]]:
-        return _in_order(self._held, self._micro_batch_size, self._samples)
+        return _in_order(self._held, self.micro_batch_size, self._samples)
 
 
 def _in_order(numbers: Sequence[int], size: int, samples: int) -> Iterator[tuple[int, Indices]]:

@@ -33,9 +33,14 @@ def sample_name(dataset: Any, index: int) -> str:
     A file is known if the set has a method ``sample_path(index)``, or a list ``samples`` or ``imgs`` of pairs
     that begin with the path, as torchvision's folders do. ``Subset`` is looked through.
     """
-    inner, numbers = unwrap_subset(dataset)
-    path = _path(inner, index if numbers is None else int(numbers[index]))
+    path = path_of(dataset, index)
     return f"sample {index} ({path})" if path else f"sample {index}"
+
+
+def path_of(dataset: Any, index: int) -> str:
+    """The file that a sample is in, as ``sample_name`` shows it; empty where no file is known."""
+    inner, numbers = unwrap_subset(dataset)
+    return _path(inner, index if numbers is None else int(numbers[index]))
 
 
 def sample_error(dataset: Any, index: int, error: BaseException) -> DataError:
@@ -88,6 +93,16 @@ def check_labels(dataset: Any, classes: int) -> None:
 def class_names(classes: int | Sequence[str]) -> tuple[str, ...]:
     """The names of the classes, which are numbers where only their count is given."""
     return tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+
+
+def known_classes(dataset: Any) -> tuple[str, ...]:
+    """The names of the classes in the order of their labels; empty where the set, or the one in it, shows none."""
+    while dataset is not None:
+        names = getattr(dataset, "classes", None)
+        if isinstance(names, list | tuple) and names:
+            return tuple(map(str, names))
+        dataset = getattr(dataset, "dataset", None)
+    return ()
 
 
 def require_map_style(dataset: Any, user: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -120,6 +122,8 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts often store the weights beside other things."""
+CLASSES = "classes"
+"""The metadata of a file of weights in which the names of the classes are, as a list in JSON."""
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to every name."""
 
@@ -195,6 +199,19 @@ def _other_head(
             return {}
         classes.add((other.shape[0], own.shape[0]))
     return differing if len(classes) == 1 else {}
+
+
+def saved_classes(path: Path | str) -> tuple[str, ...]:
+    """The names of the classes that a job of Lockstep wrote into its ``model.safetensors``; empty where there are none.
+
+    ``CheckpointError`` where the file cannot be read.
+    """
+    try:
+        with safetensors.safe_open(str(path), "pt") as file:
+            names = json.loads((file.metadata() or {}).get(CLASSES, "[]"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
+    return tuple(map(str, names))
 
 
 def _strip(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Evaluates every sample exactly once, in fixed micro-batches, and adds the results in a fixed order.
+"""Evaluates every sample exactly once, in fixed micro-batches: adds results in a fixed order, or gathers all outputs.
 
 ``EvaluationStop`` lets all ranks leave an evaluation at the same micro-batch when any of them is asked to stop:
 
@@ -11,6 +11,7 @@ collective. An evaluation with a single round has no agreement.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RankError
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -139,3 +140,113 @@ def _mean(name: str, rows: Tensor) -> float:
     if weight == 0:
         raise ConfigError(f"The metric {name!r} has a total weight of zero, so it has no mean.")
     return float(fold_rows(rows[:, 0])) / weight
+
+
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+_MOST_DIMS = 8
+_FORM = 2 + _MOST_DIMS
+
+
+def predict(
+    loader: EvaluationLoader,
+    forward: Callable[[MicroBatch], Any],
+    strategy: Strategy,
+    *,
+    is_main: bool,
+    stop: EvaluationStop | None = None,
+) -> Tensor | None:
+    """The outputs of all samples, in order, on the CPU of the main process. Collective.
+
+    Each round, every holder gives the outputs of one micro-batch as float64, which holds every value of the dtypes that
+    are taken. Only what belongs to one round is in the memory of all.
+
+    Args:
+        loader: this process's micro-batches of the set.
+        forward: gives a tensor with a row for each sample of a micro-batch.
+        strategy: over whose processes outputs are gathered.
+        is_main: True for the process that gets them.
+        stop: how the ranks agree to stop early; None: they stay to the end.
+
+    Raises:
+        ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.
+        RankError: a process was lost, and its outputs with it.
+        EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
+    """
+    if loader.count == 0:
+        raise ConfigError("run.predict was given an empty data set. Look at how it was split.")
+    share = strategy.evaluation_share or strategy.share
+    longest, found = share.longest(loader.count), [torch.empty(0)] * loader.count
+    form: Tensor | None = None
+    row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
+    for place, micro_batch in enumerate(_padded(loader, longest)):
+        if stop is not None:
+            stop.agree(place, row)
+        output = None if micro_batch is None else _rows(forward(micro_batch), len(micro_batch))
+        if form is None:
+            form = _agreed_form(output, strategy)
+            dtype, shape = _DTYPES[int(form[0])], [int(size) for size in form[2 : 2 + int(form[1])]]
+            row = row.new_zeros(1 + loader.micro_batch_size * math.prod(shape))
+        row.zero_()
+        if output is not None:
+            if not torch.equal(_form(output), form):
+                raise ConfigError(
+                    f"Some outputs have rows of {output.dtype} and shape {list(output.shape[1:])}, those before have "
+                    f"{dtype} and shape {shape}. Give run.predict a keep= that makes rows of one shape of them."
+                )
+            row[0] = len(output)
+            row[1 : 1 + output.numel()] = output.reshape(-1)
+        gathered = strategy.gather(row)
+        for holder, values in enumerate(gathered.cpu() if is_main else ()):
+            held = share.of(loader.count, holder)[place : place + 1]
+            if held and held[0] < loader.count:
+                count = int(values[0])
+                if not count:
+                    raise RankError(
+                        f"The outputs of micro-batch {held[0]} are lost with the process that had them."
+                    )
+                found[held[0]] = (
+                    values[1 : 1 + count * math.prod(shape)].view(count, *shape).to(dtype, copy=True)
+                )
+    return torch.cat(found) if is_main else None
+
+
+def _rows(output: Any, samples: int) -> Tensor:
+    """The output, which must have a row for each sample."""
+    if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != samples:
+        found = (
+            f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+        )
+        raise ConfigError(
+            f"run.predict needs a tensor with one row for each of the {samples} samples of a micro-batch, and the "
+            f"model gave {found}. Take the part to keep with keep=, for example keep=lambda output: output['logits']."
+        )
+    if output.dtype not in _DTYPES or output.dim() > _MOST_DIMS:
+        raise ConfigError(
+            f"run.predict keeps real numbers in at most {_MOST_DIMS} dimensions, and the model gave {output.dtype} in "
+            f"{output.dim()}. Convert it with keep=."
+        )
+    if output.dtype == torch.int64 and not torch.equal(output.double().long(), output):
+        raise ConfigError("run.predict keeps whole numbers up to 2**53, and the model gave larger ones.")
+    return output
+
+
+def _form(output: Tensor) -> Tensor:
+    """Dtype, number of dimensions and shape of a row, as float64 of shape (2 + 8,)."""
+    shape = output.shape[1:]
+    numbers = [_DTYPES.index(output.dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _agreed_form(output: Tensor | None, strategy: Strategy) -> Tensor:
+    """The form of the rows of all processes, some of which may have no output. Collective."""
+    mine = torch.zeros(1 + _FORM, dtype=torch.float64)
+    if output is not None:
+        mine[0], mine[1:] = 1, _form(output)
+    forms = strategy.gather(mine.to(strategy.device)).cpu()
+    form: Tensor | None = next((form[1:] for form in forms if form[0]), None)
+    if form is None:
+        raise RankError("The outputs of the first micro-batch are lost with the process that had them.")
+    return form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.batch import Batch
+from lockstep.data.naming import known_classes
 from lockstep.loggers import Logger
+from lockstep.models.weights import CLASSES
 from lockstep.run import Run
 from lockstep.runtime.events import Callback
 from lockstep.strategies import IndependentStrategy
@@ -24,6 +27,9 @@ from lockstep.trainer.state import (
     TrainingParts,
     accuracy,
 )
+
+WEIGHTS = "model.safetensors"
+"""The file of a run folder that has the weights of the last step."""
 
 
 class Trainer(Callback):
@@ -188,7 +194,10 @@ class Trainer(Callback):
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:
-                weights = checkpoint.export(Path(run.options.directory) / "model.safetensors", state)
+                classes = known_classes(self._parts.training_set)
+                metadata = {CLASSES: json.dumps(classes)} if classes else {}
+                path = Path(run.options.directory) / WEIGHTS
+                weights = checkpoint.export(path, state, metadata=metadata)
         self._logger.close()
         run.close()
         return TrainingOutcome(

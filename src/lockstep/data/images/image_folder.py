@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -86,17 +86,18 @@ def _scan(folder: Path, root: Path) -> dict[str, list[str]]:
     for entry in sorted(folder.iterdir()):
         if not entry.is_dir() or entry.name.startswith("."):
             continue
-        paths = []
-        for place, inner, files in os.walk(entry):
-            inner[:] = [name for name in inner if not name.startswith(".")]
-            relative = Path(place).relative_to(root).as_posix()
-            paths += [f"{relative}/{name}" for name in files if _is_photo(name)]
-        found[entry.name] = sorted(paths)
+        found[entry.name] = sorted(_photos_below(entry, root))
     return found
 
 
-def _is_photo(name: str) -> bool:
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122 - 5x faster
+def _photos_below(folder: Path, root: Path) -> Iterator[str]:
+    """The photos in a folder, at any depth, as paths below the root. Hidden files and folders are left out."""
+    for place, inner, files in os.walk(folder):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        relative = Path(place).relative_to(root).as_posix().removeprefix(".")
+        for name in files:
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES:  # noqa: PTH122 - 5x faster
+                yield f"{relative}/{name}" if relative else name
 
 
 def _class_names(
@@ -149,25 +150,19 @@ def _divided(found: dict[str, list[str]], split: Split, fraction: float, seed: i
     return result
 
 
-class ImageFolder(EncodedPairs):
-    """Photos under ``root/<class>/``, at any depth, in any file format that Pillow reads.
+class PhotoFiles(EncodedPairs):
+    """The photos of a folder, at any depth, without labels; ``dataset[i]`` is the pair ``(picture, i)``.
 
-    ``dataset[i]`` is the pair ``(picture, label)``. With the transforms of ``lockstep.data`` a picture is
-    ``uint8`` of shape (3, size, size) and is decoded, cut, resized and mirrored straight into its place in
-    the micro-batch; the attribute ``device_transform`` then normalises on the device. Any other callable gets the photo
-    as a PIL image in RGB.
+    For ``run.predict``. Pictures and transforms are as in ``ImageFolder``.
 
     Args:
-        root: the folder. If it has subfolders ``train`` and ``validation`` (or ``val``, ``valid``, ``test``)
-            that hold the classes, they are the splits; else the photos of each class are divided by the seed.
-        split: ``train``, ``validation`` or ``all``.
-        transform: ``None`` for ``RandomResizedCrop(size)`` in training and ``CenterCrop(size)`` elsewhere.
+        root: the folder, or one photo.
+        transform: ``None`` for ``CenterCrop(size)``.
         size: height and width of the pictures, where no transform is given.
-        classes: the class names in the order of their labels, or a text file with one in each line; ``None``
-            for the folders in alphabetical order.
-        held_out: the part of each class that is for validation, where the seed divides.
-        seed: another seed holds out other photos; training and validation need the same one.
-        split_by: ``auto`` as said under ``root``, or ``folders`` or ``seed`` to insist on one.
+        paths: the photos below ``root``, in order; ``None`` for all, sorted.
+
+    Raises:
+        DataError: there is no such folder, or no photo in it.
     """
 
     get_batch = EncodedPairs.get_batch
@@ -176,29 +171,26 @@ class ImageFolder(EncodedPairs):
     def __init__(
         self,
         root: str | Path,
-        split: Split = "all",
         *,
         transform: Transform | None = None,
         size: int = 224,
-        classes: Sequence[str] | str | Path | None = None,
-        held_out: float = 0.2,
-        seed: int = 0,
-        split_by: Literal["auto", "folders", "seed"] = "auto",
+        paths: Sequence[str] | None = None,
     ) -> None:
+        super().__init__(CenterCrop(size) if transform is None else transform)
         self.root = Path(root)
-        self.classes, labelled = _find_photos(self.root, split, classes, held_out, seed, split_by)
-        self.paths = [path for path, _ in labelled]
-        self.labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
-        self.split = split
-        if transform is None:
-            transform = RandomResizedCrop(size) if split == "train" else CenterCrop(size)
-        super().__init__(transform)
+        if paths is None and self.root.is_file():
+            self.root, paths = self.root.parent, [self.root.name]
+        self.paths = sorted(_photos_below(self.root, self.root)) if paths is None else list(paths)
+        if not self.paths:
+            raise DataError(
+                f"{root} is no folder with photos in it, which end in {', '.join(sorted(SUFFIXES))}."
+            )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __repr__(self) -> str:
-        return f"ImageFolder {self.root.name}, {self.split}: {len(self)} photos, {len(self.classes)} classes"
+        return f"PhotoFiles {self.root.name}: {len(self)} photos"
 
     @property
     def decodes_photos(self) -> bool:
@@ -219,6 +211,53 @@ class ImageFolder(EncodedPairs):
         if self.cache is None:
             return decode_rgb(self._picture(index))
         return Image.fromarray(self.cache.photo(index).pixels())
+
+    def _target(self, index: int) -> int:
+        return index
+
+
+class ImageFolder(PhotoFiles):
+    """Photos under ``root/<class>/``, at any depth, in any file format that Pillow reads.
+
+    ``dataset[i]`` is the pair ``(picture, label)``. With the transforms of ``lockstep.data`` a picture is
+    ``uint8`` of shape (3, size, size) and is decoded, cut, resized and mirrored straight into its place in
+    the micro-batch; the attribute ``device_transform`` then normalises on the device. Any other callable gets the photo
+    as a PIL image in RGB.
+
+    Args:
+        root: the folder. If it has subfolders ``train`` and ``validation`` (or ``val``, ``valid``, ``test``)
+            that hold the classes, they are the splits; else the photos of each class are divided by the seed.
+        split: ``train``, ``validation`` or ``all``.
+        transform: ``None`` for ``RandomResizedCrop(size)`` in training and ``CenterCrop(size)`` elsewhere.
+        size: height and width of the pictures, where no transform is given.
+        classes: the class names in the order of their labels, or a text file with one in each line; ``None``
+            for the folders in alphabetical order.
+        held_out: the part of each class that is for validation, where the seed divides.
+        seed: another seed holds out other photos; training and validation need the same one.
+        split_by: ``auto`` as said under ``root``, or ``folders`` or ``seed`` to insist on one.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        split: Split = "all",
+        *,
+        transform: Transform | None = None,
+        size: int = 224,
+        classes: Sequence[str] | str | Path | None = None,
+        held_out: float = 0.2,
+        seed: int = 0,
+        split_by: Literal["auto", "folders", "seed"] = "auto",
+    ) -> None:
+        self.classes, labelled = _find_photos(Path(root), split, classes, held_out, seed, split_by)
+        if transform is None:
+            transform = RandomResizedCrop(size) if split == "train" else CenterCrop(size)
+        super().__init__(root, transform=transform, paths=[path for path, _ in labelled])
+        self.labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
+        self.split = split
+
+    def __repr__(self) -> str:
+        return f"ImageFolder {self.root.name}, {self.split}: {len(self)} photos, {len(self.classes)} classes"
 
     def _target(self, index: int) -> int:
         return int(self.labels[index])

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lockstep.core.plan import Indices
 from lockstep.core.seeding import derive_seed
 from lockstep.data.keyed import SampleKeys
-from lockstep.data.naming import known_labels, sample_name
+from lockstep.data.naming import known_labels, path_of, sample_name
 from lockstep.data.reader import BrokenSample
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ class SkipBroken(Wrapping):
 
     def sample_path(self, index: int) -> str:
         """That of the inner set, or nothing."""
-        return sample_name(self.dataset, index).partition("(")[2].removesuffix(")")
+        return path_of(self.dataset, index)
 
     def named(self, seed: int, epoch: int, index: int) -> str:
         """The sample behind number ``index`` of an epoch, for people, through ``Weighted`` and ``Bucketed``."""

@@ -1,0 +1,150 @@
+"""``lockstep predict``: the outputs of a run's model for every sample of a data set, in order, as a table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.command_line import Parser
+from lockstep.cli.train import resolve_devices, with_devices_of_process
+from lockstep.config.checks import refuse
+from lockstep.config.components import Component
+from lockstep.config.job import JobConfig
+from lockstep.config.rules import job_problems
+from lockstep.config.strategy_options import STRATEGIES
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
+from lockstep.job.run_folder import read_starts
+from lockstep.launch import EntryTarget, LaunchOptions, supervise
+
+ENTRY = "lockstep.job.prediction:main"
+_SUFFIXES = (".csv", ".parquet")
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument("run", metavar="RUN", help="a run folder, such as runs/flowers-001")
+    parser.add_argument(
+        "--data", metavar="DIR", help="folder of the data (default: what the run was evaluated on)"
+    )
+    parser.add_argument("--devices", metavar="N", help="N, auto, cpu, cpu:N or a list such as 0,5")
+    parser.add_argument("--strategy", metavar="NAME", help=", ".join(STRATEGIES))
+    parser.add_argument("--mesh", metavar="AXES", help="axes of the strategy hybrid")
+    parser.add_argument(
+        "--out", metavar="FILE", help=".csv or .parquet (default: predictions.csv in the run folder)"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="use the best checkpoint instead of the last weights"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Starts the ranks, of which the first writes the table; returns the exit status."""
+    launcher = World.from_environment().launcher
+    if launcher != "python":
+        raise ConfigError(
+            f"lockstep predict starts its processes itself, and {launcher} started this one. Run it by itself."
+        )
+    folder = Path(arguments.run)
+    config = _placed(read_starts(folder)[-1].job, arguments)
+    data_set = data_of(config, arguments.data)
+    out = _out(folder, arguments.out)
+    if not (folder / "model.safetensors").is_file() and not any(folder.glob("step-*")):
+        raise ConfigError(f"'{folder}' has no weights and no checkpoint. Train it: --resume {folder}.")
+    devices = resolve_devices(config)
+    payload = {
+        "config": with_devices_of_process(config, devices).to_json(),
+        "data": [data_set.target, data_set.args],
+        "run": str(folder.resolve()),
+        "best": arguments.best,
+        "out": str(out),
+    }
+    run = config.run
+    options = LaunchOptions(
+        devices=devices, threads=run.threads, grace=run.grace, stall_limit=run.stall_limit
+    )
+    return supervise(EntryTarget(entry=ENTRY, payload=payload), options)
+
+
+def _placed(job: JobConfig, arguments: argparse.Namespace) -> JobConfig:
+    """The job on the devices that are asked for. Raises ``ConfigError`` where it does not fit them."""
+    training = {name: getattr(arguments, name) for name in ("strategy", "mesh")}
+    given = {name: value for name, value in training.items() if value is not None}
+    if given.get("strategy", "hybrid") != "hybrid":
+        given = {"mesh": "", **given}
+    table = json.loads(job.to_json())
+    for section, settings in (
+        ("training", given),
+        ("run", {"name": ""} if arguments.devices is None else {"name": "", "devices": arguments.devices}),
+        (
+            "checkpoint",
+            {"resume": ""},
+        ),  # nothing is resumed, and nothing goes into the run's folder by itself
+        ("weights", {"path": ""}),
+    ):
+        table.setdefault(section, {}).update(settings)
+    config = JobConfig.from_json(json.dumps(table))
+    refuse(job_problems(config))
+    return config
+
+
+def data_of(config: JobConfig, root: str | None) -> Component:
+    """The data set to predict: that of the evaluation, or the same of another folder.
+
+    Of an ``ImageFolder`` all photos of the folder are read, in whatever class, with the evaluation's transform.
+
+    Raises:
+        ConfigError: the job evaluates nothing, its data is in no folder, or there is no such folder.
+    """
+    component = config.data.validation
+    if component is None:
+        raise ConfigError(
+            "The job has no [data.validation], which says how samples are read that are not trained on. Predict in a "
+            "script of your own: run.predict(dataset)."
+        )
+    if root is None:
+        return component
+    if not Path(root).exists():
+        raise ConfigError(f"--data {root}: there is no such folder.")
+    if component.target.rpartition(":")[2] == "ImageFolder":
+        transform = {name: component.args[name] for name in ("transform", "size") if name in component.args}
+        return Component(
+            target="lockstep.data:PhotoFiles", args={"root": str(Path(root).resolve()), **transform}
+        )
+    old = config.data.root
+    moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
+    if moved == component.args and str(Path(root).resolve()) != old:
+        raise ConfigError(
+            f"--data {root}: the data set of job {config.job!r} is read from no folder {{data}}."
+        )
+    return dataclasses.replace(component, args=moved)
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """The arguments with paths below the folder ``old`` below ``new``."""
+    if isinstance(value, dict):
+        return {key: _moved(item, old, new) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_moved(item, old, new) for item in value]
+    if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
+        return new + value[len(old) :]
+    return value
+
+
+def _out(folder: Path, asked: str | None) -> Path:
+    """The file to write. Raises ``ConfigError`` where it cannot be, before anything is computed."""
+    path = folder / "predictions.csv" if asked is None else Path(asked)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"--out {path} should end in {' or '.join(_SUFFIXES)}.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: the folder {path.parent} does not exist.")
+    if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
+        raise ConfigError("--out in Parquet needs pyarrow. Install it (pip install pyarrow), or write .csv.")
+    return path.resolve()
+
+
+COMMANDS = {"predict": (add_arguments, main)}

@@ -1,0 +1,150 @@
+"""Runs ``lockstep predict`` in a rank: the model of a run, the outputs for a data set, and a table of them.
+
+index, sample, class, probability_daisy, probability_dandelion, ...      a classifier
+index, sample, output_0, output_1, ...                                   any other model
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint.atomic import write_whole
+from lockstep.config.components import Component
+from lockstep.config.job import JobConfig
+from lockstep.core.world import World
+from lockstep.data.formats.arrow_files import optional_module
+from lockstep.data.naming import known_classes, path_of
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.job.assemble import balance, build_model
+from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.models import load_weights
+from lockstep.models.weights import saved_classes
+from lockstep.run import Run
+from lockstep.text import plural, shorten
+from lockstep.trainer.trainer import WEIGHTS
+
+
+def main(payload: Any) -> None:
+    """Predicts on this rank.
+
+    Args:
+        payload: ``{"config": JSON of the job, "data": [import path, arguments] of the data set, "run": the run folder,
+            "best": true for its best checkpoint, "out": the table to write}``.
+    """
+    config, world = JobConfig.from_json(payload["config"]), World.from_environment()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    importable_from(config.code)
+    target, arguments = payload["data"]
+    data_set = instantiate(Component(target=target, args=arguments), name="data.validation")
+    run = Run(config.run_options(None), world)
+    model = build_model(config.model)
+    folder = Path(payload["run"])
+    if run.is_main:
+        load_run(model, folder, best=payload["best"])
+    balance(run, model, data_set)
+    run.prepare(model, values_from_main=True)
+    outputs = run.predict(data_set, workers=config.data.workers)
+    if outputs is not None:
+        names = saved_classes(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else known_classes(data_set)
+        columns = table(outputs, data_set, instantiate(config.loss, name="loss"), names)
+        write_table(Path(payload["out"]), columns)
+        print(report(columns, payload["out"]), flush=True)
+    run.close()
+
+
+def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
+    """Loads what a run has learned: the weights of its last step if it ended, else its newest checkpoint; or its best.
+
+    ``CheckpointError`` where there is none that is sound.
+    """
+    if not best and (folder / WEIGHTS).is_file():
+        load_weights(model, folder / WEIGHTS, strict_head=True)
+        return
+    if best:
+        path = checkpoint.best(folder)
+        state = None if path is None else checkpoint.read(path)
+    else:
+        restored = checkpoint.read_newest(folder)
+        state = None if restored is None else restored.state
+    if state is None:
+        raise CheckpointError(f"'{folder}' has no {'best' if best else 'complete'} checkpoint.")
+    checkpoint.load_model_state(model, state.model, state.aliases)
+
+
+def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:
+    """The columns of a table of predictions, by name.
+
+    Args:
+        outputs: of shape (samples, numbers) or (samples,), on the CPU.
+        data_set: names the samples.
+        loss: that the model was trained with; it says whether outputs are scores of classes.
+        classes: their names, or nothing: they are then numbered.
+
+    Raises:
+        ConfigError: the outputs of a sample are no row of numbers, or the classes are not as many.
+    """
+    if outputs.dim() > 2:
+        raise ConfigError(
+            f"The model gives numbers of shape {list(outputs.shape[1:])} for each sample, which is no row of a table. "
+            "Use run.predict in a script of your own."
+        )
+    rows = outputs.reshape(len(outputs), -1)
+    columns: dict[str, Any] = {"index": np.arange(len(rows))}
+    paths = [path_of(data_set, index) for index in range(len(rows))]
+    if any(paths):
+        columns["sample"] = paths
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        numbers = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+        return columns | {f"output_{number}": numbers[:, number] for number in range(rows.shape[1])}
+    names = list(classes) or [str(number) for number in range(rows.shape[1])]
+    if len(names) != rows.shape[1] or len(set(names)) < len(names):
+        raise ConfigError(
+            f"The model gives {rows.shape[1]} scores for each sample, and there are {plural(len(names), 'class')}: "
+            f"{shorten(names)}."
+        )
+    scores = rows.double()
+    probabilities = (scores.exp() if isinstance(loss, nn.NLLLoss) else scores.softmax(1)).float().numpy()
+    columns["class"] = [names[label] for label in rows.argmax(1).tolist()]
+    return columns | {f"probability_{name}": probabilities[:, label] for label, name in enumerate(names)}
+
+
+def write_table(path: Path, columns: Mapping[str, Any]) -> None:
+    """Writes columns as CSV in UTF-8, or as Parquet where the file's name ends so.
+
+    Numbers in CSV are the shortest ones that give the same bits. ``ConfigError`` where the file cannot be written.
+    """
+    if path.suffix.lower() == ".parquet":
+        arrow, parquet = (optional_module(name, "Parquet") for name in ("pyarrow", "pyarrow.parquet"))
+        buffer = io.BytesIO()
+        parquet.write_table(arrow.table(dict(columns)), buffer)
+        content = buffer.getvalue()
+    else:
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+        content = text.getvalue().encode(errors="surrogateescape")
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise ConfigError(f"The predictions cannot be written to {path}: {error.strerror}.") from error
+
+
+def report(columns: Mapping[str, Any], out: str) -> str:
+    """What was predicted, in a few lines."""
+    lines = [f"{plural(len(columns['index']), 'sample')} -> {out}"]
+    found, counts = np.unique(columns.get("class", []), return_counts=True)
+    width = max(map(len, found), default=0)
+    lines += [f"  {name:{width}}  {count:,}" for name, count in zip(found, counts, strict=True)]
+    return "\n".join(lines)

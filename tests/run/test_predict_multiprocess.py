@@ -1,0 +1,147 @@
+"""``run.predict``: the output for every sample, each once and in order, with the same bits in every layout."""
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.run.jobs import network
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+from lockstep.errors import ConfigError, RankError
+from lockstep.run import evaluation
+
+SAMPLES = 53
+QUICK = {
+    "ddp": {},
+    "fsdp": {"strategy": "fsdp"},
+    "sharded stages": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
+    "parameter server": {"strategy": "parameter_server"},
+}
+SLOW = {
+    "pipeline": {"strategy": "pipeline"},
+    "replicated stages": {"strategy": "hybrid", "mesh": "data=2,pipeline=2"},
+    "asynchronous": {
+        "strategy": "parameter_server",
+        "parameter_server": {"mode": "asynchronous", "snapshot_every": 0},
+    },
+}
+
+
+def inputs(samples=SAMPLES):
+    return torch.randn(samples, 6, generator=torch.Generator().manual_seed(3))
+
+
+class Alone(Dataset):
+    """Inputs without targets."""
+
+    def __init__(self, samples=SAMPLES):
+        self.inputs = inputs(samples)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index]
+
+
+def stages(layout):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    asynchronous = isinstance(layout.get("parameter_server"), dict)
+    return (model, torch.optim.SGD(model.parameters(), lr=0.1)) if asynchronous else (model,)
+
+
+def predicted(world, layouts):
+    found = {}
+    for name, layout in layouts.items():
+        run = lockstep.init(**{"global_batch": 24, "micro_batches": 8, **layout})
+        run.prepare(*stages(layout))
+        pairs = TensorDataset(inputs(), torch.zeros(SAMPLES))
+        found[name] = (
+            run.predict(pairs),
+            run.predict(Alone(), workers=1),
+            run.predict(pairs, lambda output: output.argmax(1)),
+            run.predict(Alone(2)),
+        )
+        run.close()
+    return found
+
+
+def by_hand():
+    """The output of each micro-batch of three samples, computed without Lockstep."""
+    (model, *_), parts = stages({}), inputs().split(3)
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(part.clone()) for part in parts]), model(inputs(2))
+
+
+@pytest.mark.parametrize(
+    "layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_every_layout_gives_the_bits_of_a_computation_by_hand(layouts):
+    wanted, of_two = by_hand()
+    first, *others = run_ranks(predicted, 4, layouts)
+    for name in layouts:
+        pairs, alone, best, two = first[name]
+        assert torch.equal(pairs, wanted) and torch.equal(alone, wanted), name
+        assert best.dtype == torch.int64 and torch.equal(best, wanted.argmax(1)), name
+        assert torch.equal(two, of_two), name
+        assert all(other[name] == (None,) * 4 for other in others), name
+
+
+def test_the_model_is_left_in_the_mode_that_it_had():
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    model = run.prepare(network())
+    model.train()
+    assert run.predict(Alone()).shape == (SAMPLES, 3)
+    assert all(module.training for module in model.modules())
+    run.close()
+
+
+@pytest.mark.parametrize("dtype", evaluation._DTYPES, ids=str)
+def test_every_dtype_comes_back_with_its_values(dtype):
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(network())
+    values = (inputs() * 40).abs().to(dtype)
+    found = run.predict(Alone(), lambda output: values[: len(output)])
+    assert found.dtype == dtype and torch.equal(found[:3], values[:3])
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        (lambda output: output.sum(), r"one row for each of the 3 samples .* a tensor of shape \[\]"),
+        (lambda output: output[:2], r"a tensor of shape \[2, 3\]"),
+        (lambda output: {"logits": output}, r"the model gave dict\. Take the part to keep"),
+        (lambda output: output.to(torch.complex64), r"gave torch\.complex64 in 2\. Convert"),
+        (lambda output: torch.full((len(output),), 2**53 + 1), r"up to 2\*\*53"),
+        (lambda output: output[:, : len(output)], r"rows of torch\.float32 and shape \[2\], .* shape \[3\]"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(keep, message):
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(network())
+    with pytest.raises(ConfigError, match=message):
+        run.predict(Alone(), keep)
+    with pytest.raises(ConfigError, match="empty data set"):
+        run.predict(Alone(0))
+    run.close()
+
+
+def test_outputs_that_are_lost_with_a_process_are_an_error(monkeypatch):
+    run = lockstep.init(global_batch=24, micro_batches=8)
+    run.prepare(network())
+    gather = type(run.strategy).gather
+    for lost_from, message in ((1, "first micro-batch are lost"), (3, "micro-batch 1 are lost")):
+        calls = []
+
+        def gathered(strategy, row, calls=calls, lost_from=lost_from):
+            calls.append(row)
+            return gather(strategy, row) * (len(calls) < lost_from)
+
+        monkeypatch.setattr(type(run.strategy), "gather", gathered)
+        with pytest.raises(RankError, match=message):
+            run.predict(Alone())
+    run.close()
