@@ -110,8 +110,8 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
     names = list(classes) or [str(number) for number in range(rows.shape[1])]
     if len(names) != rows.shape[1] or len(set(names)) < len(names):
         raise ConfigError(
-            f"The model gives {rows.shape[1]} scores for each sample, and there are {plural(len(names), 'class')}: "
-            f"{shorten(names)}."
+            f"The model gives {rows.shape[1]} scores for each sample, and the {len(names)} names of classes that are "
+            f"known are {shorten(names)}."
         )
     scores = rows.double()
     probabilities = (scores.exp() if isinstance(loss, nn.NLLLoss) else scores.softmax(1)).float().numpy()

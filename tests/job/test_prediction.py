@@ -1,0 +1,129 @@
+"""The table of ``lockstep predict``: its columns, its two formats, and the weights that it is made with."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.data.naming import known_classes
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
+from lockstep.job.prediction import load_run, report, table, write_table
+from lockstep.models.weights import CLASSES, saved_classes
+
+
+class Named:
+    """Samples in files, with classes."""
+
+    classes = ["rose, red", "tulip"]
+
+    def __len__(self):
+        return 3
+
+    def sample_path(self, index):
+        return f"photos/{index}.jpg"
+
+
+SCORES = torch.tensor([[1.0, 3.0], [0.25, -0.5], [2.0, 2.0]])
+
+
+def test_scores_become_a_class_and_probabilities():
+    columns = table(SCORES, Named(), nn.CrossEntropyLoss(), known_classes(Named()))
+    assert list(columns) == ["index", "sample", "class", "probability_rose, red", "probability_tulip"]
+    assert columns["class"] == ["tulip", "rose, red", "rose, red"]
+    wanted = [[np.exp(a) / (np.exp(a) + np.exp(b)) for a, b in ((x, y), (y, x))] for x, y in SCORES.tolist()]
+    found = np.stack([columns["probability_rose, red"], columns["probability_tulip"]], 1)
+    assert found.dtype == np.float32 and np.array_equal(found, np.array(wanted, dtype=np.float32))
+
+
+def test_logarithms_of_probabilities_are_not_normalised_again():
+    columns = table(SCORES.log_softmax(1), [0, 0, 0], nn.NLLLoss())
+    assert list(columns) == ["index", "class", "probability_0", "probability_1"]
+    assert np.allclose(columns["probability_1"], SCORES.softmax(1)[:, 1], rtol=1e-6)
+
+
+def test_other_outputs_stay_as_they_are():
+    columns = table(SCORES, [0, 0, 0], nn.MSELoss(), ("a",))
+    assert list(columns) == ["index", "output_0", "output_1"]
+    assert np.array_equal(columns["output_1"], SCORES[:, 1])
+    single = table(SCORES[:, 0].bfloat16(), [0, 0, 0], nn.MSELoss())
+    assert list(single) == ["index", "output_0"] and single["output_0"].dtype == np.float32
+
+
+def test_what_is_no_table_is_refused():
+    with pytest.raises(ConfigError, match=r"\[1, 1\] for each sample"):
+        table(torch.zeros(3, 1, 1), [0, 0, 0], nn.MSELoss())
+    with pytest.raises(
+        ConfigError, match=r"gives 2 scores for each sample, and the 3 names .* are a, b, c"
+    ):
+        table(SCORES, Named(), nn.CrossEntropyLoss(), ("a", "b", "c"))
+
+
+def test_numbers_in_csv_give_the_same_bits_when_they_are_read(tmp_path):
+    torch.manual_seed(0)
+    numbers = torch.randn(50, 2).numpy() * np.float32(10.0) ** np.arange(-20, 30, dtype=np.float32)[:, None]
+    columns = {"index": np.arange(50), "sample": ['ä, "b"\n'] * 50, "x": numbers[:, 0], "y": numbers[:, 1]}
+    write_table(tmp_path / "a.csv", columns)
+    with (tmp_path / "a.csv").open(newline="", encoding="utf-8") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["index", "sample", "x", "y"] and rows[7][:2] == ["7", 'ä, "b"\n']
+    assert np.array_equal(np.array([row[2:] for row in rows], dtype=np.float32), numbers)
+    with pytest.raises(ConfigError, match=r"cannot be written to .*absent"):
+        write_table(tmp_path / "absent" / "a.csv", columns)
+
+
+def test_parquet_holds_the_same_columns(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = table(SCORES, Named(), nn.CrossEntropyLoss(), Named.classes)
+    write_table(tmp_path / "a.parquet", columns)
+    found = parquet.read_table(tmp_path / "a.parquet")
+    assert found.column_names == list(columns)
+    assert found["class"].to_pylist() == columns["class"]
+    assert np.array_equal(found["probability_tulip"].to_numpy(), columns["probability_tulip"])
+
+
+def test_the_report_counts_the_classes():
+    columns = table(SCORES, Named(), nn.CrossEntropyLoss(), Named.classes)
+    assert report(columns, "a.csv") == "3 samples -> a.csv\n  rose, red  2\n  tulip      1"
+
+
+def test_class_names_are_in_the_weights_in_bytes_that_are_always_the_same(tmp_path):
+    model, names = nn.Linear(2, 2), '["\\u00e4", "\\udc80"]'
+    contents = set()
+    for number in range(20):  # safetensors itself would give them in one of two orders
+        path = checkpoint.export(tmp_path / str(number), model.state_dict(), metadata={CLASSES: names})
+        contents.add(path.read_bytes())
+    assert len(contents) == 1 and saved_classes(path) == ("ä", "\udc80")
+    load_run_from = tmp_path / "run"
+    load_run_from.mkdir()
+    path.rename(load_run_from / "model.safetensors")
+    other = nn.Linear(2, 2)
+    load_run(other, load_run_from, best=False)
+    assert torch.equal(other.weight, model.weight)
+    save_file(model.state_dict(), tmp_path / "plain.safetensors")
+    assert saved_classes(tmp_path / "plain.safetensors") == ()
+    (tmp_path / "broken").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="broken cannot be read"):
+        saved_classes(tmp_path / "broken")
+
+
+def test_a_run_that_is_not_over_gives_its_newest_or_its_best_checkpoint(tmp_path):
+    models = {step: nn.Linear(2, 2) for step in (3, 6)}
+    for step, model in models.items():
+        tensors, aliases = checkpoint.model_state(model)
+        checkpoint.write(tmp_path, checkpoint.CheckpointState(tensors, {}, {}, aliases, {}), step=step)
+    other = nn.Linear(2, 2)
+    load_run(other, tmp_path, best=False)
+    assert torch.equal(other.weight, models[6].weight)
+    with pytest.raises(CheckpointError, match="has no best checkpoint"):
+        load_run(other, tmp_path, best=True)
+    checkpoint.write_best(tmp_path, checkpoint.Best(3, "validation_loss", 0.5))
+    load_run(other, tmp_path, best=True)
+    assert torch.equal(other.weight, models[3].weight)
+    with pytest.raises(CheckpointMismatch):
+        load_run(nn.Linear(3, 2), tmp_path, best=True)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        load_run(other, tmp_path / "absent", best=False)
