@@ -56,9 +56,7 @@ def test_other_outputs_stay_as_they_are():
 def test_what_is_no_table_is_refused():
     with pytest.raises(ConfigError, match=r"\[1, 1\] for each sample"):
         table(torch.zeros(3, 1, 1), [0, 0, 0], nn.MSELoss())
-    with pytest.raises(
-        ConfigError, match=r"gives 2 scores for each sample, and the 3 names .* are a, b, c"
-    ):
+    with pytest.raises(ConfigError, match=r"gives 2 scores for each sample, and the 3 names .* are a, b, c"):
         table(SCORES, Named(), nn.CrossEntropyLoss(), ("a", "b", "c"))
 
 

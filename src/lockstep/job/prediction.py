@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint.atomic import write_whole
+from lockstep.checkpoint.folder import step_of
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.world import World
@@ -71,14 +72,14 @@ def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
     if not best and (folder / WEIGHTS).is_file():
         load_weights(model, folder / WEIGHTS, strict_head=True)
         return
-    if best:
-        path = checkpoint.best(folder)
-        state = None if path is None else checkpoint.read(path)
-    else:
-        restored = checkpoint.read_newest(folder)
-        state = None if restored is None else restored.state
-    if state is None:
+    record = checkpoint.read_best(folder) if best else None
+    paths = [
+        path for path in checkpoint.committed(folder) if record and (step_of(path) or (-1,))[0] == record.step
+    ]
+    restored = None if best else checkpoint.read_newest(folder)
+    if not paths and restored is None:
         raise CheckpointError(f"'{folder}' has no {'best' if best else 'complete'} checkpoint.")
+    state = checkpoint.read(paths[-1]) if restored is None else restored.state
     checkpoint.load_model_state(model, state.model, state.aliases)
 
 

@@ -181,7 +181,7 @@ def predict(
     longest, found = share.longest(loader.count), [torch.empty(0)] * loader.count
     form: Tensor | None = None
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
-    for place, micro_batch in enumerate(_padded(loader, longest)):
+    for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
         if stop is not None:
             stop.agree(place, row)
         output = None if micro_batch is None else _rows(forward(micro_batch), len(micro_batch))
