@@ -60,6 +60,7 @@ RUN = {
     "fingerprint": "(self)",
     "is_main": "property",
     "position": "property",
+    "predict": "(self, data, keep=None, *, model=None, forward=None, workers=None)",
     "prepare": "(self, model, *others, values_from_main=False)",
     "print": "(self, *values)",
     "save": "(self, *, wait=False)",
@@ -159,6 +160,7 @@ DATA = [
     "NumpyArrays",
     "PadCropFlip",
     "PadSequences",
+    "PhotoFiles",
     "RandomErasing",
     "RandomResizedCrop",
     "SampleKeys",
@@ -210,6 +212,8 @@ COMMANDS = {
     "verify": """job --devices --strategies --steps --json --script --set --data --precision --threads""",
     "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
 --set --data --precision --threads""",
+    "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",
+    "predict": """run --data --devices --strategy --mesh --out --best""",
     "replay": """run --step --micro-batch --debug --force-context""",
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit
 --rendezvous""",

@@ -11,8 +11,8 @@ from torch import nn
 from lockstep import checkpoint
 from lockstep.data.naming import known_classes
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
-from lockstep.job.prediction import load_run, report, table, write_table
-from lockstep.models.weights import CLASSES, saved_classes
+from lockstep.job.prediction import class_names, load_run, report, table, write_table
+from lockstep.models.weights import metadata_of
 
 
 class Named:
@@ -88,40 +88,41 @@ def test_the_report_counts_the_classes():
     assert report(columns, "a.csv") == "3 samples -> a.csv\n  rose, red  2\n  tulip      1"
 
 
-def test_class_names_are_in_the_weights_in_bytes_that_are_always_the_same(tmp_path):
+def test_names_are_in_the_weights_in_bytes_that_are_always_the_same(tmp_path):
     model, names = nn.Linear(2, 2), '["\\u00e4", "\\udc80"]'
     contents = set()
-    for number in range(20):  # safetensors itself would give them in one of two orders
-        path = checkpoint.export(tmp_path / str(number), model.state_dict(), metadata={CLASSES: names})
+    for _ in range(20):  # safetensors itself would give them in one of six orders
+        path = checkpoint.export(
+            tmp_path / "model.safetensors", model.state_dict(), {"step": "4", "classes": names}
+        )
         contents.add(path.read_bytes())
-    assert len(contents) == 1 and saved_classes(path) == ("ä", "\udc80")
-    load_run_from = tmp_path / "run"
-    load_run_from.mkdir()
-    path.rename(load_run_from / "model.safetensors")
-    other = nn.Linear(2, 2)
-    load_run(other, load_run_from, best=False)
-    assert torch.equal(other.weight, model.weight)
-    save_file(model.state_dict(), tmp_path / "plain.safetensors")
-    assert saved_classes(tmp_path / "plain.safetensors") == ()
-    (tmp_path / "broken").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="broken cannot be read"):
-        saved_classes(tmp_path / "broken")
+    assert len(contents) == 1 and metadata_of(path) == {"format": "pt", "step": "4", "classes": names}
+    assert class_names(tmp_path, Named()) == ("ä", "\udc80")
+    assert class_names(tmp_path / "absent", Named()) == ("rose, red", "tulip")
+    save_file(model.state_dict(), path)
+    assert class_names(tmp_path, Named()) == ("rose, red", "tulip")
+    path.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+        class_names(tmp_path, Named())
 
 
-def test_a_run_that_is_not_over_gives_its_newest_or_its_best_checkpoint(tmp_path):
-    models = {step: nn.Linear(2, 2) for step in (3, 6)}
-    for step, model in models.items():
-        tensors, aliases = checkpoint.model_state(model)
-        checkpoint.write(tmp_path, checkpoint.CheckpointState(tensors, {}, {}, aliases, {}), step=step)
-    other = nn.Linear(2, 2)
-    load_run(other, tmp_path, best=False)
-    assert torch.equal(other.weight, models[6].weight)
+def test_what_a_run_learned_last_is_loaded_or_its_best(tmp_path):
+    models = {step: nn.Linear(2, 2) for step in (3, 6, 8)}
+    for step in (3, 6):
+        tensors, aliases = checkpoint.model_state(models[step])
+        state = checkpoint.CheckpointState(tensors, {}, {}, aliases, {})
+        checkpoint.write(tmp_path, state, step=step)
+    loaded = nn.Linear(2, 2)
+    for metadata, wanted in ((None, 6), ({"step": "4"}, 6), ({"step": "8"}, 8)):
+        checkpoint.export(tmp_path / "model.safetensors", models[8].state_dict(), metadata)
+        load_run(loaded, tmp_path, best=False)
+        assert torch.equal(loaded.weight, models[wanted].weight)
     with pytest.raises(CheckpointError, match="has no best checkpoint"):
-        load_run(other, tmp_path, best=True)
+        load_run(loaded, tmp_path, best=True)
     checkpoint.write_best(tmp_path, checkpoint.Best(3, "validation_loss", 0.5))
-    load_run(other, tmp_path, best=True)
-    assert torch.equal(other.weight, models[3].weight)
+    load_run(loaded, tmp_path, best=True)
+    assert torch.equal(loaded.weight, models[3].weight)
     with pytest.raises(CheckpointMismatch):
         load_run(nn.Linear(3, 2), tmp_path, best=True)
-    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
-        load_run(other, tmp_path / "absent", best=False)
+    with pytest.raises(CheckpointError, match="has no weights and no checkpoint"):
+        load_run(loaded, tmp_path / "absent", best=False)

@@ -56,6 +56,10 @@ _COMMANDS = {
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
     "verify": ("lockstep.cli.verify", "compare a job or script on several numbers of devices with one"),
     "scale": ("lockstep.cli.scale", "measure how much faster training gets with more devices, and its limit"),
+    "data": (
+        "lockstep.cli.data",
+        "look at the data of a job: classes, broken files, one batch, who reads what",
+    ),
     "predict": ("lockstep.cli.predict", "write a run's output for every sample of a data set as a table"),
     "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
     "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),

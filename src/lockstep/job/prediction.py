@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.job.assemble import balance, build_model
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.models import load_weights
-from lockstep.models.weights import saved_classes
+from lockstep.models.weights import metadata_of
 from lockstep.run import Run
 from lockstep.text import plural, shorten
 from lockstep.trainer.trainer import WEIGHTS
@@ -56,31 +57,42 @@ def main(payload: Any) -> None:
     balance(run, model, data_set)
     run.prepare(model, values_from_main=True)
     outputs = run.predict(data_set, workers=config.data.workers)
+    run.close()  # the others need not wait for the table
     if outputs is not None:
-        names = saved_classes(folder / WEIGHTS) if (folder / WEIGHTS).is_file() else known_classes(data_set)
+        names = class_names(folder, data_set)
         columns = table(outputs, data_set, instantiate(config.loss, name="loss"), names)
         write_table(Path(payload["out"]), columns)
         print(report(columns, payload["out"]), flush=True)
-    run.close()
 
 
 def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
-    """Loads what a run has learned: the weights of its last step if it ended, else its newest checkpoint; or its best.
+    """Loads what a run has learned: the exported weights or a checkpoint, whichever is of a later step; or its best.
 
     ``CheckpointError`` where there is none that is sound.
     """
-    if not best and (folder / WEIGHTS).is_file():
-        load_weights(model, folder / WEIGHTS, strict_head=True)
+    steps = {found[0]: path for path in checkpoint.committed(folder) if (found := step_of(path)) is not None}
+    exported = folder / WEIGHTS
+    step = int(metadata_of(exported).get("step", -1)) if exported.is_file() else -2
+    if not best and step >= max(steps, default=-1):
+        load_weights(model, exported, strict_head=True)
         return
-    record = checkpoint.read_best(folder) if best else None
-    paths = [
-        path for path in checkpoint.committed(folder) if record and (step_of(path) or (-1,))[0] == record.step
-    ]
-    restored = None if best else checkpoint.read_newest(folder)
-    if not paths and restored is None:
-        raise CheckpointError(f"'{folder}' has no {'best' if best else 'complete'} checkpoint.")
-    state = checkpoint.read(paths[-1]) if restored is None else restored.state
+    if best:
+        record = checkpoint.read_best(folder)
+        state = checkpoint.read(steps[record.step]) if record is not None and record.step in steps else None
+    else:
+        restored = checkpoint.read_newest(folder)
+        state = restored.state if restored is not None else None
+    if state is None:
+        raise CheckpointError(
+            f"'{folder}' has no {'best checkpoint' if best else 'weights and no checkpoint'}."
+        )
     checkpoint.load_model_state(model, state.model, state.aliases)
+
+
+def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:
+    """The names of the classes that are saved with a run's weights, else those of the data set, which may have none."""
+    saved = metadata_of(folder / WEIGHTS).get("classes") if (folder / WEIGHTS).is_file() else None
+    return known_classes(data_set) if saved is None else tuple(json.loads(saved))
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,8 +121,6 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 """Keys under which training scripts often store the weights beside other things."""
-CLASSES = "classes"
-"""The metadata of a file of weights in which the names of the classes are, as a list in JSON."""
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and torch.compile add to every name."""
 
@@ -201,17 +198,17 @@ def _other_head(
     return differing if len(classes) == 1 else {}
 
 
-def saved_classes(path: Path | str) -> tuple[str, ...]:
-    """The names of the classes that a job of Lockstep wrote into its ``model.safetensors``; empty where there are none.
+def metadata_of(path: Path | str) -> dict[str, str]:
+    """The texts in the header of a ``.safetensors`` file, by name; ``CheckpointError`` where it cannot be read.
 
-    ``CheckpointError`` where the file cannot be read.
+    A job of Lockstep writes ``step``, the steps that the weights have been trained, and ``classes``, the names of the
+    classes as a list in JSON, where its data set shows them.
     """
     try:
         with safetensors.safe_open(str(path), "pt") as file:
-            names = json.loads((file.metadata() or {}).get(CLASSES, "[]"))
-    except (SafetensorError, OSError, ValueError) as error:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
-    return tuple(map(str, names))
 
 
 def _strip(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.batch import Batch
 from lockstep.data.naming import known_classes
 from lockstep.loggers import Logger
-from lockstep.models.weights import CLASSES
 from lockstep.run import Run
 from lockstep.runtime.events import Callback
 from lockstep.strategies import IndependentStrategy
@@ -195,7 +194,8 @@ class Trainer(Callback):
             state = run.state_dict()
             if run.is_main:
                 classes = known_classes(self._parts.training_set)
-                metadata = {CLASSES: json.dumps(classes)} if classes else {}
+                metadata = {"step": str(run.position.step)}
+                metadata |= {"classes": json.dumps(classes)} if classes else {}
                 path = Path(run.options.directory) / WEIGHTS
                 weights = checkpoint.export(path, state, metadata=metadata)
         self._logger.close()

@@ -1,0 +1,67 @@
+"""``lockstep data``: the classes of a job's data, samples that cannot be read, and a step: its pictures and readers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from lockstep.cli.command_line import Parser
+from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.train import overrides, resolve_devices
+from lockstep.config.job_file import load_job
+from lockstep.errors import EXIT_DONE, ConfigError
+
+EXIT_UNREADABLE = 1
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declares the command's arguments."""
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        nargs="?",
+        default="digits",
+        help="a TOML file, or a built-in job (default: digits)",
+    )
+    add_train_options(parser, "data", "devices", "strategy", "mesh")
+    parser.add_argument("--epoch", type=int, default=0, metavar="E", help="epoch of the step (default: 0)")
+    parser.add_argument("--step", type=int, default=0, metavar="S", help="step within the epoch (default: 0)")
+    parser.add_argument("--sheet", metavar="FILE", help="write the pictures of the step, augmented, as PNG")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write all that is found, with every sample of the step"
+    )
+    parser.add_argument("--quick", action="store_true", help="do not read every sample")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Prints what is found; returns 1 if a sample cannot be read, else 0."""
+    config = load_job(arguments.job, overrides(arguments))
+    devices = resolve_devices(config)
+    if arguments.epoch < 0:
+        raise ConfigError(f"--epoch {arguments.epoch} should be 0 or more.")
+    from lockstep.data.naming import known_classes
+    from lockstep.job import data_report
+
+    sets = data_report.data_sets(config)
+    training = sets["data.train"]
+    step = data_report.look_at_step(config, training, devices.count, arguments.epoch, arguments.step)
+    found = [
+        data_report.look_at_set(name, each, workers=config.data.workers, reads=not arguments.quick)
+        for name, each in sets.items()
+    ]
+    print(data_report.describe(found, step))
+    try:
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(data_report.as_table(found, step), indent=1) + "\n")
+        if arguments.sheet:
+            batch = data_report.batch_of(config, training, arguments.epoch, arguments.step)
+            data_report.sheet(batch, known_classes(training)).save(arguments.sheet, "PNG")
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or arguments.sheet} cannot be written: {error.strerror}."
+        ) from error
+    return EXIT_UNREADABLE if any(each.unreadable for each in found) else EXIT_DONE
+
+
+COMMANDS = {"data": (add_arguments, main)}

@@ -1,0 +1,148 @@
+"""What ``lockstep data`` shows, on small data sets."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.config.job_file import Override, load_job
+from lockstep.core.plan import Share
+from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader
+from lockstep.errors import ConfigError
+from lockstep.job import data_report
+
+
+@pytest.fixture
+def flowers(tmp_path):
+    for label, name in enumerate(("daisy", "rose")):
+        (tmp_path / name).mkdir()
+        for number in range(3 + label):
+            Image.new("RGB", (20, 20), (90 * label, 20 * number, 50)).save(tmp_path / name / f"{number}.png")
+    return tmp_path
+
+
+def job(**training):
+    overrides = [Override(path=("training", key), value=value, origin="") for key, value in training.items()]
+    return load_job("digits", overrides)
+
+
+def test_classes_are_counted_by_name(flowers):
+    facts = data_report.look_at_set("data.train", ImageFolder(flowers), workers=0, reads=False)
+    assert facts.classes == {"daisy": 3, "rose": 4} and facts.unreadable is None and facts.samples == 7
+    part = Subset(ImageFolder(flowers), [0, 6])
+    assert data_report.look_at_set("x", part, workers=0, reads=False).classes == {"daisy": 1, "rose": 1}
+    numbers = TensorDataset(torch.zeros(3, 2), torch.tensor([2, 0, -1]))
+    counted = data_report.look_at_set("x", numbers, workers=0, reads=False).classes
+    assert counted == {"0": 1, "1": 0, "2": 1, "below 0": 1}
+    assert data_report.look_at_set("x", [1.5, 2.5], workers=0, reads=False).classes is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_sample_that_cannot_be_read_is_named(flowers, workers):
+    (flowers / "rose" / "1.png").write_bytes(b"no picture")
+    (flowers / "daisy" / "2.png").write_bytes((flowers / "daisy" / "2.png").read_bytes()[:50])
+    found = data_report.unreadable(ImageFolder(flowers, transform=CenterCrop(8)), workers)
+    assert [sentence.partition(" cannot")[0] for sentence in found] == [
+        "Sample 2 (daisy/2.png)",
+        "Sample 4 (rose/1.png)",
+    ]
+    assert "UnidentifiedImageError" in found[1]
+    around = Bucketed(ImageFolder(flowers, transform=CenterCrop(8)), [1] * 7, 2)
+    assert data_report.unreadable(around, workers) == found
+
+
+@pytest.mark.parametrize(
+    ("training", "devices", "who", "interleaved"),
+    [
+        ({}, 3, "rank", False),
+        ({"strategy": "fsdp"}, 4, "rank", True),
+        ({"strategy": "pipeline"}, 2, "replica", False),
+        ({"strategy": "hybrid", "mesh": "data=2,pipeline=2"}, 4, "replica", False),
+    ],
+)
+def test_ranks_read_what_the_loaders_of_a_run_give_them(training, devices, who, interleaved):
+    config, data_set = job(**training), Digits("train")
+    facts = data_report.look_at_step(config, data_set, devices, epoch=2, position=11)
+    assert facts.who == who and facts.steps_per_epoch == 12
+    for holder, reads in enumerate(facts.reads):
+        share = Share(holders=len(facts.reads), holder=holder, interleaved=interleaved)
+        loader = StepLoader(data_set, data_report.plan_of(config, data_set), share=share)
+        (batch,) = loader.batches(2, 11)
+        assert reads == {part.k: [str(i) for i in part.indices.tolist()] for part in batch.micro_batches}
+
+
+def test_samples_have_their_files_and_a_step_that_is_none_is_refused(flowers):
+    config = job(global_batch=8, micro_batches=2)
+    facts = data_report.look_at_step(config, ImageFolder(flowers), 1, epoch=0, position=0)
+    names = sorted(name for names in facts.reads[0].values() for name in names)
+    assert names[0] == "0 (daisy/0.png)" and len(names) == 7
+    with pytest.raises(ConfigError, match=r"--step 1 does not exist: the steps of an epoch are 0 to 0"):
+        data_report.look_at_step(config, ImageFolder(flowers), 1, epoch=0, position=1)
+
+
+def test_the_batch_is_that_of_the_step_with_its_augmentation():
+    config, data_set = job(), Digits("train")
+    found = data_report.batch_of(config, data_set, 1, 3)
+    loader = StepLoader(data_set, data_report.plan_of(config, data_set), seed=config.training.seed)
+    wanted = next(loader.batches(1, 3)).micro_batches
+    assert len(found) == len(wanted) == 8
+    assert all(torch.equal(mine[0], part.data[0]) for mine, part in zip(found, wanted))
+
+
+def test_the_sheet_has_a_tile_for_each_picture(flowers):
+    pictures = torch.zeros(3, 3, 40, 40, dtype=torch.uint8)
+    pictures[1, 0] = 200
+    page = data_report.sheet(
+        [(pictures[:2], torch.tensor([0, 1])), (pictures[2:], torch.tensor([7]))], ["a", "b"]
+    )
+    tile = 40 * 2
+    assert page.size == (2 * (tile + 4) + 4, 2 * (tile + 14 + 4) + 4)
+    assert page.getpixel((4, 4)) == (0, 0, 0) and page.getpixel((4 + tile + 4 + 5, 9)) == (200, 0, 0)
+    assert page.getpixel((page.width - 10, page.height - 30)) == (255, 255, 255)
+    grey = torch.linspace(-3, 5, 64).reshape(1, 1, 8, 8)
+    page = data_report.sheet([(grey, torch.tensor([[0.5, 0.5]]))], [])
+    assert page.getpixel((4, 4)) == (0, 0, 0) and page.getpixel((4 + 63, 4 + 63)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(2, 3), "no sheet"),
+        ((torch.zeros(2, 3), torch.zeros(2)), "no sheet"),
+        ((torch.zeros(2, 5, 4, 4), torch.zeros(2)), "5 channels"),
+    ],
+)
+def test_samples_without_pictures_have_no_sheet(data, message):
+    with pytest.raises(ConfigError, match=message):
+        data_report.sheet([data], [])
+
+
+def test_the_text_is_a_histogram_and_a_list_of_readers():
+    many = data_report.SetFacts(
+        "data.train", "Photos", 1200, {"daisy": 1000, "a": 200}, [f"S{n}" for n in range(22)]
+    )
+    plain = data_report.SetFacts("data.validation", "Rows", 1, None, None)
+    names = [f"{n} (x/{n}.jpg)" for n in range(4)]
+    step = data_report.StepFacts(1, 2, 9, "rank", [{0: names, 1: ["5"] * 20}, {}])
+    text = data_report.describe([many, plain], step).splitlines()
+    assert text[:3] == [
+        "data.train: Photos (1,200 samples)",
+        f"  daisy     1,000  {'#' * 40}",
+        f"  a           200  {'#' * 8}",
+    ]
+    assert text[3:5] == ["  unreadable: 22 of 1,200", "    S0"] and text[24] == "    and 2 more"
+    assert text[26:28] == ["data.validation: Rows (1 sample)", "  it shows no labels"]
+    assert text[29:] == [
+        "step 2 of 9 in epoch 1",
+        "  rank 0       k0   0 (x/0.jpg), 1 (x/1.jpg) and 2 more",
+        f"               k1   {', '.join(['5'] * 12)} and 8 more",
+        "  rank 1       nothing",
+    ]
+    table = data_report.as_table([many], step)
+    assert table["step"]["reads"][0][0] == names and table["sets"][0]["classes"]["a"] == 200
+
+
+def test_pictures_of_floats_fill_the_range():
+    found = data_report._as_bytes(torch.stack([torch.full((3, 2, 2), 0.25), torch.full((3, 2, 2), 0.75)]))
+    assert np.unique(found).tolist() == [0, 255]
