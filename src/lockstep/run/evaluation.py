@@ -19,6 +19,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.summation_tree import fold_rows
@@ -28,7 +29,7 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.strategies import Strategy
+from lockstep.strategies import Strategy, gather_records
 
 AGREE_EVERY = 1.0
 """Seconds, about."""
@@ -142,18 +143,11 @@ def _mean(name: str, rows: Tensor) -> float:
     return float(fold_rows(rows[:, 0])) / weight
 
 
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-)
-_MOST_DIMS = 8
-_FORM = 2 + _MOST_DIMS
-
-
 def predict(
     loader: EvaluationLoader,
     forward: Callable[[MicroBatch], Any],
     strategy: Strategy,
+    group: dist.ProcessGroup | None,
     *,
     is_main: bool,
     stop: EvaluationStop | None = None,
@@ -167,6 +161,7 @@ def predict(
         loader: this process's micro-batches of the set.
         forward: gives a tensor with a row for each sample of a micro-batch.
         strategy: over whose processes outputs are gathered.
+        group: all ranks; None for a world of one.
         is_main: True for the process that gets them.
         stop: how the ranks agree to stop early; None: they stay to the end.
 
@@ -179,42 +174,46 @@ def predict(
         raise ConfigError("run.predict was given an empty data set. Look at how it was split.")
     share = strategy.evaluation_share or strategy.share
     longest, found = share.longest(loader.count), [torch.empty(0)] * loader.count
-    form: Tensor | None = None
+    dtype, shape = "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
         if stop is not None:
             stop.agree(place, row)
         output = None if micro_batch is None else _rows(forward(micro_batch), len(micro_batch))
-        if form is None:
-            form = _agreed_form(output, strategy)
-            dtype, shape = _DTYPES[int(form[0])], [int(size) for size in form[2 : 2 + int(form[1])]]
+        form = None if output is None else [str(output.dtype), list(output.shape[1:])]
+        if place == 0:  # a process without a micro-batch learns here what a row is
+            forms = [each for each in gather_records(strategy, form, group) if each is not None]
+            if not forms:
+                raise RankError(
+                    "The outputs of the first micro-batch are lost with the process that had them."
+                )
+            dtype, shape = forms[0]
             row = row.new_zeros(1 + loader.micro_batch_size * math.prod(shape))
+        if form not in (None, [dtype, shape]):
+            raise ConfigError(
+                f"Some outputs have rows of {form[0]} and shape {form[1]}, others {dtype} and shape {shape}. Give "
+                "run.predict a keep= that makes rows of one kind of them."
+            )
         row.zero_()
         if output is not None:
-            if not torch.equal(_form(output), form):
-                raise ConfigError(
-                    f"Some outputs have rows of {output.dtype} and shape {list(output.shape[1:])}, those before have "
-                    f"{dtype} and shape {shape}. Give run.predict a keep= that makes rows of one shape of them."
-                )
             row[0] = len(output)
             row[1 : 1 + output.numel()] = output.reshape(-1)
         gathered = strategy.gather(row)
         for holder, values in enumerate(gathered.cpu() if is_main else ()):
             held = share.of(loader.count, holder)[place : place + 1]
             if held and held[0] < loader.count:
-                count = int(values[0])
-                if not count:
+                rows = int(values[0])
+                if not rows:
                     raise RankError(
                         f"The outputs of micro-batch {held[0]} are lost with the process that had them."
                     )
-                found[held[0]] = (
-                    values[1 : 1 + count * math.prod(shape)].view(count, *shape).to(dtype, copy=True)
-                )
+                numbers = values[1 : 1 + rows * math.prod(shape)].view(rows, *shape)
+                found[held[0]] = numbers.to(getattr(torch, dtype.removeprefix("torch.")), copy=True)
     return torch.cat(found) if is_main else None
 
 
 def _rows(output: Any, samples: int) -> Tensor:
-    """The output, which must have a row for each sample."""
+    """The output, which must have a row of real numbers for each sample."""
     if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != samples:
         found = (
             f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
@@ -223,30 +222,10 @@ def _rows(output: Any, samples: int) -> Tensor:
             f"run.predict needs a tensor with one row for each of the {samples} samples of a micro-batch, and the "
             f"model gave {found}. Take the part to keep with keep=, for example keep=lambda output: output['logits']."
         )
-    if output.dtype not in _DTYPES or output.dim() > _MOST_DIMS:
+    whole = not output.is_floating_point() and not output.is_complex()
+    if output.is_complex() or (whole and not torch.equal(output.double().to(output.dtype), output)):
         raise ConfigError(
-            f"run.predict keeps real numbers in at most {_MOST_DIMS} dimensions, and the model gave {output.dtype} in "
-            f"{output.dim()}. Convert it with keep=."
+            f"run.predict keeps real numbers, whole ones up to 2**53, and the model gave others, of {output.dtype}. "
+            "Convert them with keep=."
         )
-    if output.dtype == torch.int64 and not torch.equal(output.double().long(), output):
-        raise ConfigError("run.predict keeps whole numbers up to 2**53, and the model gave larger ones.")
     return output
-
-
-def _form(output: Tensor) -> Tensor:
-    """Dtype, number of dimensions and shape of a row, as float64 of shape (2 + 8,)."""
-    shape = output.shape[1:]
-    numbers = [_DTYPES.index(output.dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _agreed_form(output: Tensor | None, strategy: Strategy) -> Tensor:
-    """The form of the rows of all processes, some of which may have no output. Collective."""
-    mine = torch.zeros(1 + _FORM, dtype=torch.float64)
-    if output is not None:
-        mine[0], mine[1:] = 1, _form(output)
-    forms = strategy.gather(mine.to(strategy.device)).cpu()
-    form: Tensor | None = next((form[1:] for form in forms if form[0]), None)
-    if form is None:
-        raise RankError("The outputs of the first micro-batch are lost with the process that had them.")
-    return form

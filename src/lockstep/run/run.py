@@ -329,7 +329,8 @@ class Run:
                 output, _ = outputs(micro_batch)
                 return output if keep is None else keep(output)
 
-            return predict(loader, kept, self.strategy, is_main=self.is_main, stop=stop)
+            group = self._session.group
+            return predict(loader, kept, self.strategy, group, is_main=self.is_main, stop=stop)
 
     @contextmanager
     def _evaluation(
