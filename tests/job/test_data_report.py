@@ -22,9 +22,9 @@ def flowers(tmp_path):
     return tmp_path
 
 
-def job(**training):
+def job(devices="auto", **training):
     overrides = [Override(path=("training", key), value=value, origin="") for key, value in training.items()]
-    return load_job("digits", overrides)
+    return load_job("digits", [*overrides, Override(path=("run", "devices"), value=devices, origin="")])
 
 
 def test_classes_are_counted_by_name(flowers):
@@ -62,7 +62,7 @@ def test_every_sample_that_cannot_be_read_is_named(flowers, workers):
     ],
 )
 def test_ranks_read_what_the_loaders_of_a_run_give_them(training, devices, who, interleaved):
-    config, data_set = job(**training), Digits("train")
+    config, data_set = job(devices, **training), Digits("train")
     facts = data_report.look_at_step(config, data_set, devices, epoch=2, position=11)
     assert facts.who == who and facts.steps_per_epoch == 12
     for holder, reads in enumerate(facts.reads):

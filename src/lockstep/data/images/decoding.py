@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import PIL
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 from torch.utils.data import Subset
 
 from lockstep.errors import DataError
@@ -106,7 +106,10 @@ class PillowPhoto:
 
 
 def _opened(source: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(source))
+    try:
+        image = Image.open(io.BytesIO(source))
+    except UnidentifiedImageError:  # whose words name an object in memory
+        raise UnidentifiedImageError(f"no picture in {len(source):,} bytes that Pillow can read") from None
     check_size(*image.size)
     return image
 
