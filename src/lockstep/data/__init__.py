@@ -2,11 +2,10 @@
 
 from lockstep.data.adopt import Source, adopt, check_batch_size
 from lockstep.data.batch import Batch, MicroBatch
-from lockstep.data.formats.arrow_files import ArrowFiles
+from lockstep.data.formats.arrow_files import ArrowFiles, HuggingFace
 from lockstep.data.formats.cifar10 import CIFAR10
 from lockstep.data.formats.csv_table import CSVTable
 from lockstep.data.formats.digits import Digits
-from lockstep.data.formats.hugging_face import HuggingFace
 from lockstep.data.formats.idx import IDX, read_idx
 from lockstep.data.formats.numpy_files import NumpyArrays
 from lockstep.data.formats.tar_shards import TarShards
