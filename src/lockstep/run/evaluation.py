@@ -15,8 +15,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,12 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.run.step import exact, sum_and_weight
-from lockstep.runtime.control import StopReason
+from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
+
+if TYPE_CHECKING:
+    from lockstep.run.run import Run
 
 AGREE_EVERY = 1.0
 """Seconds, about."""
@@ -76,6 +80,58 @@ Forward = Callable[[MicroBatch], tuple[Any, Any]]
 """Runs the model on one micro-batch; gives (output, target)."""
 
 
+@dataclass(frozen=True)
+class OpenEvaluation:
+    """An evaluation that is going on, on one rank."""
+
+    loader: EvaluationLoader
+    """This process's micro-batches of the set."""
+    forward: Forward
+    stop: EvaluationStop | None
+    """How the ranks agree to stop early; None: they stay to the end."""
+    whole: bool
+    """True if the user's own function gives outputs from whole micro-batches."""
+
+
+@contextmanager
+def evaluation(
+    run: Run,
+    data: Any,
+    model: nn.Module | None,
+    forward: Callable[[Any], Any] | None,
+    workers: int | None,
+    repeatable: bool,
+) -> Iterator[OpenEvaluation]:
+    """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
+    prepared, heartbeat = run.require_prepared(), run._session.heartbeat
+    compute, randomness = prepared.compute, prepared.state.model.randomness
+    evaluated = compute.model if model is None else model
+    epoch, step = run.position.epoch, run.position.step
+    transform = run._loaders.source(data).device_transform
+
+    def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:
+        heartbeat.mark("evaluate", epoch=epoch, step=step, micro_batch=micro_batch.k)
+        heartbeat.samples(micro_batch.indices)
+        randomness.begin_micro_batch(-1 - step, micro_batch.k)
+        return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
+
+    run.synchronize()
+    heartbeat.mark("evaluate", epoch=epoch, step=step)
+    can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
+    stop = EvaluationStop(run.strategy, heartbeat) if repeatable and can_stop else None
+    loader = run._loaders.evaluation(data, workers)
+    try:
+        with evaluating(evaluated):
+            yield OpenEvaluation(loader, output_and_target, stop, forward is not None)
+    except EvaluationStopped as stopped:
+        if run.options.directory is not None:
+            run._loop.go_back()
+            run.save(wait=True)
+        raise Stopped(stopped.reason) from None
+    finally:
+        randomness.end_step(-1 - step)
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
@@ -89,25 +145,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def evaluate(
-    loader: EvaluationLoader,
-    metrics: Mapping[str, Metric],
-    forward: Forward,
-    strategy: Strategy,
-    stop: EvaluationStop | None = None,
-) -> dict[str, float]:
+def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], strategy: Strategy) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
     Args:
-        loader: this process's micro-batches of the set.
+        opened: the samples and the model.
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
-        forward: runs the model.
         strategy: where the results of all processes are gathered.
-        stop: how the ranks agree to stop early; None: they stay to the end.
 
     Raises:
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
+    loader, stop = opened.loader, opened.stop
     if loader.count == 0:
         raise ConfigError(
             "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
@@ -121,7 +170,7 @@ def evaluate(
             stop.agree(place, rows[place - 1])
         if micro_batch is None:
             continue
-        output, target = forward(micro_batch)
+        output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             continue  # padding, run because the forward pass is collective
         for column, metric in enumerate(functions):
@@ -144,13 +193,12 @@ def _mean(name: str, rows: Tensor) -> float:
 
 
 def predict(
-    loader: EvaluationLoader,
-    forward: Callable[[MicroBatch], Any],
+    opened: OpenEvaluation,
+    keep: Callable[[Any], Any] | None,
     strategy: Strategy,
     group: dist.ProcessGroup | None,
     *,
     is_main: bool,
-    stop: EvaluationStop | None = None,
 ) -> Tensor | None:
     """The outputs of all samples, in order, on the CPU of the main process. Collective.
 
@@ -158,18 +206,18 @@ def predict(
     are taken. Only what belongs to one round is in the memory of all.
 
     Args:
-        loader: this process's micro-batches of the set.
-        forward: gives a tensor with a row for each sample of a micro-batch.
+        opened: the samples and the model.
+        keep: makes a tensor with a row for each sample of an output; None where the output is that.
         strategy: over whose processes outputs are gathered.
         group: all ranks; None for a world of one.
         is_main: True for the process that gets them.
-        stop: how the ranks agree to stop early; None: they stay to the end.
 
     Raises:
         ConfigError: the outputs are no tensors of one row for each sample, or rows have several shapes or dtypes.
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
+    loader, stop = opened.loader, opened.stop
     if loader.count == 0:
         raise ConfigError("run.predict was given an empty data set. Look at how it was split.")
     share = strategy.evaluation_share or strategy.share
@@ -179,7 +227,7 @@ def predict(
     for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
         if stop is not None:
             stop.agree(place, row)
-        output = None if micro_batch is None else _rows(forward(micro_batch), len(micro_batch))
+        output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
             forms = [each for each in gather_records(strategy, form, group) if each is not None]
@@ -212,8 +260,12 @@ def predict(
     return torch.cat(found) if is_main else None
 
 
-def _rows(output: Any, samples: int) -> Tensor:
-    """The output, which must have a row of real numbers for each sample."""
+def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
+    """What is kept of an output: a row of real numbers for each sample."""
+    if isinstance(micro_batch.data, Tensor) and not opened.whole:
+        micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
+    output, samples = opened.forward(micro_batch)[0], len(micro_batch)
+    output = output if keep is None else keep(output)
     if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != samples:
         found = (
             f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import devices_per_process
 from lockstep.core.fingerprint import combine, digest_tensor
 from lockstep.core.world import World
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch
 from lockstep.data.images.decoding import decoded_as
-from lockstep.data.loader import EvaluationLoader
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.precision import Precision
@@ -26,15 +25,7 @@ from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, Position
-from lockstep.run.evaluation import (
-    EvaluationStop,
-    EvaluationStopped,
-    Forward,
-    Metric,
-    evaluate,
-    evaluating,
-    predict,
-)
+from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.parts import Parts
@@ -278,11 +269,8 @@ class Run:
             A float, or floats by name.
         """
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        with (
-            self.span("evaluate"),
-            self._evaluation(data, model, forward, workers, repeatable) as (loader, outputs, stop),
-        ):
-            values = evaluate(loader, metrics, outputs, self.strategy, stop)
+        with self.span("evaluate"), evaluation(self, data, model, forward, workers, repeatable) as opened:
+            values = evaluate(opened, metrics, self.strategy)
         results = values if isinstance(metric, Mapping) else values["metric"]
         for call in self._events.evaluation:
             call(self.position.step, results)
@@ -305,9 +293,7 @@ class Run:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
             keep: makes of the output for a micro-batch what is kept of it, a tensor with a row for each sample, such as
                 ``lambda output: output.argmax(1)``; by default the output itself.
-            model: as in ``evaluate``.
-            forward: as in ``backward``.
-            workers: as in ``batches``.
+            model, forward, workers: as in ``evaluate``.
 
         Returns:
             A tensor of shape (samples, ...), on the CPU of the main process; None on the others.
@@ -316,59 +302,9 @@ class Run:
             ConfigError: there is no row for each sample, or rows differ in shape or dtype.
             RankError: an independent process was lost, and its outputs with it.
         """
-
-        repeatable = self.options.directory is None
-        with (
-            self.span("predict"),
-            self._evaluation(data, model, forward, workers, repeatable) as (loader, outputs, stop),
-        ):
-
-            def kept(micro_batch: MicroBatch) -> Any:
-                if isinstance(micro_batch.data, Tensor) and forward is None:
-                    micro_batch = dataclasses.replace(micro_batch, data=(micro_batch.data, None))
-                output, _ = outputs(micro_batch)
-                return output if keep is None else keep(output)
-
-            group = self._session.group
-            return predict(loader, kept, self.strategy, group, is_main=self.is_main, stop=stop)
-
-    @contextmanager
-    def _evaluation(
-        self,
-        data: Any,
-        model: nn.Module | None,
-        forward: Callable[[Any], Any] | None,
-        workers: int | None,
-        repeatable: bool,
-    ) -> Iterator[tuple[EvaluationLoader, Forward, EvaluationStop | None]]:
-        """The loader and the forward pass of an evaluation, and how it may be left early. Collective."""
-        prepared, heartbeat = self.require_prepared(), self._session.heartbeat
-        compute, randomness = prepared.compute, prepared.state.model.randomness
-        evaluated = compute.model if model is None else model
-        epoch, step = self.position.epoch, self.position.step
-        transform = self._loaders.source(data).device_transform
-
-        def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:
-            heartbeat.mark("evaluate", epoch=epoch, step=step, micro_batch=micro_batch.k)
-            heartbeat.samples(micro_batch.indices)
-            randomness.begin_micro_batch(-1 - step, micro_batch.k)
-            return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
-
-        self.synchronize()
-        heartbeat.mark("evaluate", epoch=epoch, step=step)
-        can_stop = self.options.directory is None or (self._loop.can_go_back and not prepared.gradients)
-        stop = EvaluationStop(self.strategy, heartbeat) if repeatable and can_stop else None
-        loader = self._loaders.evaluation(data, workers)
-        try:
-            with evaluating(evaluated):
-                yield loader, output_and_target, stop
-        except EvaluationStopped as stopped:
-            if self.options.directory is not None:
-                self._loop.go_back()
-                self.save(wait=True)
-            raise Stopped(stopped.reason) from None
-        finally:
-            randomness.end_step(-1 - step)
+        alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
+        with self.span("predict"), evaluation(self, data, model, forward, workers, alone) as opened:
+            return predict(opened, keep, self.strategy, self._session.group, is_main=self.is_main)
 
     def save(self, *, wait: bool = False) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
