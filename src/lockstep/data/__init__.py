@@ -5,12 +5,11 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.formats.arrow_files import ArrowFiles, HuggingFace
 from lockstep.data.formats.cifar10 import CIFAR10
 from lockstep.data.formats.csv_table import CSVTable
-from lockstep.data.formats.digits import Digits
 from lockstep.data.formats.idx import IDX, read_idx
 from lockstep.data.formats.numpy_files import NumpyArrays
 from lockstep.data.formats.tar_shards import TarShards
 from lockstep.data.formats.tokens import TokenFiles
-from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays, PadCropFlip
+from lockstep.data.images.image_arrays import ArrayTransform, Digits, ImageArrays, PadCropFlip
 from lockstep.data.images.image_folder import ImageFolder, PhotoFiles
 from lockstep.data.images.transforms import (
     CenterCrop,
