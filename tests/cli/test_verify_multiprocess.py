@@ -15,7 +15,7 @@ PARTS = """
 import os
 import torch
 from torch import nn
-from lockstep.data.formats.digits import Digits
+from lockstep.data import Digits
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 

@@ -10,7 +10,7 @@ from tests.data.test_loader import Augmented, assert_equal, loaded, plan_of
 from torch.utils.data import Dataset
 
 from lockstep.data import EvaluationLoader, StepLoader
-from lockstep.data.read_trace import ReadTrace
+from lockstep.data.reader import ReadTrace
 
 
 class Told(Dataset):

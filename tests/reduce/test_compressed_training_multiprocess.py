@@ -11,7 +11,7 @@ from tests.strategies.training import parameters_after
 from torch import nn
 
 import lockstep
-from lockstep.data.formats.digits import Digits
+from lockstep.data import Digits
 from lockstep.models import digits_net
 from lockstep.trainer.state import accuracy
 

@@ -10,7 +10,7 @@ from tests.strategies.jobs import SmallResNet, photos, token_loss, tokens
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.data.formats.digits import Digits
+from lockstep.data import Digits
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.lazy_compiler import postpone_compiler

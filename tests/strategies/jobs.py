@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.formats.digits import Digits
+from lockstep.data import Digits
 from lockstep.data.images.image_arrays import PadCropFlip
 from lockstep.models import digits_net, freeze, lstm, transformer
 from lockstep.models.resnet import BasicBlock

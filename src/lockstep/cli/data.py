@@ -46,8 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
     sets = data_report.data_sets(config)
     training = sets["data.train"]
     step = data_report.look_at_step(config, training, devices.count, arguments.epoch, arguments.step)
+    workers = config.data.loader_processes(config.run.threads, 1)
     found = [
-        data_report.look_at_set(name, each, workers=config.data.workers, reads=not arguments.quick)
+        data_report.look_at_set(name, each, workers=workers, reads=not arguments.quick)
         for name, each in sets.items()
     ]
     print(data_report.describe(found, step))

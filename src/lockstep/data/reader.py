@@ -21,15 +21,18 @@ is asked for; ``lockstep.data.workers`` reads ahead in processes.
 
 from __future__ import annotations
 
+import math
+import mmap
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from lockstep.core.plan import Indices
 from lockstep.data.batch import map_leaves, pinned
@@ -37,7 +40,6 @@ from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import sample_error, unwrap_subset
-from lockstep.data.read_trace import ReadTrace
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
@@ -125,6 +127,60 @@ def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
         own = all(getattr(type(dataset), name) is getattr(ImageArrays, name) for name in _READING)
         return (dataset.images, dataset.labels) if own else None
     return None
+
+
+_KEPT = 1024
+_FIELDS = 5
+
+
+@dataclass(frozen=True)
+class ReadSpan:
+    """One micro-batch that was read."""
+
+    worker: int
+    """Number of the worker; -1 for the training process."""
+    began: int
+    """``time.perf_counter_ns()``, a clock that all processes of a machine share."""
+    ended: int
+    epoch: int
+    """Of the samples' keys; -1 where they are evaluated."""
+    first: int
+    """Index of the first sample."""
+    samples: int
+
+
+class ReadTrace:
+    """When this process and some workers read one data set; ``name`` is for people. The newest reads of each are kept.
+
+    Notes are in memory that the processes share, so those of a worker that was killed are there too.
+
+        process | 0, 0, 0, 0, count | began, ended, epoch, first sample, samples | ... | of the next process
+    """
+
+    def __init__(self, name: str, workers: int) -> None:
+        self.name = name
+        shape = (workers + 1, 1 + _KEPT, _FIELDS)
+        memory = mmap.mmap(-1, math.prod(shape) * 8)
+        self._notes = np.frombuffer(memory, dtype=np.int64).reshape(shape)
+
+    @contextmanager
+    def noting(self, epoch: int, indices: Indices) -> Iterator[None]:
+        """Notes that the samples are read inside, in whichever process that is."""
+        began = time.perf_counter_ns()
+        yield
+        info = get_worker_info()
+        notes = self._notes[0 if info is None else info.id + 1]
+        count = int(notes[0, -1])
+        notes[1 + count % _KEPT] = began, time.perf_counter_ns(), epoch, indices[0], len(indices)
+        notes[0, -1] = count + 1
+
+    def spans(self) -> list[ReadSpan]:
+        """The micro-batches that were read, worker by worker; the last 1,024 of each."""
+        found = []
+        for worker, (head, *notes) in enumerate(self._notes.tolist(), start=-1):
+            count = head[-1]
+            found += [ReadSpan(worker, *notes[n % _KEPT]) for n in range(max(0, count - _KEPT), count)]
+        return found
 
 
 Collate = Callable[[list[Any]], Any]

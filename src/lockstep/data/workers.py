@@ -17,8 +17,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.data.read_trace import ReadTrace
-from lockstep.data.reader import Collate, GroupedBatch, InlineReading, Request, SampleReader
+from lockstep.data.reader import Collate, GroupedBatch, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import (
     Failure,
     InWorker,

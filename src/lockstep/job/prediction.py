@@ -56,7 +56,8 @@ def main(payload: Any) -> None:
         load_run(model, folder, best=payload["best"])
     balance(run, model, data_set)
     run.prepare(model, values_from_main=True)
-    outputs = run.predict(data_set, workers=config.data.workers)
+    workers = config.data.loader_processes(config.run.threads, world.local_world_size)
+    outputs = run.predict(data_set, workers=workers)
     run.close()  # the others need not wait for the table
     if outputs is not None:
         names = class_names(folder, data_set)

@@ -29,7 +29,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.plan import Indices
 from lockstep.core.world import World
 from lockstep.data.keyed import EVALUATION_EPOCH
-from lockstep.data.read_trace import ReadTrace
+from lockstep.data.reader import ReadTrace
 from lockstep.errors import ConfigError
 from lockstep.profile import trace
 from lockstep.profile.trace import ProfileWindow, SpanRecorder, TraceSpan, events

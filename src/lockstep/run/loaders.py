@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
-from lockstep.data.read_trace import ReadTrace
+from lockstep.data.reader import ReadTrace
 from lockstep.numerics.running_buffers import has_batch_norm
 from lockstep.strategies import Strategy
 

@@ -6,7 +6,7 @@ from tests.strategies.jobs import photos, token_loss, tokens
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.data.formats.digits import Digits
+from lockstep.data import Digits
 from lockstep.models import digits_net, perceptron, transformer
 from lockstep.models.resnet import BasicBlock, Bottleneck
 

@@ -2,7 +2,7 @@ import os
 
 import numpy as np
 
-from lockstep.data.read_trace import ReadTrace
+from lockstep.data.reader import ReadTrace
 
 
 def indices(first, count):
