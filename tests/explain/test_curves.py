@@ -69,6 +69,26 @@ def test_logs_without_times_are_drawn_against_epochs_alone(tmp_path):
     assert not {"seconds", "minutes", "hours"} & set(words)
 
 
+def test_a_run_in_its_first_epoch_has_its_last_values_and_is_drawn_against_time(tmp_path):
+    folder = write(tmp_path / "a", 1)
+    lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
+    (folder / "log.jsonl").write_text("".join(lines[:-1]))
+    logs = read_logs([folder])
+    assert final_table(logs)[1] == ("a", "0", "4 min 00 s", "0.25", "0.1")
+    words = [shape.text for shape in chart(logs).shapes if isinstance(shape, Label)]
+    assert words.count("minutes") == 2
+    assert "epochs" not in words
+
+
+def test_learning_rates_of_groups_have_a_panel_each(tmp_path):
+    folder = write(tmp_path / "a")
+    text = (folder / "log.jsonl").read_text()
+    text = text.replace('"learning_rate": 0.1', '"learning_rate_1": 0.1, "learning_rate_2": 0.01')
+    (folder / "log.jsonl").write_text(text)
+    words = [shape.text for shape in chart(read_logs([folder])).shapes if isinstance(shape, Label)]
+    assert (words.count("learning rate 1"), words.count("learning rate 2")) == (2, 2)
+
+
 def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
     rows = final_table(read_logs([write(tmp_path / "a"), write(tmp_path / "b", 1)], ["one", "two"]))
     assert rows[0] == (

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -43,33 +44,28 @@ class RunLog:
     name: str
     records: tuple[Mapping[str, Any], ...]
 
-    @property
+    @cached_property
     def ends(self) -> list[Mapping[str, Any]]:
         """The records of finished epochs."""
         return [record for record in self.records if record.get("kind") == "epoch"]
 
-    @property
-    def steps_per_epoch(self) -> float | None:
-        """Optimizer steps of an epoch; None before one is finished."""
-        return self.ends[-1]["step"] / (self.ends[-1]["epoch"] + 1) if self.ends else None
+    def values(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
+        """Records and their values of a metric: steps where those have it, else epochs; without what is not finite."""
+        steps = [record for record in self.records if record.get("kind") == "step" and metric in record]
+        pairs = ((record, record.get(metric)) for record in steps or self.ends)
+        return [(record, float(y)) for record, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
 
     def points(self, metric: str, axis: str) -> list[Point]:
-        """The curve of a metric, of steps where those have it, else of epochs; ``axis`` is ``epochs`` or ``seconds``.
+        """The curve of a metric; ``axis`` is ``epochs`` or ``seconds``.
 
-        Values that are not finite are left out, and records without a place on the axis.
+        Without a finished epoch nothing has a place among epochs, and old logs have no seconds.
         """
-        steps = [record for record in self.records if record.get("kind") == "step" and metric in record]
-        found = []
-        for record in steps or self.ends:
-            x, y = self._place(record, axis), record.get(metric)
-            if x is not None and isinstance(y, int | float) and math.isfinite(y):
-                found.append((x, float(y)))
-        return found
-
-    def _place(self, record: Mapping[str, Any], axis: str) -> float | None:
         if axis == "seconds":
-            return record.get("seconds")
-        return None if self.steps_per_epoch is None else record["step"] / self.steps_per_epoch
+            return [(record["seconds"], y) for record, y in self.values(metric) if "seconds" in record]
+        if not self.ends:
+            return []
+        steps_per_epoch = self.ends[-1]["step"] / (self.ends[-1]["epoch"] + 1)
+        return [(record["step"] / steps_per_epoch, y) for record, y in self.values(metric)]
 
 
 def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLog]:
@@ -103,16 +99,16 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
     return logs
 
 
-def metrics_of(logs: Sequence[RunLog], axis: str) -> list[str]:
+def metrics_of(logs: Sequence[RunLog]) -> list[str]:
     """The metrics that some run has, in order; groups of parameters may have learning rates of their own."""
     of_groups = {name for log in logs for record in log.records for name in record if _GROUP.fullmatch(name)}
     names = [*_METRICS[:-1], *sorted(of_groups), _METRICS[-1]]
-    return [name for name in names if any(log.points(name, axis) for log in logs)]
+    return [name for name in names if any(log.values(name) for log in logs)]
 
 
 def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     """A head, and a row for each run: epochs, time, the last of each metric, and the best accuracy."""
-    metrics = metrics_of(logs, "epochs")
+    metrics = metrics_of(logs)
     best = "validation_accuracy" in metrics
     head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
     rows: list[tuple[str, ...]] = [head]
@@ -120,12 +116,12 @@ def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
         seconds = log.records[-1].get("seconds")
         cells = [log.name, str(len(log.ends)), "-" if seconds is None else format_duration(seconds)]
         for metric in metrics:
-            points = log.points(metric, "epochs")
-            cells.append(_shown(metric, points[-1][1]) if points else "-")
+            values = log.values(metric)
+            cells.append(_shown(metric, values[-1][1]) if values else "-")
         if best:
-            points = log.points("validation_accuracy", "epochs")
-            epoch, value = max(points, key=lambda point: (point[1], -point[0]), default=(0.0, 0.0))
-            cells.append(f"{_shown('accuracy', value)} ({epoch:.0f})" if points else "-")
+            found = [(value, -record["epoch"]) for record, value in log.values("validation_accuracy")]
+            value, epoch = max(found, default=(0.0, 0))
+            cells.append(f"{_shown('accuracy', value)} ({1 - epoch})" if found else "-")
         rows.append(tuple(cells))
     return rows
 
@@ -153,9 +149,13 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 400.0, 180.0, 62.0, 64.0, 74.0
 def chart(logs: Sequence[RunLog]) -> Chart:
     """A row of panels for each metric that a run has: against epochs, and against time where logs have it."""
     colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
-    axes = [axis for axis in ("epochs", "seconds") if metrics_of(logs, axis)]
-    metrics = list(dict.fromkeys(metric for axis in axes for metric in metrics_of(logs, axis)))
-    if not metrics:
+    metrics = metrics_of(logs)
+    axes = [
+        axis
+        for axis in ("epochs", "seconds")
+        if any(log.points(metric, axis) for log in logs for metric in metrics)
+    ]
+    if not axes:
         raise ConfigError("The runs have nothing to draw: none has finished an epoch, or logged a loss.")
     width = len(axes) * (_WIDTH + _GAP) + 24
     shapes, _ = legend(colours, _LEFT, width, 18)
