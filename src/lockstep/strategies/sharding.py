@@ -6,8 +6,9 @@ Tensors are sharded by rows (dim 0), as in FSDP2: ceil(rows / ranks) consecutive
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,40 @@ from lockstep.core.summation_tree import fold_rows, row_squares
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
+
+_METADATA = frozenset(
+    {
+        *(
+            "shape",
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "grad",
+            "is_leaf",
+            "ndim",
+            "grad_fn",
+            "nbytes",
+        ),
+        *("itemsize", "_version", "is_sparse", "is_quantized", "is_nested"),
+        *("is_mkldnn", "is_sparse_csr", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
+        *("is_xpu", "is_mps", "is_xla", "is_hpu", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_ort"),
+        *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "has_names"),
+        *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
+    }
+)
+"""What can be asked of a parameter without its values."""
+
+
+_WHERE: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda device: device,
+    "get_device": lambda device: -1 if device.index is None else device.index,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
+    "is_meta": lambda device: False,
+}
+"""What code asks to put its own tensors beside a parameter."""
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> slice:
@@ -90,6 +125,66 @@ def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
         f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
         "class if it does, or use strategy 'ddp'."
     )
+
+
+class AbsentParameter(nn.Parameter):
+    """Stands in a module for a parameter whose values this process has freed: its shape and type, without values."""
+
+    parameter_name: str
+    parameter_device: torch.device
+    parameter_rows: nn.Parameter
+
+    def __new__(cls, whole: nn.Parameter, name: str, rows: nn.Parameter) -> AbsentParameter:
+        """Makes one like ``whole``; ``rows`` are those of this rank, which have the gradient."""
+        values = torch.empty_like(whole, device="meta", requires_grad=False)
+        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
+        made.__dict__.update(whole.__dict__)
+        made.parameter_name, made.parameter_device, made.parameter_rows = name, whole.device, rows
+        return made
+
+    def __init__(self, whole: nn.Parameter, name: str, rows: nn.Parameter) -> None:
+        """See ``__new__``."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answers what needs no values; raises ``ConfigError`` otherwise."""
+        asked = getattr(func, "__name__", "")
+        if asked in ("__get__", "__set__", "__delete__"):
+            asked = getattr(func, "__self__", func).__name__
+        names = [each.parameter_name for each in _flat(args) if isinstance(each, AbsentParameter)]
+        if asked in _WHERE:
+            return _WHERE[asked](args[0].parameter_device)
+        if asked == "grad" and args[0].parameter_rows.grad is not None:
+            raise ConfigError(
+                f"The gradient of {names[0]!r} was asked for, and under strategy 'fsdp' each process has rows of it. Clip "
+                "with run.clip_gradients, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
+            )
+        if asked in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ConfigError(
+            f"The parameter {', '.join(names[:3])!r} is used outside of the forward pass of its module, where under "
+            "strategy 'fsdp' no process holds it whole. Return what is needed from that module's forward, write the "
+            "weights with run.save(), or use strategy 'ddp'."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+        """Refuses a copy, which would have no values."""
+        return self.clone()  # type: ignore[return-value]  # raises
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled, without values."""
+        return self.clone()
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _flat(each)
+        else:
+            yield each
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from lockstep.errors import ConfigError
 from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.runtime.events import CallbackHandle
+from lockstep.strategies.sharding import AbsentParameter
 
 
 def digest_gradients(run: Run) -> tuple[dict[str, str], float]:
@@ -124,7 +125,9 @@ class MicroBatchWatch(Callback):
     def _hook_parameters(self, prefix: str, unit: nn.Module) -> None:
         aliases = self._saved.model.aliases
         for name, parameter in unit.named_parameters(prefix):
-            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in self._hooked:
+            if isinstance(parameter, AbsentParameter) or not parameter.requires_grad:
+                continue
+            if id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
 
                 def take(gradient: Tensor, name: str = aliases.get(name, name)) -> None:

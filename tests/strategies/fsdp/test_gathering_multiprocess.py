@@ -36,6 +36,7 @@ class Model(nn.Module):
         return self.blocks[1](torch.relu(self.blocks[0](x)))
 
     def forward(self, rows):
+        rows = rows.to(self.blocks[-1].weight.device, self.blocks[-1].weight.dtype)
         return self.head(self.between(torch.relu(self.start(rows)), rows))
 
 
@@ -195,10 +196,10 @@ def train(world, make, strategy, precision="fp32", again=False, change=None):
     for number, batch in enumerate(run.batches(data)):
         found[f"loss {number}"] = run.backward(batch, loss)
         found[f"norm {number}"] = run.clip_gradients(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
         if change is not None:
             change(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
     found["evaluation"] = torch.tensor(run.evaluate(data, F.cross_entropy), dtype=torch.float64)
     state = run.require_prepared().state.capture(run.fingerprint(), keep=True)
     digests = digest_tensors(found | state.model | state.optimizer)
@@ -264,6 +265,7 @@ def errors(world, strategy):
         ("state_dict", Model, lambda model, _: model.state_dict()),
         ("copy", Model, lambda model, _: copy.deepcopy(model)),
         ("data", Model, lambda model, _: model.head.weight.data.mul_(0.5)),
+        ("clip", Model, lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1)),
         ("norm", Model, lambda model, _: model.blocks[0].weight.norm()),
     ):
         try:
@@ -277,6 +279,7 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
     for found in run_ranks(errors, 2, "fsdp"):
         assert "has been modified by an inplace operation" in found["in place"]
         assert "'blocks.0.bias' was frozen at run.prepare" in found["thawed"] or "blocks.1" in found["thawed"]
+        assert "The gradient of 'start.weight' was asked for" in found["clip"]
         for name in ("state_dict", "copy", "data", "norm"):
             assert "is used outside of the forward pass of its module" in found[name]
         assert "'blocks.0.weight'" in found["norm"] and "'head.weight'" in found["data"]

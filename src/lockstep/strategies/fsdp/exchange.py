@@ -11,9 +11,8 @@ of the block in that micro-batch is zeros, which are combined by "or" and so cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,85 +21,11 @@ from torch import Tensor, nn
 from lockstep.core.summation_tree import merges_after_leaf
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
-from lockstep.strategies.sharding import rows_of
+from lockstep.strategies.sharding import AbsentParameter, rows_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
-_METADATA = frozenset(
-    {
-        *(
-            "shape",
-            "dtype",
-            "device",
-            "layout",
-            "requires_grad",
-            "grad",
-            "is_leaf",
-            "ndim",
-            "grad_fn",
-            "nbytes",
-        ),
-        *("itemsize", "_version", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested"),
-        *("is_mkldnn", "is_sparse_csr", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_base"),
-        *("is_xpu", "is_mps", "is_xla", "is_hpu", "is_ipu", "is_maia", "is_vulkan", "is_mtia", "is_ort"),
-        *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "has_names"),
-        *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
-    }
-)
-"""What can be asked of a parameter without its values."""
-
-
-class AbsentParameter(nn.Parameter):
-    """Stands in a module for a parameter whose values this process has freed: its shape and type, without values."""
-
-    parameter_name: str
-
-    def __new__(cls, whole: nn.Parameter, name: str) -> AbsentParameter:
-        """Makes one like ``whole``."""
-        values = torch.empty_like(whole, device="meta", requires_grad=False)
-        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
-        made.__dict__.update(whole.__dict__)
-        made.parameter_name = name
-        return made
-
-    def __init__(self, whole: nn.Parameter, name: str) -> None:
-        """See ``__new__``."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Answers what needs no values; raises ``ConfigError`` otherwise."""
-        asked = getattr(func, "__name__", "")
-        if asked in ("__get__", "__set__", "__delete__"):
-            asked = getattr(func, "__self__", func).__name__
-        if asked in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        names = [each.parameter_name for each in _flat(args) if isinstance(each, AbsentParameter)]
-        raise ConfigError(
-            f"The parameter {', '.join(names[:3])!r} is used outside of the forward pass of its module, where under "
-            "strategy 'fsdp' no process holds it whole. Return what is needed from that module's forward, write the "
-            "weights with run.save(), or use strategy 'ddp'."
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
-        """Refuses a copy, which would have no values."""
-        return self.clone()  # type: ignore[return-value]  # raises
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled, without values."""
-        return self.clone()
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from _flat(each)
-        else:
-            yield each
 
 
 class ShardedParameter:
@@ -138,7 +63,7 @@ class ShardedParameter:
             self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
         for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
-        self.absent = AbsentParameter(self.whole, name)
+        self.absent = AbsentParameter(self.whole, name, self.held)
         self.padded = -(-self.shape[0] // ranks) * prod(self.shape[1:])
         """Numbers that a rank sends of it: as many as the one with the most rows."""
         self.gradient: Tensor | None = None
