@@ -158,8 +158,8 @@ class AbsentParameter(nn.Parameter):
             return _WHERE[asked](args[0].parameter_device)
         if asked == "grad" and args[0].parameter_rows.grad is not None:
             raise ConfigError(
-                f"The gradient of {names[0]!r} was asked for, and under strategy 'fsdp' each process has rows of it. Clip "
-                "with run.clip_gradients, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
+                f"The gradient of {names[0]!r} was asked for, and under strategy 'fsdp' each process has rows of it. "
+                "Clip with run.clip_gradients, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
             )
         if asked in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.run import Run, RunOptions
+from lockstep.strategies.sharding import AbsentParameter
 
 pytestmark = pytest.mark.timeout(300)
 WIDTH, BLOCKS = 48, 8
@@ -26,8 +27,8 @@ class Rows(nn.Module):
 
 def live_bytes():
     """Of all float32 memory of this process, once each; scalars, such as losses and counters, left out."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and not each.is_meta]
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    local = [each for each in tensors if not (type(each) is AbsentParameter or each.is_meta)]
     kept = [each.untyped_storage() for each in local if each.dtype == torch.float32 and each.dim()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
