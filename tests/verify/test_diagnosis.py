@@ -66,3 +66,12 @@ def test_another_context_explains_other_numbers_but_not_other_samples(key, cause
     samples = changed(put("samples", "0", "other"))
     samples.context[key] = "2"
     assert diagnose(trace(), samples).cause is Cause.DATA_ORDER
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [(put("losses", 1, (2.02).hex()), Cause.ROUNDING), (scaled(1.01), Cause.REDUCTION_ORDER)],
+)
+def test_a_coarse_type_rounds_further(change, cause):
+    assert diagnose(trace(unit=2.0**-7), changed(change)).cause is cause
+    assert diagnose(trace(), changed(change)).cause is not cause

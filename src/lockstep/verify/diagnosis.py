@@ -80,6 +80,8 @@ _LAST_BITS = 1e-5
 """Relative difference of a loss that rounding explains within one forward pass."""
 _ROUNDING = 1e-4
 """Relative difference of norms that rounding explains over one step."""
+_UNITS = 4
+"""Units in the last place that both may be off where the type is a coarse one."""
 
 
 def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> Diagnosis | None:
@@ -141,7 +143,7 @@ def _step(
     if mine.loss != theirs.loss or len(mine.losses) != len(theirs.losses):
         ratio = _quotient(float.fromhex(theirs.loss), float.fromhex(mine.loss))
         return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", f"{ratio:.6g} times as large")
-    return _gradients(mine, theirs) or _after(mine, theirs)
+    return _gradients(mine, theirs, max(_ROUNDING, _UNITS * reference.unit)) or _after(mine, theirs)
 
 
 def _forward(
@@ -151,12 +153,12 @@ def _forward(
     ratio = _quotient(float.fromhex(theirs.losses[number]), float.fromhex(mine.losses[number]))
     if repeats is False:
         return Diagnosis(Cause.OPERATOR, mine.step, tensor)
-    if abs(ratio - 1) < _LAST_BITS:
+    if abs(ratio - 1) < max(_LAST_BITS, _UNITS * reference.unit):
         return Diagnosis(Cause.ROUNDING, mine.step, tensor, f"{ratio - 1:+.1e}")
     return Diagnosis(Cause.MODEL_RANDOMNESS if reference.draws else Cause.FORWARD, mine.step, tensor)
 
 
-def _gradients(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
+def _gradients(mine: StepTrace, theirs: StepTrace, rounding: float) -> Diagnosis | None:
     absent = sorted(set(mine.gradients) ^ set(theirs.gradients))
     if absent:
         return Diagnosis(Cause.LEFT_OUT, mine.step, repr(absent[0]), "it has a gradient in one of them only")
@@ -164,12 +166,12 @@ def _gradients(mine: StepTrace, theirs: StepTrace) -> Diagnosis | None:
     if not different:
         return None
     ratios = {name: _quotient(theirs.gradients[name][1], mine.gradients[name][1]) for name in mine.gradients}
-    first, off = repr(different[0]), [n for n in different if abs(ratios[n] - 1) > _ROUNDING]
+    first, off = repr(different[0]), [n for n in different if abs(ratios[n] - 1) > rounding]
     if not off:
         return Diagnosis(Cause.REDUCTION_ORDER, mine.step, first, "norms agree but for rounding")
     middle = statistics.median(ratios.values())
-    alike = [n for n in ratios if abs(ratios[n] / middle - 1) <= _ROUNDING] if middle else []
-    if len(alike) >= 0.9 * len(ratios) and abs(middle - 1) > _ROUNDING:
+    alike = [n for n in ratios if abs(ratios[n] / middle - 1) <= rounding] if middle else []
+    if len(alike) >= 0.9 * len(ratios) and abs(middle - 1) > rounding:
         return Diagnosis(Cause.GRADIENT_SCALE, mine.step, first, f"all are {middle:.4g} times as large")
     if len(off) <= len(ratios) / 2:
         detail = f"{len(off)} of {len(ratios)} differ by more than rounding"

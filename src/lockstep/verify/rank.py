@@ -62,6 +62,7 @@ class Observer(Callback):
             independent=isinstance(strategy, IndependentStrategy),
             context={key: str(context[key]) for key in ("threads", "device", "torch", "optimizers")},
             start=self._state()[0],
+            unit=torch.finfo(coarsest_type(run.options)).eps,
             draws=draws_in_forward(self.model),
         )
         self._names = [name for each in self._saved.model.members for group in each for name in group]

@@ -50,7 +50,7 @@ _MAY_BE_ROUNDING = (
     Cause.ROUNDING,
     Cause.REDUCTION_ORDER,
     Cause.GRADIENTS,
-    Cause.LEFT_OUT,  # gradients that were rounded to bf16 look so where parameters are small
+    Cause.LEFT_OUT,  # a gradient that is rounding alone looks so, as of a bias before a BatchNorm
     Cause.BUFFERS,
     Cause.UPDATE,
 )

@@ -48,6 +48,8 @@ class Trace:
     """Conditions that the bits depend on: threads, device, torch, optimizer implementation."""
     start: dict[str, str] = field(default_factory=dict)
     """Digests of parameters and buffers before the first step."""
+    unit: float = 2.0**-23
+    """The last place of the coarsest type that the run rounds to, relative: 2^-23 in fp32, 2^-7 in bf16."""
     draws: bool = False
     """True if the model may draw random numbers."""
     independent: bool = False
