@@ -36,7 +36,7 @@ def test_the_path_is_the_one_from_the_editors_folder(tmp_path, monkeypatch):
     ("words", "said"),
     [
         ([], "No script or job was given"),
-        (["--attach", "20260101"], "has no run on this host"),
+        (["--attach", "20260101"], "no run"),
         (["absent.py"], "is not a file"),
         (["--rank", "2", "train.py"], "has the ranks 0 to 1"),
         (["--port", "0", "train.py"], "must know the port"),
@@ -51,5 +51,7 @@ def test_mistakes_are_refused_and_nothing_is_written(tmp_path, monkeypatch, caps
     (tmp_path / "train.py").write_text("")
     (tmp_path / "inner").mkdir()
     assert main(["debug", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert (
+        said.lower() in capsys.readouterr().err.lower()
+    )  # other runs may be under way on this host, or none
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "train.py"]
