@@ -14,6 +14,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
 from lockstep.data.reader import ReadTrace
+from lockstep.data.workers import ReadingOptions
 from lockstep.numerics.running_buffers import has_batch_norm
 from lockstep.strategies import Strategy
 
@@ -83,18 +84,12 @@ class LoaderCache:
                     plan.dropped_samples,
                 )
             source = self.source(data)
-            processes = workers if workers is not None else source.workers or 0
             self._training[key] = StepLoader(
                 source.dataset,
                 plan,
                 share=self._strategy.share,
-                seed=self._options.seed,
-                workers=processes,
-                collate=source.collate,
                 prefetch=self._options.prefetch,
-                pin_memory=self._pins(source),
-                timeout=source.timeout or self._options.loader_timeout,
-                clock=self._clock("loader", processes),
+                **self._reading(source, workers, "loader"),
             )
         return self._training[key]
 
@@ -104,17 +99,11 @@ class LoaderCache:
         self._lately.add(key)
         if key not in self._evaluation:
             source = self.source(data)
-            processes = workers if workers is not None else source.workers or 0
             self._evaluation[key] = EvaluationLoader(
                 source.dataset,
                 micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
                 share=self._evaluation_share,
-                seed=self._options.seed,
-                workers=processes,
-                collate=source.collate,
-                pin_memory=self._pins(source),
-                timeout=source.timeout or self._options.loader_timeout,
-                clock=self._clock("loader of evaluation", processes),
+                **self._reading(source, workers, "loader of evaluation"),
             )
         return self._evaluation[key]
 
@@ -143,19 +132,24 @@ class LoaderCache:
                 loaders.pop(key).close()
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
 
-    def _clock(self, name: str, workers: int) -> ReadTrace | None:
-        if self.clocks is None:
-            return None
-        self.clocks.append(ReadTrace(name, workers))
-        return self.clocks[-1]
+    def _reading(self, source: Source, workers: int | None, name: str) -> ReadingOptions:
+        """How a loader reads, and the notes of it where they are asked for."""
+        processes = workers if workers is not None else source.workers or 0
+        if self.clocks is not None:
+            self.clocks.append(ReadTrace(name, processes))
+        on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
+        return ReadingOptions(
+            seed=self._options.seed,
+            workers=processes,
+            collate=source.collate,
+            pin_memory=on_gpu and source.pin_memory is not False,
+            timeout=source.timeout or self._options.loader_timeout,
+            clock=self.clocks[-1] if self.clocks else None,
+        )
 
     @property
     def _evaluation_share(self) -> Share:
         return self._strategy.evaluation_share or self._strategy.share
-
-    def _pins(self, source: Source) -> bool:
-        on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
-        return on_gpu and source.pin_memory is not False
 
 
 def smallest_micro_batch(model: nn.Module) -> int:
