@@ -54,16 +54,15 @@ def main(arguments: argparse.Namespace) -> int:
     findings = [*look_at_host(os.environ, master, arguments.interface), *look_at_software()]
     if not arguments.no_exchange:
         findings += _exchange(arguments, world)
-    for each in _shown(findings, world):
+    is_main = world.is_main and not (arguments.shares_terminal and arguments.node_rank)
+    for each in findings if is_main else _bad(findings, world):
         fields = {**dataclasses.asdict(each), "grade": each.grade.value}
         print(json.dumps(fields) if arguments.json else each.text, flush=True)
     return EXIT_FAULT if any(each.grade is Grade.FAULT for each in findings) else EXIT_DONE
 
 
-def _shown(findings: Sequence[CheckResult], world: World) -> list[CheckResult]:
-    """All results of the main rank; of every other host, those that are not ok, with its name."""
-    if world.is_main:
-        return list(findings)
+def _bad(findings: Sequence[CheckResult], world: World) -> list[CheckResult]:
+    """The results of another host than that of the main rank that are not ok, with its name."""
     bad = [each for each in findings if each.grade is not Grade.OK and world.local_rank == 0]
     return [dataclasses.replace(each, found=f"{host_name()}: {each.found}") for each in bad]
 

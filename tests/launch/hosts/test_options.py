@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.cli.shared_options import (
     add_host_arguments,
     host_options,
@@ -132,6 +133,15 @@ def test_without_the_option_a_task_stays_a_rank(monkeypatch):
 def test_a_task_that_cannot_be_a_supervisor_is_refused(monkeypatch, words, more, sentence):
     with pytest.raises(ConfigError, match=sentence):
         in_step(monkeypatch, "--nnodes", *words, **more)
+
+
+def test_doctor_shows_what_is_well_on_the_first_node_alone(monkeypatch, capsys):
+    in_step(monkeypatch)
+    main(["doctor", "--nnodes", "slurm", "--no-exchange"])
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("ok ")]
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    main(["doctor", "--nnodes", "slurm", "--no-exchange"])
+    assert "ok       torch " in capsys.readouterr().out
 
 
 def test_a_number_of_hosts_is_a_number():
