@@ -51,6 +51,16 @@ def test_sigterm_from_a_supervisor_that_ends_the_run_unwinds_the_rank():
     assert (done.returncode, done.stdout) == (143, "PREEMPTED\nclosed\n")
 
 
+def test_sigterm_in_a_destructor_unwinds_the_rank_afterwards_and_prints_nothing():
+    """Python printed "Exception ignored in ...", and the rank went on until it was killed."""
+    done = run(
+        signal.SIGTERM,
+        "class Work:\n    def __del__(self):\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "control.ending = True\ntry:\n    Work()\n    signal.pause()\nfinally:\n    print('closed')",
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "PREEMPTED\nclosed\n", "")
+
+
 @pytest.mark.parametrize(("second", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
 def test_without_a_supervisor_the_second_signal_ends_the_process(second, code):
     assert run(signal.SIGTERM, f"os.kill(os.getpid(), signal.{second})", alone=True).returncode == code

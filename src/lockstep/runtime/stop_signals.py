@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,27 @@ def install(control: Control, *, alone: bool = False) -> None:
     for number in handled:
         signal.signal(number, handle)
     _keep_from_children(handled)
+    sys.unraisablehook = _UnraisableHook()
+
+
+_OUT_OF_DESTRUCTOR = 0.05
+"""Seconds after which ``Ended`` is raised again."""
+
+
+class _UnraisableHook:
+    """Raises ``Ended`` again if a destructor or a generator that is closed has swallowed it, and prints nothing then.
+
+    That happens where a collective fails because its peer was killed, just before this rank is ended.
+    """
+
+    def __init__(self) -> None:
+        self._former, self._main = sys.unraisablehook, threading.get_ident()
+
+    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is Ended:  # once more to this thread, which may wait in a system call
+            threading.Timer(_OUT_OF_DESTRUCTOR, signal.pthread_kill, (self._main, signal.SIGTERM)).start()
+        else:
+            self._former(unraisable)
 
 
 def _keep_from_children(former: Mapping[signal.Signals, Any]) -> None:
@@ -150,11 +172,7 @@ def drain(descriptor: int) -> bytes:
 
 
 class CriticalThread(threading.Thread):
-    """A thread whose work must be completed, such as writing a checkpoint.
-
-    The interpreter waits for it at the end of a program; a rank that ends with an error or is ended calls
-    ``wait_for_critical_threads``.
-    """
+    """A thread whose work must be completed, also by a rank that ends with an error, such as writing a checkpoint."""
 
 
 def wait_for_critical_threads(seconds: float | None = None) -> None:

@@ -30,6 +30,7 @@ from lockstep.launch.hosts.joining import Joined
 from lockstep.launch.hosts.outcome import (
     RunOutcome,
     decide_outcome,
+    decoded,
     end_from_json,
     end_to_json,
     snapshot_from_json,
@@ -84,7 +85,10 @@ class SharedStepWindows:
         if any(number <= self._judged.get(host, 0) for host, number in numbers.items()):
             return ""
         self._judged = numbers
-        windows = {host: _windows(each) for host, each in received.items()}
+        windows = {
+            host: {int(rank): StepWindow(**window) for rank, window in each["ranks"].items()}
+            for host, each in received.items()
+        }
         everyone = {rank: window for host in windows.values() for rank, window in host.items()}
         return self._slow_ranks.take(everyone) + self._judge_exchange(windows)
 
@@ -103,10 +107,6 @@ class SharedStepWindows:
             f"waits for data of others ({waits}). Check the link and the interface above; larger steps, or "
             "reduce = 'bf16' at level B, exchange less data.\n"
         )
-
-
-def _windows(received: Mapping[str, Any]) -> dict[int, StepWindow]:
-    return {int(rank): StepWindow(**window) for rank, window in received["ranks"].items()}
 
 
 class SharedStall:
@@ -302,7 +302,8 @@ class HostCoordinator:
         received = self._last_message(self._link.peer).get("final")
         if received is not None:
             self.is_reported = self._joined.is_quiet
-            return RunOutcome.from_json(received)
+            outcome: RunOutcome = decoded(RunOutcome, received)
+            return outcome
         return self._decide() if self._link.peer.lost else None
 
     def _decide(self) -> RunOutcome:

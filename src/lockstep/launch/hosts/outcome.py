@@ -41,7 +41,7 @@ def end_to_json(end: RankEnd, *, host: str, logs: str, last_lines: Sequence[str]
 
 def end_from_json(fields: Mapping[str, Any], offset: float) -> RankEnd:
     """Reads the result of ``end_to_json``; ``offset`` is added to the other host's ``time.monotonic()``."""
-    end: RankEnd = _decoded(RankEnd, fields)
+    end: RankEnd = decoded(RankEnd, fields)
     return replace(
         _shifted(end, offset), beat=_shifted(end.beat, offset), record=_shifted(end.record, offset)
     )
@@ -62,7 +62,7 @@ def snapshot_to_json(snapshot: RankSnapshot) -> dict[str, Any]:
 
 def snapshot_from_json(fields: Mapping[str, Any], offset: float) -> RankSnapshot:
     """Reads the result of ``snapshot_to_json``, in this host's time."""
-    snapshot: RankSnapshot = _decoded(RankSnapshot, fields)
+    snapshot: RankSnapshot = decoded(RankSnapshot, fields)
     return replace(snapshot, beat=_shifted(snapshot.beat, offset))
 
 
@@ -70,15 +70,15 @@ def _shifted(timed: _Timed, offset: float) -> _Timed:
     return None if timed is None else replace(timed, time=timed.time + offset)
 
 
-def _decoded(kind: Any, value: Any) -> Any:
+def decoded(kind: Any, value: Any) -> Any:
     """Reads a value of that type from what ``asdict`` and JSON have made of it."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return cast(type, kind)(**{name: _decoded(hints[name], each) for name, each in value.items()})
+        return cast(type, kind)(**{name: decoded(hints[name], each) for name, each in value.items()})
     if get_origin(kind) is tuple:
-        return tuple(_decoded(get_args(kind)[0], each) for each in value)
+        return tuple(decoded(get_args(kind)[0], each) for each in value)
     if isinstance(kind, UnionType):
-        return None if value is None else _decoded(get_args(kind)[0], value)
+        return None if value is None else decoded(get_args(kind)[0], value)
     return kind(value)
 
 
@@ -105,12 +105,6 @@ class RunOutcome:
     def has_failed(self) -> bool:
         """True if the logs are kept."""
         return self.code not in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RunOutcome:
-        """Reads the result of ``asdict``."""
-        outcome: RunOutcome = _decoded(cls, fields)
-        return outcome
 
 
 def decide_outcome(
