@@ -167,10 +167,9 @@ def serve_debug_requests(world: World) -> None:
 
 
 def request_debugger(run: RunOnHost, rank: int, port: int, within: float) -> str:
-    """Asks a rank of this user's run to serve debuggers on a port of loopback, and returns the address.
+    """Asks a rank to serve debuggers on a port of loopback, unless it does already, and returns the address.
 
-    A rank that listens already keeps its port. ``ConfigError`` if the rank is not running, does not answer ``within``
-    so many seconds, or cannot listen.
+    ``ConfigError`` if the rank is not running, does not answer ``within`` so many seconds, or cannot listen.
     """
     request, answer = _files(run.directory, rank)
     if not answer.exists():

@@ -86,10 +86,7 @@ _TRAINING = ("forward", "backward", "reduce", "update", "wait")
 
 
 class EarlyExitDetector:
-    """Detects that ranks of one host wait for ranks that have left, or that are leaving while others still train.
-
-    They may wait to leave for ``limit`` seconds while others train on their own; 0: without limit.
-    """
+    """Detects that ranks of one host wait for ranks that left, or leave while others train for over ``limit`` s."""
 
     def __init__(self, directory: Path, limit: float) -> None:
         self._directory, self._limit = directory, limit

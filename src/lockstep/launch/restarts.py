@@ -33,8 +33,7 @@ _CAUSED_BY_PROGRAM = ("device-side assert", "out of memory")
 def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: LaunchOptions) -> WorldOutcome:
     """Runs attempts until one ends without lost ranks, or another would not help; returns the outcome of the last.
 
-    All attempts have the same run id. Each restart prints two lines: what was lost, and what is started. If restarts
-    were asked for and there is none, the outcome's last line says why.
+    All have the same run id. A restart prints what was lost and what is started; without one the last line says why.
     """
     options = dataclasses.replace(options, run_id=options.run_id or new_run_id())
     first, furthest = options, -2

@@ -116,15 +116,10 @@ def decide_outcome(
     stall: Sequence[str] = (),
     logs: Path,
 ) -> RunOutcome:
-    """Decides how the run ended.
+    """Decides how the run ended, from the ends of all ranks of the remaining hosts in the time of this host.
 
-    Args:
-        ends: of all ranks of the remaining hosts, in the time of this host.
-        reason: why the ranks were asked to stop, if they were.
-        lost: why each lost host is lost, by its number, as in ``host 1 (fb) closed the connection``.
-        faults: exit code and lines of hosts whose ranks never started, or whose fork server was killed.
-        stall: the report of a stalled run.
-        logs: the log folder on this host.
+    ``lost`` says why each lost host is lost, as in ``host 1 (fb) closed the connection``; ``faults`` are exit code and
+    lines of hosts whose ranks never started, or whose fork server was killed; ``stall`` is the report of a stalled run.
     """
     gone = tuple(lost)
     if stall:
