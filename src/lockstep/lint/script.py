@@ -170,7 +170,8 @@ class Script:
 
     def method_calls(self, *names: str) -> list[ast.Call]:
         """Calls of a method of this name on anything: ``loss.backward()``."""
-        return [call for call in self.calls if method(call) in names]
+        found = [call for name in names for call in self.calls_by_name.get(name, []) if method(call)]
+        return found if len(names) == 1 else sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def owner(self, call: ast.Call) -> str:
         """The object of a method call, as text: ``self.loss`` for ``self.loss.backward()``."""

@@ -26,16 +26,16 @@ def no_sync_backward_only(script: Script) -> Iterator[Hit]:
     """Only where the block calls backward on a loss that was computed outside of it."""
     for node in script.find(ast.With) if not is_managed(script) else ():
         call = node.items[0].context_expr
-        backwards = [c for c in script.method_calls("backward") if script.holds(node, c)]
-        if not isinstance(call, ast.Call) or method(call) != "no_sync" or not backwards:
+        if not isinstance(call, ast.Call) or method(call) != "no_sync":
             continue
+        backwards = [c for c in script.method_calls("backward") if script.holds(node, c)]
         model = script.owner(call)
         inside = [item for statement in node.body for item in ast.walk(statement)]
         made = {name.id for name in inside if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
-        read = {name.id for name in ast.walk(backwards[0]) if isinstance(name, ast.Name)}
+        read = {name.id for first in backwards[:1] for name in ast.walk(first) if isinstance(name, ast.Name)}
         calls = [item for item in inside if isinstance(item, ast.Call)]
         passes = any(model in map(script.text, (item.func, *item.args)) for item in calls)
-        if not made & read and not passes:
+        if backwards and not made & read and not passes:
             yield Hit(
                 node,
                 f"the forward pass of {model} is outside of this block, and it is there that DDP decides to "
@@ -140,9 +140,10 @@ def clip_without_unscale(script: Script) -> Iterator[Hit]:
     """Needs the scaled backward pass, the clipping and scaler.step in one function, and no unscale_ in it."""
     for clip in script.torch_calls(*CLIPPERS):
         for backward, scaler in scaled_backwards(script):
-            unscaled = any(_calls(script, clip, scaler, "unscale_"))
+            if not script.follows(clip, backward) or _calls(script, clip, scaler, "unscale_"):
+                continue
             steps = [c for c in _calls(script, clip, scaler, "step") if not script.exclusive(c, clip)]
-            if steps and script.follows(clip, backward) and not unscaled:
+            if steps:
                 optimizer = script.text(steps[0].args[0]) if steps[0].args else "optimizer"
                 yield Hit(
                     clip,

@@ -219,13 +219,13 @@ def _saves(script: Script) -> list[ast.Call]:
 
 def _is_loaded(script: Script, model: str, wrap: Wrap) -> bool:
     """Returns True where a state is loaded into the wrapped model, by itself or by a function that it is given to."""
-    for call in (call for call in script.calls if _reached(script, call, wrap.call)):
+    for call in script.calls:
         name = last_name(call.func).lower()
         parts = (part for item in arguments(call) for part in ast.walk(item))
         handed = any(word in name for word in ("load", "resume", "restart", "restore"))
-        if name == "load_state_dict" and script.owner(call) == model:
-            return True
-        if handed and any(script.text(part) == model for part in parts):
+        given = handed and any(script.text(part) == model for part in parts)
+        taken = name == "load_state_dict" and script.owner(call) == model
+        if (taken or given) and _reached(script, call, wrap.call):
             return True
     return False
 
