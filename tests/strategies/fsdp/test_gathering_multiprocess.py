@@ -109,6 +109,32 @@ class Dictionaries(Model):
         return self.blocks[0](x)
 
 
+class Nested(nn.Module):
+    """A block that calls itself, and gives the very list that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = linear(), []
+
+    def forward(self, x, depth=2):
+        if depth:
+            x = self(torch.tanh(x), depth - 1)[-1]
+        self.kept.append(self.layer(x))
+        return self.kept
+
+
+class CallsItself(Model):
+    def __init__(self):
+        super().__init__(1)
+        self.nested = nn.ModuleList([Nested()])
+
+    def between(self, x, _):
+        outputs = self.nested[0](x)
+        assert outputs is self.nested[0].kept and len(outputs) == 3
+        self.nested[0].kept = []
+        return self.blocks[0](sum(outputs))
+
+
 class Hooked(Model):
     def __init__(self):
         super().__init__()
@@ -161,6 +187,7 @@ class Recurrent(Model):
 
 
 MODELS = [
+    CallsItself,
     CalledThrice,
     Experts,
     Dropped,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
@@ -75,7 +75,7 @@ class Gathering:
         self._numbers = {block: number for number, block in enumerate(self.blocks)}
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
-        self._entered: list[saved_tensors_hooks | None] = []
+        self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
         for block in self.blocks:
             for each in block.parameters:
                 each.put(each.whole)
@@ -138,9 +138,10 @@ class Gathering:
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            output = tree_map_only(Tensor, self._apart, output)
+            aliases = any(self._is_of_parameter(each) for each in tree_leaves(output))
+            apart = tree_map_only(Tensor, self._apart, output) if aliases else None
             self._leave(block)
-            return output
+            return apart
 
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
@@ -152,16 +153,17 @@ class Gathering:
             if outer is None or not (isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address):
                 context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
                 context.__enter__()
-        self._entered.append(context)
+        self._entered.append((block, context))
         self.need(block)
 
     def _leave(self, block: ShardedBlock) -> None:
-        context = self._entered.pop()
+        _, context = self._entered.pop()
         if context is not None:
             context.__exit__()
         if _in_backward():
             return
-        if block is not self._rest and not self._keep:
+        still_used = self._keep or block is self._rest or any(block is each for each, _ in self._entered)
+        if not still_used:
             self._free(block)
         if not self._entered and not torch.is_grad_enabled():
             self._request(_NOTHING)
@@ -186,9 +188,12 @@ class Gathering:
 
     def _apart(self, output: Tensor) -> Tensor:
         """A copy of an output that is a view of a parameter, which may be freed next."""
-        if output.layout is torch.strided and output.untyped_storage().data_ptr() in self._by_address:
-            return output.clone()
-        return output
+        return output.clone() if self._is_of_parameter(output) else output
+
+    def _is_of_parameter(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return False
+        return value.untyped_storage().data_ptr() in self._by_address
 
     def _free(self, block: ShardedBlock) -> None:
         for each in block.parameters:
