@@ -28,6 +28,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    # Files with long tests go first, so that no worker is left with one at the end.
+    items.sort(key=lambda item: not ("multiprocess" in item.path.name or item.get_closest_marker("timeout")))
     if not config.getoption("--slow"):
         skip = pytest.mark.skip(reason="a longer check: run it with --slow or make test-all")
         for item in items:

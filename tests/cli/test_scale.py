@@ -33,6 +33,7 @@ def test_a_mistake_is_refused_before_anything_is_started(command, arguments, sai
     assert "round 1" not in errors
 
 
+@pytest.mark.slow
 def test_one_measurement_gives_tables_files_and_a_prediction(process, tmp_path):
     files = [word for kind in ("json", "html", "svg", "png") for word in (f"--{kind}", f"found.{kind}")]
     chosen = ("--devices", "2", "--strategies", "ddp")

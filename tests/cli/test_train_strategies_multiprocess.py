@@ -5,7 +5,7 @@ from tests.printed import fingerprint_of
 
 SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
 LAYOUTS = [
-    ("dp", "cpu:3"),
+    pytest.param(("dp", "cpu:3"), marks=pytest.mark.slow),
     ("layers", "cpu:2", "--set", "layers.balance=time"),
     ("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"),
     pytest.param(("fsdp", "cpu:2"), marks=pytest.mark.slow),

@@ -74,6 +74,7 @@ def test_a_debugger_stops_on_rank_1_of_2_and_the_other_waits_without_a_limit(com
 
 
 @pytest.mark.fault("X4")
+@pytest.mark.slow
 def test_a_rank_of_another_host_is_debugged_by_the_same_option_on_every_host(two_hosts):
     for node in (0, 1):
         options = two_hosts.options(node, *OPTIONS)

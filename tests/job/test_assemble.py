@@ -74,7 +74,13 @@ def config(cache):
 def handle(reason=StopReason.NONE):
     marks = []
     heartbeat = types.SimpleNamespace(mark=marks.append, stop_reason=reason)
-    return types.SimpleNamespace(is_main=True, _session=types.SimpleNamespace(heartbeat=heartbeat)), marks
+    run = types.SimpleNamespace(
+        is_main=True,
+        options=types.SimpleNamespace(threads=1),
+        world=types.SimpleNamespace(local_world_size=1),
+        _session=types.SimpleNamespace(heartbeat=heartbeat),
+    )
+    return run, marks
 
 
 def test_a_set_of_photos_is_found_within_others(photos, tmp_path):

@@ -50,6 +50,7 @@ def distance(found, expected):
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("reduce", "bound"), [("bf16", 5e-3), ("powersgd", 0.2)])
+@pytest.mark.slow
 def test_parameters_stay_near_those_of_exact_sums(world_size, reduce, bound):
     """After 14 steps of the digits with momentum."""
     for found in after_digits(world_size):

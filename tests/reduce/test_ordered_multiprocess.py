@@ -8,7 +8,7 @@ EXACT = ["collectives", "shared", "sharded"]
 
 
 @pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_sums_are_those_of_the_tree_for_every_number_of_leaves(kind, world_size):
     most = 9
     leaves = [*range(1, most + 1), *range(most, 0, -1)]
@@ -16,7 +16,7 @@ def test_sums_are_those_of_the_tree_for_every_number_of_leaves(kind, world_size)
 
 
 @pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_ranks_that_are_early_or_late_disturb_no_sum(kind, world_size):
     """Each rank sleeps now and then at random, so that all kinds of overtaking happen in 60 steps."""
     leaves = [world_size, 1, 2 * world_size, world_size + 1] * 15

@@ -80,6 +80,7 @@ def resumed(world, directory, layouts):
     "layouts", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"]
 )
 @pytest.mark.fault("P7")
+@pytest.mark.slow
 def test_all_ranks_leave_with_one_and_the_resumed_run_evaluates_again(tmp_path, layouts):
     (whole,) = run_ranks(resumed, 1, tmp_path / "whole", {"ddp": {}})
     log, fingerprint = whole["ddp"]

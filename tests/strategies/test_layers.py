@@ -56,7 +56,9 @@ def alone(make):
     return train(make)
 
 
-@pytest.mark.parametrize("cut", range(1, LAYERS))
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, marks=[pytest.mark.slow] * (cut % 3 != 1)) for cut in range(1, LAYERS)]
+)
 def test_no_cut_changes_a_bit(cut):
     """12 steps; the last of an epoch is ragged."""
     found = train(chain_of_layers, **under(2, split=[str(cut)]))

@@ -108,6 +108,7 @@ def test_broken_photos_are_named(jobs, damage, status, words):
 
 
 @pytest.mark.fault("D5")
+@pytest.mark.slow
 def test_a_label_outside_of_the_classes_stops_before_the_first_step(jobs):
     failed = jobs.train(
         "--devices=cpu:2", "--set", 'model={target="lockstep.models:digits_net", num_classes=7}'

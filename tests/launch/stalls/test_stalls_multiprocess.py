@@ -69,12 +69,14 @@ def test_ranks_in_different_collectives_are_shown_with_what_they_called(command)
 
 
 @pytest.mark.fault("P10")
+@pytest.mark.slow
 def test_a_plain_script_is_explained_too(command):
     lines = hang(command, PLAIN)
     line = line_of(PLAIN, "# never comes")
     assert f"the others wait for rank 1, which is in start at {PLAIN}:{line}" in lines[0]
 
 
+@pytest.mark.slow
 def test_everything_that_was_seen_is_kept(command):
     lines = hang(command, LOOP, "condition")
     bundle = Path(lines[-1].partition(": ")[2])

@@ -260,11 +260,17 @@ def train_all(world, strategy, names):
     return found
 
 
+QUICK = ["CalledThrice", "Experts", "UsedBoth", "Recomputed", "Types"]
+
+
 @pytest.mark.parametrize(
-    "ranks", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    ("ranks", "names"),
+    [
+        (3, QUICK),
+        *(pytest.param(n, [m.__name__ for m in MODELS], marks=pytest.mark.slow) for n in (2, 3, 4)),
+    ],
 )
-def test_however_blocks_are_called_the_bits_are_those_of_one_device(ranks):
-    names = [each.__name__ for each in MODELS]
+def test_however_blocks_are_called_the_bits_are_those_of_one_device(ranks, names):
     (expected,) = run_ranks(train_all, 1, "single", names, timeout=120)
     for found in run_ranks(train_all, ranks, "fsdp", names, timeout=170):
         for name in expected:

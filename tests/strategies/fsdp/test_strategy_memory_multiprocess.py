@@ -87,6 +87,7 @@ def measure_save(world, folder):
     return found
 
 
+@pytest.mark.slow
 def test_no_rank_gathers_the_model_to_save_it(tmp_path):
     """Parameters and two moments of its rows, and a copy of a file's tensors on their way to it."""
     for most, after in run_ranks(measure_save, 4, str(tmp_path)):

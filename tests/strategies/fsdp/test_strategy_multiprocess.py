@@ -124,7 +124,7 @@ REFUSED = {
     "optimizer": "Whole is not known to update each",
     "offload": "fsdp.cpu_offload is true, which moves parameters from a GPU",
     "statistics": "casts BatchNorm's weights and not its statistics",
-    "loss": "The parameter '0.0.weight' is used outside of the forward pass of its module, where under strategy 'fsdp'",
+    "loss": "The parameter '0.weight' is used outside of the forward pass of its module, where under strategy 'fsdp'",
 }
 
 
