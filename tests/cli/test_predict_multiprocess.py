@@ -99,6 +99,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_new_photos_get_the_numbers_of_a_computation_by_hand_on_any_number_of_processes(home, predict):
     for devices, more in (("cpu:1", ()), ("cpu:2", ()), ("cpu:2", ("--strategy", "pipeline"))):
         out = home / f"{devices[-1]}{len(more)}.csv"

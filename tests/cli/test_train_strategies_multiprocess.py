@@ -6,7 +6,7 @@ from tests.printed import fingerprint_of
 SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
 LAYOUTS = [
     pytest.param(("dp", "cpu:3"), marks=pytest.mark.slow),
-    ("layers", "cpu:2", "--set", "layers.balance=time"),
+    pytest.param(("layers", "cpu:2", "--set", "layers.balance=time"), marks=pytest.mark.slow),
     ("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"),
     pytest.param(("fsdp", "cpu:2"), marks=pytest.mark.slow),
     pytest.param(("pipeline", "cpu:2"), marks=pytest.mark.slow),

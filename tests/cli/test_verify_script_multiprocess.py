@@ -57,6 +57,7 @@ def verified(process, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_an_own_loop_has_equal_bits_and_leaves_nothing_behind(verified, tmp_path):
     text = OWN_LOOP.replace("global_batch=128)", "global_batch=128, directory='runs/own', resume='auto')")
     text = text.replace("scheduler.step()", "scheduler.step()\n        run.save()")

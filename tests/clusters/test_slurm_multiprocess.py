@@ -61,6 +61,7 @@ def test_a_preempted_job_with_a_task_for_each_rank_ends_with_the_result_of_one_p
     assert fingerprint(text) == fingerprint(alone.stdout)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_two_nodes_meet_without_being_told_a_port(cluster, tmp_path):
     words = ["srun", "-N2", "-n4", "--overcommit", str(LOCKSTEP), "train", *JOB[:1], "--epochs", "1"]
     shown = cluster.call(*words, "--set", "data.workers=0", cwd=tmp_path)

@@ -119,6 +119,7 @@ def test_ddp_with_the_hook_has_the_bits_of_lockstep_with_one_micro_batch_per_ran
     assert [each[way] for each in results(world_size)] == [expected] * world_size
 
 
+@pytest.mark.slow
 def test_ddp_without_the_hook_has_other_bits_on_four_ranks():
     assert results(4)[0]["no hook"] != results(4)[0]["lockstep"]
 

@@ -58,6 +58,7 @@ def test_a_stopped_process_is_named(command):
 
 
 @pytest.mark.fault("C1", "C2")
+@pytest.mark.slow
 def test_ranks_in_different_collectives_are_shown_with_what_they_called(command):
     lines = hang(command, LOOP, "mismatch")
     assert "in another collective than the others" in lines[0]

@@ -260,7 +260,7 @@ def train_all(world, strategy, names):
     return found
 
 
-QUICK = ["CalledThrice", "Experts", "UsedBoth", "Recomputed", "Types"]
+QUICK = ["CalledThrice", "Experts", "Recomputed", "Types"]
 
 
 @pytest.mark.parametrize(

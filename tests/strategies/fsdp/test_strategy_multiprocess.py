@@ -28,6 +28,7 @@ def trained(world):
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
+@pytest.mark.slow
 def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(world):
     expected, found = trained(1), trained(world)
     for case in ("bf16", "fp16", "kept"):
