@@ -213,6 +213,7 @@ COMMANDS = {
     "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
 --set --data --precision --threads""",
     "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",
+    "download": """set --to --mirror""",
     "predict": """run --data --devices --strategy --mesh --out --best""",
     "replay": """run --step --micro-batch --debug --force-context""",
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit

@@ -1,16 +1,22 @@
-"""``lockstep data``: the classes of a job's data, samples that cannot be read, and a step: its pictures and readers."""
+"""Commands on data sets.
+
+lockstep data       shows the classes of a job's data, samples that cannot be read, and a step: its pictures and readers
+lockstep download   downloads a published data set and checks it
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_train_options
 from lockstep.cli.train import overrides, resolve_devices
 from lockstep.config.job_file import load_job
-from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.core.world import World
+from lockstep.errors import EXIT_DONE, ConfigError, nearest
 
 EXIT_UNREADABLE = 1
 
@@ -65,4 +71,33 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_UNREADABLE if any(each.unreadable for each in found) else EXIT_DONE
 
 
-COMMANDS = {"data": (add_arguments, main)}
+def add_download_arguments(parser: Parser) -> None:
+    """Declares the set, its folder and where to take it from."""
+    parser.add_argument("set", metavar="SET", help="cifar10 or mnist")
+    parser.add_argument("--to", metavar="DIR", help="folder of the files (default: one of the set's name)")
+    parser.add_argument("--mirror", metavar="URL", help="take the files, under their names, from below URL")
+
+
+def download(arguments: argparse.Namespace) -> int:
+    """Downloads what is absent, and prints the command that trains on it; only rank 0 of a launcher's ranks does."""
+    from lockstep.data.download import PUBLISHED, download_archive
+
+    if arguments.set not in PUBLISHED:
+        raise ConfigError(f"{arguments.set!r} is no set to download.{nearest(arguments.set, PUBLISHED)}")
+    world = World.from_environment()
+    if not world.is_main:
+        print(f"Rank {world.rank} downloads nothing: rank 0 does.")
+        return EXIT_DONE
+    folder = Path(arguments.to or arguments.set)
+    files = [
+        download_archive(
+            archive, folder, mirror=arguments.mirror, tell=lambda words: print(words, flush=True)
+        )
+        for archive in PUBLISHED[arguments.set]
+    ]
+    data = shlex.quote(str(files[0] if len(files) == 1 else folder))
+    print(f"Train on it: lockstep train {arguments.set} --data {data}")
+    return EXIT_DONE
+
+
+COMMANDS = {"data": (add_arguments, main), "download": (add_download_arguments, download)}

@@ -1,4 +1,8 @@
-"""``lockstep explain``: draws who reads, adds, sends and computes what, for given numbers."""
+"""Commands that draw.
+
+lockstep explain   who reads, adds, sends and computes what, for given numbers
+lockstep compare   loss, accuracy and learning rate of several runs against epochs and against time
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.shared_options import add_options
+from lockstep.cli.shared_options import add_options, require_files
 from lockstep.errors import EXIT_DONE, ConfigError
+from lockstep.text import comma_separated
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -127,3 +132,39 @@ def _write(name: str, text: str) -> None:
         raise ConfigError(
             f"--svg {name} cannot be written: {error.strerror}. Choose a file in a folder that you can write to."
         ) from error
+
+
+_FILES = {
+    "html": "write a self-contained HTML page with the curves and the table",
+    "svg": "write the curves as SVG",
+    "png": "write the curves as PNG",
+}
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the runs, their names and the files."""
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/digits-001")
+    files = ((f"--{name}", "FILE", "", what) for name, what in _FILES.items())
+    add_options(
+        parser, ("--labels", "A,B", "", "names of the runs (default: those of their folders)"), *files
+    )
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Prints a table of the runs and writes what was asked for; returns the exit status."""
+    from lockstep.explain.chart import png, svg
+    from lockstep.explain.curves import chart, page, read_logs, text
+
+    require_files(arguments, _FILES)
+    logs = read_logs([Path(run) for run in arguments.runs], comma_separated(arguments.labels))
+    print(text(logs))
+    if arguments.html:
+        Path(arguments.html).write_text(page(logs), encoding="utf-8")
+    if arguments.svg:
+        Path(arguments.svg).write_text(svg(chart(logs)), encoding="utf-8")
+    if arguments.png:
+        Path(arguments.png).write_bytes(png(chart(logs)))
+    return EXIT_DONE
+
+
+COMMANDS = {"explain": (add_arguments, main), "compare": (add_compare_arguments, compare)}
