@@ -137,7 +137,7 @@ def _is_there(target: Path, archive: Archive, tell: Callable[[str], None]) -> bo
     try:
         with target.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise ConfigError(f"{target} cannot be read: {error.strerror}. Give another folder.") from error
