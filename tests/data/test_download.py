@@ -215,8 +215,8 @@ def test_what_a_killed_download_left_does_not_matter(server, tmp_path):
     assert listed(tmp_path) == ["photos.bin"]
 
 
-def test_the_published_sets_are_those_that_torchvision_knows():
-    datasets = pytest.importorskip("torchvision.datasets")
+def test_the_published_sets_are_those_that_torchvision_knows(torchvision):
+    datasets = torchvision.datasets
     assert [archive.url for archive in PUBLISHED["cifar10"]] == [datasets.CIFAR10.url]
     assert [archive.name for archive in PUBLISHED["mnist"]] == [name for name, _ in datasets.MNIST.resources]
     for archive in (archive for archives in PUBLISHED.values() for archive in archives):
