@@ -7,7 +7,6 @@ import hashlib
 import http.client
 import os
 import shutil
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator
@@ -109,8 +108,6 @@ def download_archive(
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass  # where nothing can be made, a lock would be waited for
     except OSError as error:
         raise ConfigError(f"Cannot write to {folder}: {error.strerror}. Give another folder.") from error
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ def lock_file(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     Calls ``waiting`` ten times a second while another process holds the lock. ``ConfigError`` if the file cannot be
     written to, or its file system has no locks.
     """
+    try:
+        if not path.exists():  # filelock tries without end where a file cannot be made
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {path.parent}: {error}. Give another folder.") from error
     lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a process that is killed
     while not lock.is_locked:
         try:
