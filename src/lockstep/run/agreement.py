@@ -99,8 +99,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     mine = source_digests()
     for number, model in enumerate(models):
         mine |= {f"{key} of module {number}" if number else key: v for key, v in described(model).items()}
-    totals = gather_json(combine(mine), group, device)
-    if all(total == totals[0] for total in totals):
+    if _equal_everywhere(mine, group, device):
         return
     lines = [
         f"  {key}: {_by_rank([_cut(value) for value in values])}"
@@ -216,13 +215,11 @@ def require_equal_replicas(
     digests: Mapping[str, str], step: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
     """Raises ``ReplicaError`` naming tensors and ranks where digests differ. Collective."""
-    totals = gather_json(combine(digests), group, device)
-    if all(total == totals[0] for total in totals):
+    if _equal_everywhere(digests, group, device):
         return
-    everyone = gather_json(dict(digests), group, device)
-    found = {name for each in everyone for name in differing(each, everyone[0])}
+    found = _differences(digests, group, device, absent="absent")
     names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
-    values = [each.get(names[0], "absent")[:8] for each in everyone]
+    values = [value[:8] for value in found[names[0]]]
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {_by_rank(values)}. Something changed it on some ranks "
@@ -232,6 +229,12 @@ def require_equal_replicas(
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _equal_everywhere(mine: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """True if every rank has the same entries: compared by one digest, which is all that is sent. Collective."""
+    totals = gather_json(combine(mine), group, device)
+    return all(total == totals[0] for total in totals)
 
 
 def _differences(
@@ -297,7 +300,7 @@ class SkippedSamples:
     device: torch.device
     seed: int
     says: bool
-    """Whether this process logs."""
+    """True for the process that logs."""
 
     def counted(self, read: Read, dataset: Any) -> Read:
         """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
