@@ -9,12 +9,16 @@ from lockstep.scale.measured import Round, row
 from lockstep.scale.prediction import (
     PRESETS,
     WORLDS,
+    CheckedPrediction,
     Forecast,
     Interconnect,
     NetworkLink,
     OneDevice,
+    checked_table,
+    message_table,
     predict,
     predict_here,
+    world_table,
 )
 from lockstep.scale.report import ScaleReport, text
 
@@ -119,3 +123,21 @@ def test_the_terminal_shows_all_interconnects_within_100_columns():
     assert [name for head in heads for name in head[1:]] == list(PRESETS)
     assert max(len(line) for line in lines if line != found.note) <= 100
     assert sum(line.startswith("4096 *") for line in lines) == len(heads) > 1
+
+
+CHECKED = CheckedPrediction("ddp on 2", 2, predicted=9.0, measured=10.0)
+_TWO = tuple(predict(ONE, devices, IDEAL, adding=1e30) for devices in (8, 16))
+FORECAST = Forecast(ONE, 1e10, {2: {4096: 0.001}, 4: {4096: 0.002}}, (CHECKED,), _TWO)
+
+
+def test_a_prediction_is_shown_with_its_error():
+    assert checked_table(FORECAST)[1:] == [("ddp on 2", "9", "10", "-10 %")]
+
+
+def test_worlds_that_need_another_recipe_are_marked_and_explained():
+    assert world_table(FORECAST) == [("devices", "ideal"), ("8", "10 (100 %)"), ("16 *", "5 (100 %)")]
+    assert "Beyond 8 devices" in FORECAST.note
+
+
+def test_the_exchange_alone_is_shown_by_size_and_ranks():
+    assert message_table(FORECAST) == [("bytes", "2 ranks", "4 ranks"), ("4,096", "1", "2")]
