@@ -137,6 +137,14 @@ def merges_after_leaf(start: int, stop: int, leaves: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int) -> None:
+    """Puts a leaf on a stack of nodes, and merges the two topmost ones in place as ``merges_after_leaf`` says."""
+    stack.append(leaf)
+    for _ in range(merges):
+        right = stack.pop()
+        stack[-1].add_(right)
+
+
 def _below(node: Node) -> list[Node]:
     if node.leaves < 2:
         return [node]

@@ -143,7 +143,7 @@ class KeyedRandomness:
         def enter(*_: object) -> None:
             if self._where is None:
                 return
-            frame = self._replayed(name) if _in_backward() else self._entering(name, draws_itself)
+            frame = self._replayed(name) if in_backward() else self._entering(name, draws_itself)
             self._frames.append(frame)
             if draws_itself:
                 self._plant((name, frame.call, 0))
@@ -214,7 +214,7 @@ def _draws_through_children(module: nn.Module) -> bool:
     return type(module).__module__.startswith("lockstep.models.")
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Returns whether autograd is running a backward pass in this thread, as activation checkpointing asks too."""
     return bool(torch._C._current_graph_task_id() != -1)
 

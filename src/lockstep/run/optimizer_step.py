@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.strategies.gradients import thawed
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -71,10 +72,7 @@ class GradientState:
         """
         for name, parameter in self._frozen:
             if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
-                    "parameter that will be trained requires a gradient, and freeze it afterwards."
-                )
+                raise thawed(name)
         if self._scaler is None:
             return
         if not self._optimizers:

@@ -27,7 +27,7 @@ LOADER_TIMED_OUT = TorchMessage(("DataLoader timed out after",))
 """RuntimeError: no worker of a DataLoader has answered within its timeout; the workers are still there."""
 MANY_WORKERS = TorchMessage(("This DataLoader will create",))
 """UserWarning: more loader workers than cores were asked for."""
-NO_VALUES_HERE = TorchMessage(("meta", "DTensor"))
+NO_VALUES_HERE = TorchMessage(("meta",))
 """RuntimeError or NotImplementedError: a tensor has no values in this process, or only a part of them."""
 LOST_PEER = TorchMessage(
     (

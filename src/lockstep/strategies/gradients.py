@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf
+from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
@@ -246,25 +246,13 @@ class GradientTree:
         gradient = parameter.grad
         if gradient is None or not self._merges:
             return
-        if gradient.is_sparse:
-            raise ConfigError(
-                f"{slot.name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False."
-            )
-        if slot.pushed > self._leaf:
-            raise ConfigError(
-                f"{slot.name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
-                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
+        require_one_dense(slot.name, gradient, is_first=slot.pushed <= self._leaf)
         parameter.grad = None
         slot.used += 1
         self._push(slot, gradient)
 
     def _push(self, slot: Slot, gradient: Tensor) -> None:
-        stack = slot.stack
-        stack.append(gradient)
-        for _ in range(self._merges[self._leaf]):
-            right = stack.pop()
-            stack[-1].add_(right)
+        push_leaf(slot.stack, gradient, self._merges[self._leaf])
         slot.pushed += 1
         if self._reducer is not None and slot.pushed == len(self._merges):
             self._hand_over(slot, self._reducer)
@@ -393,6 +381,25 @@ class StepSums:
         """Uses of each parameter over all holders; read back from the device only where this one left one unused."""
         mine = self.tree.used()
         return mine if all(mine) else [int(count) for count in everyones.tolist()]
+
+
+def require_one_dense(name: str, gradient: Tensor, *, is_first: bool) -> None:
+    """Raises ``ConfigError`` for a sparse gradient of a parameter, and for a second one in a backward pass."""
+    if gradient.is_sparse:
+        raise ConfigError(f"{name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False.")
+    if not is_first:
+        raise ConfigError(
+            f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
+            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        )
+
+
+def thawed(name: str) -> ConfigError:
+    """The error of a parameter that was frozen when the run was prepared, and requires a gradient."""
+    return ConfigError(
+        f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
+        "parameter that will be trained requires a gradient, and freeze it afterwards."
+    )
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -55,6 +55,16 @@ _WHERE: dict[str, Callable[[torch.device], Any]] = {
 """What code asks to put its own tensors beside a parameter."""
 
 
+def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The modules that have each parameter, with its name there."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter, []).append((module, key))
+    return users
+
+
 def rows_of(rows: int, ranks: int, rank: int) -> slice:
     """The rows of a rank."""
     size = -(-rows // ranks)

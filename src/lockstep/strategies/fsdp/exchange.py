@@ -12,15 +12,16 @@ of the block in that micro-batch is zeros, which are combined by "or" and so cha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.summation_tree import merges_after_leaf
+from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
-from lockstep.errors import ConfigError
+from lockstep.strategies.gradients import require_one_dense, thawed
 from lockstep.strategies.sharding import AbsentParameter, rows_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -83,10 +84,7 @@ class ShardedParameter:
     def take_memory(self) -> None:
         """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
         if self.absent.requires_grad and not self.held.requires_grad:
-            raise ConfigError(
-                f"{self.name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
-                "parameter that will be trained requires a gradient, and freeze it afterwards."
-            )
+            raise thawed(self.name)
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
         if self.whole.requires_grad != self.absent.requires_grad:  # frozen after run.prepare
             self.whole.requires_grad_(self.absent.requires_grad)
@@ -104,17 +102,8 @@ class ShardedParameter:
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return
-        if gradient.is_sparse:
-            raise ConfigError(
-                f"{self.name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False."
-            )
-        if self.was_taken:
-            raise ConfigError(
-                f"{self.name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
-                "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-            )
+        require_one_dense(self.name, gradient, is_first=not self.was_taken)
         self.gradient, self.was_taken = gradient, True
-        self.used += 1
 
 
 class ShardedBlock:
@@ -133,7 +122,7 @@ class ShardedBlock:
         self.name, self.parameters = name, parameters
         self._group, self._device, self._ranks = group, device, dist.get_world_size(group)
         self._trained = [each for each in parameters if each.held.requires_grad]
-        self._places = _places(self._trained)
+        self._all, self._members = _by_dtype(parameters), _by_dtype(self._trained)
         self._received: dict[torch.dtype, Tensor] = {}
         self._stacks: dict[torch.dtype, list[Tensor]] = {}
         self._merges: Iterator[int] = iter(())
@@ -149,7 +138,7 @@ class ShardedBlock:
     def gather(self, keep: bool) -> None:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
         keep = keep and not self.is_whole
-        for members in _by_dtype(self.parameters).values():
+        for members in self._all.values():
             dtype, sizes = members[0].whole.dtype, [each.padded for each in members]
             mine = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
             for each, part in zip(members, torch.split(mine, sizes)):
@@ -186,10 +175,10 @@ class ShardedBlock:
 
     def exchange(self) -> None:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
-        for dtype, members in _by_dtype(self._trained).items():
-            size = sum(each.padded for each in members)
-            mine = torch.zeros(self._ranks, size, dtype=dtype, device=self._device)
-            for each, part in zip(members, torch.split(mine, [each.padded for each in members], dim=1)):
+        for dtype, members in self._members.items():
+            sizes = [each.padded for each in members]
+            mine = torch.zeros(self._ranks, sum(sizes), dtype=dtype, device=self._device)
+            for each, part in zip(members, torch.split(mine, sizes, dim=1)):
                 if each.gradient is not None:
                     gradient = each.gradient.to(dtype)
                     for rank in range(self._ranks):
@@ -203,35 +192,39 @@ class ShardedBlock:
             else:
                 self._received[dtype] = received
 
-    def end_micro_batch(self) -> None:
-        """Pushes the leaves of the round on the stacks, in order of k."""
+    def end_micro_batch(self, counts: bool) -> None:
+        """Pushes the leaves of the round on the stacks, in order of k; a round without gradients gives zeros."""
+        for each in self._trained if counts else ():
+            each.used += each.was_taken
+        merges = list(islice(self._merges, self._ranks))
         if not self._received and not self._stacks:
-            self._skipped += [merges for _, merges in zip(range(self._ranks), self._merges)]
+            self._skipped += merges  # their leaves are made once a gradient comes
             return
-        counts = [merges for _, merges in zip(range(self._ranks), self._merges)]
-        for dtype, members in _by_dtype(self._trained).items():
-            size = sum(each.padded for each in members)
-            if dtype not in self._stacks:
-                zeros = (torch.zeros(size, dtype=dtype, device=self._device) for _ in self._skipped)
-                self._stacks[dtype] = _push([], zip(zeros, self._skipped))
+        for dtype, members in self._members.items():
             received = self._received.get(dtype)
             if received is None:
+                size = sum(each.padded for each in members)
                 received = torch.zeros(self._ranks, size, dtype=dtype, device=self._device)
-            stack = _push(self._stacks[dtype], zip(received, counts))
+            stack = self._stacks.setdefault(dtype, [])
+            for count in self._skipped:
+                push_leaf(stack, torch.zeros_like(received[0]), count)
+            for leaf, count in zip(received, merges):
+                push_leaf(stack, leaf, count)
             # What stays must not keep the other ranks' leaves alive.
             memory = received.untyped_storage().data_ptr()
             self._stacks[dtype] = [
                 node.clone() if node.untyped_storage().data_ptr() == memory else node for node in stack
             ]
-        self._received = {}
+        self._received, self._skipped = {}, []
 
     def take(self) -> dict[str, Tensor]:
         """The sums over the step's micro-batches, of this rank's rows by name; none if no gradient came."""
         found: dict[str, Tensor] = {}
         for dtype, stack in self._stacks.items():
             (total,) = stack
-            for each, start in self._places[dtype]:
-                found[each.name] = total[start : start + each.held.numel()].view(each.held.shape)
+            members = self._members[dtype]
+            for each, rows in zip(members, torch.split(total, [each.padded for each in members])):
+                found[each.name] = rows[: each.held.numel()].view(each.held.shape)
         self._stacks = {}
         return found
 
@@ -275,26 +268,6 @@ def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[
     for each in parameters:
         found.setdefault(each.held.dtype, []).append(each)
     return found
-
-
-def _places(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[tuple[ShardedParameter, int]]]:
-    """Where in the flat sum of its dtype the rows of each parameter begin."""
-    found: dict[torch.dtype, list[tuple[ShardedParameter, int]]] = {}
-    for dtype, members in _by_dtype(parameters).items():
-        start = 0
-        for each in members:
-            found.setdefault(dtype, []).append((each, start))
-            start += each.padded
-    return found
-
-
-def _push(stack: list[Tensor], leaves: Iterator[tuple[Tensor, int]]) -> list[Tensor]:
-    for leaf, merges in leaves:
-        stack.append(leaf)
-        for _ in range(merges):
-            right = stack.pop()
-            stack[-1].add_(right)
-    return stack
 
 
 def _exchange_bytes(values: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:

@@ -25,8 +25,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows
+from lockstep.numerics.randomness import in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
-from lockstep.strategies.sharding import rows_of
+from lockstep.strategies.sharding import rows_of, users_of_parameters
 
 _NOTHING = -1
 _KEPT = 2
@@ -57,11 +58,7 @@ class Gathering:
     ) -> None:
         self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
         modules = find_blocks(model)
-        users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    users.setdefault(parameter, []).append((module, key))
+        users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
@@ -102,14 +99,18 @@ class Gathering:
         for block in self.blocks:
             block.begin_micro_batch()
 
-    def end_micro_batch(self) -> None:
-        """Sends the gradients that were not sent yet, and adds up those of the round. Collective."""
+    def end_micro_batch(self, counts: bool) -> None:
+        """Sends the gradients that were not sent yet, and adds up those of the round. Collective.
+
+        Args:
+            counts: False where this rank's micro-batch was a spare one.
+        """
         for block in self.blocks:
             if block.has_gradients:
                 self._request(2 * self._numbers[block] + 1)
         self._request(_NOTHING)
         for block in self.blocks:
-            block.end_micro_batch()
+            block.end_micro_batch(counts)
         self.free()
 
     def take(self) -> dict[str, Tensor]:
@@ -160,7 +161,7 @@ class Gathering:
         _, context = self._entered.pop()
         if context is not None:
             context.__exit__()
-        if _in_backward():
+        if in_backward():
             return
         still_used = self._keep or block is self._rest or any(block is each for each, _ in self._entered)
         if not still_used:
@@ -173,7 +174,7 @@ class Gathering:
         """Makes a block whole, if it is not. In backward, gradients of the blocks before it are sent first."""
         if block.is_whole:
             return
-        if _in_backward():
+        if in_backward():
             for each in self._recent:
                 if each.has_gradients:
                     self._request(2 * self._numbers[each] + 1)
@@ -251,8 +252,3 @@ class _Unpack:
             )
         found: Tensor = saved
         return found
-
-
-def _in_backward() -> bool:
-    found: int = torch._C._current_graph_task_id()
-    return found != -1

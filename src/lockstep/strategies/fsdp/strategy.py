@@ -27,7 +27,6 @@ from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
 from lockstep.strategies.sharding import (
-    explain_missing_parameters,
     gather_rows,
     require_rows,
     rows_of,
@@ -108,23 +107,17 @@ class FullyShardedDataParallel(Strategy):
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
             self._gathering.begin_micro_batch()
-            with explain_missing_parameters(self.name):
-                loss, weight = compute(micro_batch)
+            loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], counts = self._buffers.take()
                 advanced += counts
-            before = [each.used for each in self._trained]
-            with explain_missing_parameters(self.name):
-                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
-            self._gathering.end_micro_batch()
+            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            self._gathering.end_micro_batch(counts=micro_batch.k < leaves)
             for call in self.events.micro_batch_end:
                 call(micro_batch)
-            if micro_batch.k >= leaves:
-                for each, count in zip(self._trained, before):
-                    each.used = count
-                continue
-            losses.append(loss.detach())
-            weights.append(weight)
+            if micro_batch.k < leaves:
+                losses.append(loss.detach())
+                weights.append(weight)
         totals = self._gathering.take()
         overflow = not all(bool(total.isfinite().all()) for total in totals.values())
         used = [each.used for each in self._trained]

@@ -32,7 +32,7 @@ from lockstep.core.summation_tree import fold
 from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.strategies.sharding import rows_of
+from lockstep.strategies.sharding import rows_of, users_of_parameters
 
 _BUCKET_BYTES = 8 << 20
 """About so much is gathered at once."""
@@ -59,11 +59,7 @@ class StageRows:
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
         names = {parameter: name for name, parameter in stage.named_parameters()}
-        users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-        for module in stage.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    users.setdefault(parameter, []).append((module, key))
+        users = users_of_parameters(stage)
         self._parameters = {names[p]: self._share_out(p, places) for p, places in users.items()}
         self._buckets = _buckets(self._parameters.values())
         for each in self._parameters.values():
