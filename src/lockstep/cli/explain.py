@@ -76,7 +76,7 @@ _SUBJECTS: dict[str, tuple[str, list[tuple[str, str, Any, str]]]] = {
     ),
     "timeline": ("what the ranks of a run did and when, from its timeline", []),
 }
-"""What can be drawn: its sentence and its numbers, which are the arguments of its function ``explain_...``."""
+"""The pictures, each with its sentence and its numbers: the arguments of its ``explain_...`` function."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

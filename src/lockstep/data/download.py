@@ -176,7 +176,7 @@ def _fetch(archive: Archive, url: str, target: Path, timeout: float) -> None:
 
 
 def _blocks(url: str, most: int, timeout: float) -> Generator[bytes, None, None]:
-    """What a server sends, up to so many bytes; ``ConfigError`` where it does not."""
+    """Yields the bytes that a server sends, up to ``most``; ``ConfigError`` where it does not."""
     request = urllib.request.Request(url, headers={"User-Agent": "lockstep"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:

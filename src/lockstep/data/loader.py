@@ -7,6 +7,7 @@ StepLoader, EvaluationLoader   read what the rank's share of the plan names
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar, Unpack
@@ -58,7 +59,7 @@ Position = TypeVar("Position")
 Opened = TypeVar("Opened")
 
 
-class _Prefetching(Generic[Position, Opened]):
+class _Prefetching(ABC, Generic[Position, Opened]):
     """A loader, and at most one iteration of it that was started before it was asked for."""
 
     def __init__(self, reading: Reading) -> None:
@@ -77,8 +78,9 @@ class _Prefetching(Generic[Position, Opened]):
             return kept[1]
         return self._open(position)
 
+    @abstractmethod
     def _open(self, position: Position) -> Opened:
-        raise NotImplementedError
+        """Starts to read at a position."""
 
     def close(self) -> None:
         """Ends the worker processes, if any. The loader can be used again."""

@@ -35,7 +35,7 @@ _LEAST_TILE, _MOST_TILES, _CAPTION, _GAP = 64, 256, 14, 4
 
 @dataclass(frozen=True)
 class SetFacts:
-    """What is known of one data set of a job."""
+    """The facts about one data set of a job."""
 
     name: str
     """``data.train`` or ``data.validation``."""
@@ -217,7 +217,7 @@ def as_table(sets: Sequence[SetFacts], step: StepFacts) -> dict[str, Any]:
 
 
 def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
-    """What was found, for people: a histogram of the classes, unreadable samples, and the readers of a step."""
+    """The findings as text: a histogram of the classes, unreadable samples, and the readers of a step."""
     lines: list[str] = []
     for each in sets:
         lines += [f"{each.name}: {each.text} ({plural(each.samples, 'sample')})", *_histogram(each.classes)]

@@ -156,7 +156,7 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
 
 
 def report(columns: Mapping[str, Any], out: str) -> str:
-    """What was predicted, in a few lines."""
+    """Summarizes the predictions in a few lines."""
     lines = [f"{plural(len(columns['index']), 'sample')} -> {out}"]
     found, counts = np.unique(columns.get("class", []), return_counts=True)
     width = max(map(len, found), default=0)

@@ -261,7 +261,7 @@ def predict(
 
 
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
-    """What is kept of an output: a row of real numbers for each sample."""
+    """Returns the part of an output that is kept: a row of real numbers for each sample."""
     if isinstance(micro_batch.data, Tensor) and not opened.whole:
         micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
     output, samples = opened.forward(micro_batch)[0], len(micro_batch)

@@ -42,7 +42,7 @@ _METADATA = frozenset(
         *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
     }
 )
-"""What can be asked of a parameter without its values."""
+"""The attributes and methods of a parameter that need no values."""
 
 
 _WHERE: dict[str, Callable[[torch.device], Any]] = {
@@ -52,7 +52,7 @@ _WHERE: dict[str, Callable[[torch.device], Any]] = {
     "is_cuda": lambda device: device.type == "cuda",
     "is_meta": lambda device: False,
 }
-"""What code asks to put its own tensors beside a parameter."""
+"""The attributes that tell code where to put its own tensors."""
 
 
 def users_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -30,7 +30,7 @@ class MeterSums:
     loss: float = 0.0
     """Of the losses, not divided by anything."""
     weight: float = 0.0
-    """What the sum of the losses is divided by: samples, tokens, or their weights."""
+    """The divisor of the sum of the losses: samples, tokens, or their weights."""
     right: float = 0.0
     answers: float = 0.0
     samples: float = 0.0

@@ -38,7 +38,7 @@ class Frame:
 
     @property
     def kind(self) -> FrameKind | Mark | None:
-        """What it means, if it is a marked function of Lockstep or a known one of torch."""
+        """The meaning of the frame, if it is a marked function of Lockstep or a known one of torch."""
         return mark_of(self.function) or kind_of_frame(self.file, self.function)
 
     @property

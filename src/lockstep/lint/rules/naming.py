@@ -105,7 +105,7 @@ def unknown_keyword(script: Script) -> Iterator[Hit]:
 
 @rule("LS064", "A module is called as if it were the function or class in it: TypeError.")
 def module_called(script: Script) -> Iterator[Hit]:
-    """What ``import x`` binds and nothing else does, and torch's own modules."""
+    """Names that only ``import x`` binds, and torch's own modules."""
     imported = {
         alias.asname or alias.name: alias.name
         for node in script.find(ast.Import)

@@ -113,7 +113,7 @@ class ServerChannel:
 
 @dataclass(frozen=True)
 class TransportSettings:
-    """What a process needs to connect with the others of its run."""
+    """The data with which a process connects to the others of its run."""
 
     rank: int
     """The process's own."""
