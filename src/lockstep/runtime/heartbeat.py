@@ -249,20 +249,18 @@ class Heartbeat:
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Writes what the rank is about to do; ``phase`` is one of ``PHASES``."""
-        if self._beat is not None:
-            self._write_phase(self._beat, phase, epoch, step, micro_batch)
+        beat = self._beat
+        if beat is not None:
+            number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
+            work = meter.enter(phase, step, now)
+            write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
+            if step > self._step:
+                beat[WARM] = self._step >= 0
+                self._step = step
+                if 0 < meter.latest < _SHORT and meter.has_counted(step - 1):
+                    self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
         for call in self._events.phase:
             call(phase, epoch, step, micro_batch)
-
-    def _write_phase(self, beat: mmap.mmap, phase: str, epoch: int, step: int, micro_batch: int) -> None:
-        number, now, meter = _PHASE_NUMBERS[phase], monotonic(), self._meter
-        work = meter.enter(phase, step, now)
-        write_beat(beat, 0, self._pid, number, micro_batch, now, epoch, step, work, meter.waited, 0)
-        if step > self._step:
-            beat[WARM] = self._step >= 0
-            self._step = step
-            if 0 < meter.latest < _SHORT and meter.has_counted(step - 1):
-                self.marked_from = step + min(_MOST_UNTIMED, int(_UNTIMED / meter.latest))
 
     def samples(self, indices: Indices) -> None:
         """Writes the sample indices of the current micro-batch, for error reports; the first 4,086 are kept."""
