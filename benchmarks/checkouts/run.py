@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -52,12 +54,13 @@ def main() -> None:
                 if turn:  # the first start of each fills the page cache
                     starts[name].append(seconds)
         rows.append(row(f"from the command to the first step, {processes} processes (s)", starts))
-    shares: dict[str, dict[str, list[float]]] = {}
-    for _ in range(max(2, count // 3)):
-        for name, tree in trees.items():
-            for what, percent in loading(tree).items():
-                shares.setdefault(what, {}).setdefault(name, []).append(percent)
-    rows += [row(f"batches of {what} (% of a step)", measured) for what, measured in shares.items()]
+    calls = in_turn(trees, heartbeat, count)
+    # A short step stores one number for each phase; how that call is named has changed.
+    rows += [
+        row(f"Heartbeat.{what} (microseconds)", found) for what, found in calls.items() if len(found) == 2
+    ]
+    shares = in_turn(trees, loading, max(2, count // 3))
+    rows += [row(f"batches of {what} (% of a step)", found) for what, found in shares.items()]
     table = report.table(["measured", BEFORE, AFTER, "ratio"], rows)
     print(table)
     if not given.quick:
@@ -72,6 +75,18 @@ def main() -> None:
             ],
             command=f"python benchmarks/checkouts/run.py OTHER --alternations {count}",
         )
+
+
+def in_turn(
+    trees: dict[str, Path], measure: Callable[[Path], dict[str, float]], count: int
+) -> dict[str, dict[str, list[float]]]:
+    """What ``measure`` finds in each checkout, in turn: {what: {side: values}}."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(count):
+        for name, tree in trees.items():
+            for what, value in measure(tree).items():
+                found.setdefault(what, {}).setdefault(name, []).append(value)
+    return found
 
 
 def row(title: str, measured: dict[str, list[float]]) -> list[str]:
@@ -113,6 +128,24 @@ def first_step(tree: Path, processes: int) -> float:
         begin = time.monotonic()
         subprocess.run(command, check=True, capture_output=True, env=environment(), timeout=180)
         return max(float(path.read_text()) for path in Path(folder).iterdir()) - begin
+
+
+def heartbeat(tree: Path) -> dict[str, float]:
+    """Microseconds of the heartbeat's calls, by ``benchmarks/heartbeat``; storing a phase is called ``enter``."""
+    program = (
+        f"import json, sys; sys.path.insert(0, {str(tree / 'benchmarks' / 'heartbeat')!r}); import run; "
+        "print(json.dumps({name: spread.median for name, spread in run.call_costs(5).items()}))"
+    )
+    done = subprocess.run(
+        python_of(tree, "-c", program),
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
+    found = json.loads(done.stdout)
+    return {"enter" if name.startswith("place") else name: value for name, value in found.items()}
 
 
 def loading(tree: Path) -> dict[str, float]:
