@@ -10,7 +10,7 @@ import pytest
 from tests.launch.command import Command, wait_until
 
 from lockstep.cli import main
-from lockstep.doctor.host import Grade, look_at_host
+from lockstep.doctor import Grade, look_at_host
 from lockstep.launch.runs import choose_run, find_runs, run_directory, write_note
 
 

@@ -3,8 +3,7 @@ from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.numerics.precision import Precision
-from lockstep.run.parts import Parts
-from lockstep.run.prepare import prepare_model
+from lockstep.run.prepare import Parts, prepare_model
 from lockstep.strategies.ddp import Single
 
 CPU = torch.device("cpu")

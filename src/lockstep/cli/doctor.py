@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints the results; returns 1 if one of them is a fault, else 0."""
-    from lockstep.doctor.torch_checks import look_at_software
+    from lockstep.doctor import look_at_software
 
     world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     master = None if arguments.master is None else parse_master(arguments.master)
@@ -69,7 +69,7 @@ def _bad(findings: Sequence[CheckResult], world: World) -> list[CheckResult]:
 
 def _exchange(arguments: argparse.Namespace, world: World) -> list[CheckResult]:
     """Times an exchange between the ranks of another launcher, or between new ones, one per device of every host."""
-    from lockstep.doctor.torch_checks import measure
+    from lockstep.doctor import measure
 
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)

@@ -36,7 +36,7 @@ from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, 
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
 from lockstep.run.epoch_loop import Position, Read
 from lockstep.run.optimizer_step import hyperparameters
-from lockstep.run.parts import Parts
+from lockstep.run.prepare import Parts
 from lockstep.text import numbered, shorten
 
 logger = logging.getLogger(__name__)

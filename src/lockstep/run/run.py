@@ -28,8 +28,7 @@ from lockstep.run.epoch_loop import EpochLoop, Position
 from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
-from lockstep.run.parts import Parts
-from lockstep.run.prepare import describe, prepare_model
+from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession
 from lockstep.run.state import RunState

@@ -24,8 +24,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.run.epoch_loop import Position
-from lockstep.run.parts import Parts
-from lockstep.run.prepare import PreparedModel
+from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 

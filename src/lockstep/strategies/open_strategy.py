@@ -17,8 +17,7 @@ from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.ddp import DistributedDataParallel, Single
 from lockstep.strategies.dp import DataParallel
 from lockstep.strategies.fused_forward import SyncedDistributedDataParallel, SyncedSingle
-from lockstep.strategies.hybrid import ShardedPipeline
-from lockstep.strategies.hybrid.sharded_stages import OrderedRowReducer
+from lockstep.strategies.hybrid import OrderedRowReducer, ShardedPipeline
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.parameter_server import ParameterServer
 from lockstep.strategies.pipeline import Pipeline

@@ -20,8 +20,7 @@ from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.strategy import Compute
-from lockstep.strategies.tensor.exchange import Exchange
-from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS
+from lockstep.strategies.tensor.layers import COLUMNS, DROPOUTS, NORMS, ROWS, Exchange
 
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 0.05
 

@@ -28,8 +28,7 @@ from lockstep.errors import ReplicaError
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.strategy import Compute, StepResult
-from lockstep.strategies.tensor.exchange import Exchange
-from lockstep.strategies.tensor.layers import Splitter
+from lockstep.strategies.tensor.layers import Exchange, Splitter
 from lockstep.strategies.tensor.plans import check_plan, plan_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.strategies.hybrid.sharded_stages import _pieces
+from lockstep.strategies.hybrid import _pieces
 
 MEMBERS = ((5, 3), (2,), (1, 4, 2))
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.debug import merge_into
-from lockstep.debug.vscode import merge, parse
+from lockstep.debug import merge, merge_into, parse
 from lockstep.errors import ConfigError
 
 ENTRY = {"name": "ours", "type": "debugpy", "args": ["--lr", "0.1"]}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.fused_dropout import MicroBatchKeys, RefuseDraws, key_dropouts
+from lockstep.strategies.fused_forward import MicroBatchKeys, RefuseDraws, key_dropouts
 
 KEYS = {k: 1000 + k for k in range(8)}
 SIZE = 3
@@ -150,7 +150,7 @@ def test_other_draws_are_found_with_their_line(draw, operator):
     with RefuseDraws(MicroBatchKeys()), pytest.raises(ConfigError) as caught:
         module(x)
     assert re.search(
-        rf"aten\.\w*({operator})\w* in test_fused_dropout\.py:\d+ would draw", str(caught.value)
+        rf"aten\.\w*({operator})\w* in test_fused_forward_dropout\.py:\d+ would draw", str(caught.value)
     ), caught.value
 
 

@@ -4,7 +4,7 @@ import torch
 from tests.ranks import run_ranks
 
 from lockstep.distributed.collectives import all_gather_flat
-from lockstep.strategies.tensor.exchange import Exchange
+from lockstep.strategies.tensor.layers import Exchange
 
 
 def sums(world):
