@@ -1,8 +1,10 @@
-"""What a process frees stays with it, and none of its results change."""
+"""What a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
 
+import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 _BEGIN = """
@@ -47,3 +49,57 @@ thread.start(); thread.join()
 print(*found)
 """
     assert len(_printed(code)) == 2
+
+
+_SCRIPT = """
+import random, sys
+import numpy as np
+import torch
+import lockstep
+
+def built():
+    return torch.nn.Linear(4, 2)
+
+def begun():
+    return lockstep.init(global_batch=8, micro_batches=2, seed=5)
+
+{body}
+model = run.prepare(model)
+print(run.fingerprint(), random.random(), np.random.rand())
+"""
+
+
+def _ended(*lines):
+    code = _SCRIPT.format(body="\n".join(lines))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+_WARNING = "no seed decided its random numbers"
+
+
+def test_a_model_built_after_init_has_the_weights_of_the_seed_in_every_run():
+    first, second = (_ended("run = begun()", "model = built()") for _ in range(2))
+    seeded = _ended("torch.manual_seed(5)", "model = built()", "run = begun()")
+    assert first.stdout == second.stdout, "torch, NumPy and random are seeded"
+    assert first.stdout.split()[0] == seeded.stdout.split()[0], "with the seed itself"
+    assert not first.stderr and not second.stderr
+
+
+def test_a_model_built_before_init_without_a_seed_is_warned_about():
+    first, second = (_ended("model = built()", "run = begun()") for _ in range(2))
+    assert first.stdout.split()[0] != second.stdout.split()[0]
+    assert _WARNING in first.stderr and "lockstep.init(seed=...)" in first.stderr
+
+
+def test_what_was_drawn_and_thrown_away_before_init_is_no_reason_to_warn():
+    ended = _ended("torch.rand(3), built()", "run = begun()", "model = built()")
+    assert not ended.stderr
+
+
+def test_a_seed_of_the_scripts_own_stays():
+    lines = "random.seed(1), np.random.seed(1), torch.manual_seed(7)", "run = begun()", "model = built()"
+    weights, drawn, other = _ended(*lines).stdout.split()
+    before, _, _ = _ended(lines[0], "model = built()", "run = begun()").stdout.split()
+    assert weights == before
+    assert float(drawn) == random.Random(1).random()
+    assert float(other) == np.random.RandomState(1).rand()

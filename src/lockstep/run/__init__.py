@@ -16,7 +16,8 @@ def init(*, global_batch: int, micro_batches: int = 8, seed: int = 0, **options:
     Args:
         global_batch: samples per optimizer step, over all devices together.
         micro_batches: K, how many micro-batches a step is computed in; at most K devices can share it.
-        seed: decides the order of the samples, their augmentation and the model's random numbers.
+        seed: decides the order of the samples, their augmentation and the model's random numbers. torch, NumPy and
+            ``random`` are seeded with it, unless the script has called ``torch.manual_seed`` before.
         options: any field of ``RunOptions``.
 
     Raises:

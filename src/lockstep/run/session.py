@@ -6,13 +6,17 @@ import atexit
 import ctypes
 import gc
 import os
+import random
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.core.world import World
 from lockstep.distributed.process_group import open_process_group
@@ -23,6 +27,8 @@ from lockstep.runtime.heartbeat import Heartbeat, Membership
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Numbers of two settings of glibc's ``mallopt``, from ``malloc.h``."""
+_SMALL_SEED = 2**32
+"""Seeds that people choose are smaller. A process that nobody seeded has 53 random bits, and Lockstep plants 63."""
 
 
 def keep_freed_memory() -> bool:
@@ -35,6 +41,27 @@ def keep_freed_memory() -> bool:
         return False
     # No block is mapped on its own, which would be unmapped when freed; and the end of the heap is never cut off.
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def seed_generators(seed: int) -> WeakSet[nn.Module]:
+    """Seeds torch, NumPy and ``random``, unless the script has seeded torch itself.
+
+    Returns:
+        The modules with parameters that exist already, where torch has drawn numbers that no seed decides.
+    """
+    built: WeakSet[nn.Module] = WeakSet()
+    generator = torch.default_generator
+    if generator.initial_seed() < _SMALL_SEED:
+        return built
+    untouched = torch.Generator().manual_seed(generator.initial_seed()).get_state()
+    if not torch.equal(generator.get_state(), untouched):
+        # A type is asked, not the object: an isinstance() may run code of objects that import themselves when looked at.
+        modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+        built.update(each for each in modules if vars(each).get("_parameters"))
+    torch.manual_seed(seed)
+    np.random.seed(seed % _SMALL_SEED)
+    random.seed(seed)
+    return built
 
 
 class RunSession:
