@@ -55,7 +55,7 @@ def seed_generators(seed: int) -> WeakSet[nn.Module]:
         return built
     untouched = torch.Generator().manual_seed(generator.initial_seed()).get_state()
     if not torch.equal(generator.get_state(), untouched):
-        # A type is asked, not the object: an isinstance() may run code of objects that import themselves when looked at.
+        # The type is asked: isinstance() may run code of objects that import themselves when looked at.
         modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
         built.update(each for each in modules if vars(each).get("_parameters"))
     torch.manual_seed(seed)
