@@ -90,3 +90,59 @@ def test_going_on_within_an_epoch_of_another_data_set_is_refused(tmp_path):
 def test_resume_in_an_empty_folder_starts_anew(tmp_path):
     run, *_ = begin(directory=tmp_path, resume="auto")
     assert run.position.step == 0
+
+
+RUNS_THE_MODEL = "run.backward runs the model itself"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda run, batch: run.backward(torch.zeros((), requires_grad=True)), RUNS_THE_MODEL),
+        (lambda run, batch: run.backward((torch.rand(2, 4), torch.rand(2)), cross_entropy), RUNS_THE_MODEL),
+        (lambda run, batch: run.backward(batch), "the loss, is missing"),
+        (lambda run, batch: run.backward(batch, torch.zeros(())), "the loss, is a Tensor"),
+        (
+            lambda run, batch: torch.no_grad()(run.backward)(batch, cross_entropy),
+            "gradients are switched off",
+        ),
+        (lambda run, batch: [*batch], "cannot be unpacked"),
+        (lambda run, batch: batch[0], "has no entry 0"),
+        (lambda run, batch: batch["image"], "has no entry 'image'"),
+    ],
+    ids=range(8),
+)
+def test_a_habit_of_other_loops_is_refused_with_the_line_to_write(wrong, said):
+    run, *_ = begin()
+    batch = next(iter(run.batches(dataset())))
+    with pytest.raises(ConfigError, match=said):
+        wrong(run, batch)
+
+
+def test_a_batch_has_no_tensors_and_says_where_they_are():
+    run, *_ = begin()
+    batch = next(iter(run.batches(dataset())))
+    assert not hasattr(batch, "to")
+    with pytest.raises(AttributeError, match=r"\[part.data for part in batch.micro_batches\]"):
+        getattr(batch, "data")  # noqa: B009  # it has none
+
+
+def test_global_batch_is_asked_for():
+    with pytest.raises(ConfigError, match=r"DataLoader\(dataset, batch_size=32\)"):
+        lockstep.init()
+
+
+def test_the_steps_of_an_epoch_are_counted_without_those_that_a_resumed_run_has_done(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    steps = run.batches(dataset())
+    whole = len(steps)
+    assert whole == run.steps_per_epoch(dataset()) and len(list(steps)) == whole
+    for done, batch in enumerate(run.batches(dataset()), 1):
+        train_step(run, batch, optimizer)
+        if done == 2:
+            run.save(wait=True)
+            break
+    run.close()
+    resumed, *_ = begin(directory=tmp_path, resume="auto")
+    rest = resumed.batches(dataset())
+    assert len(rest) == whole - 2 == len(list(rest))

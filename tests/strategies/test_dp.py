@@ -142,6 +142,17 @@ def test_under_autocast_no_replica_empties_the_cache_of_cast_weights_that_anothe
     assert differing(expected, found) == []
 
 
+def test_autocast_of_the_users_own_reaches_every_replica():
+    """Autocast belongs to a thread: replicas in threads of their own ignored it and trained in float32."""
+
+    def trained(replicas):
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(replicas, quiet, epochs=1)
+
+    assert differing(trained(0), trained(3)) == []
+    assert trained(0) != train(0, quiet, epochs=1)
+
+
 def test_no_unit_is_watched_where_nothing_can_draw():
     """Hooks of two threads would share one stack of units: a replica in its loss had its keys planted over."""
     quiet_model, drawing = resnet18(num_classes=3), nn.Sequential(resnet18(num_classes=3), nn.Dropout(0.1))

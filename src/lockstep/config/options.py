@@ -123,7 +123,8 @@ class RunOptions(RunSettings):
                 raise ConfigError(f"lockstep.init has no option {name!r}.{nearest(name, known)}")
         if "global_batch" not in options:
             raise ConfigError(
-                "lockstep.init needs global_batch: the samples per optimizer step over all devices."
+                "lockstep.init needs global_batch, the samples per optimizer step over all devices together: for a "
+                "script that reads DataLoader(dataset, batch_size=32) on one device, lockstep.init(global_batch=32)."
             )
         return cls(**{name: _read(name, value) for name, value in options.items()})
 

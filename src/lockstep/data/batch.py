@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.core.plan import Indices, StepPlan
+from lockstep.errors import ConfigError
 
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
@@ -53,3 +54,20 @@ class Batch:
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ConfigError(f"A batch cannot be unpacked into inputs and targets. {_IN_PARTS}")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ConfigError(f"A batch has no entry {key!r}. {_IN_PARTS}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A batch has no attribute {name!r}. {_IN_PARTS}")
+
+
+_IN_PARTS = (
+    "It is one step of all ranks, in micro-batches that run.backward moves to the device and computes one by one: "
+    "run.backward(batch, loss), where the loss is a function of (output, target). If the model needs more than its "
+    "input, add forward=lambda data: model(data['a'], data['b']). The data of this rank: "
+    "[part.data for part in batch.micro_batches]."
+)

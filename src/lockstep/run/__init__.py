@@ -10,20 +10,22 @@ from lockstep.run.run import Run
 __all__ = ["Run", "RunOptions", "init"]
 
 
-def init(*, global_batch: int, micro_batches: int = 8, seed: int = 0, **options: Any) -> Run:
+def init(*, global_batch: int | None = None, micro_batches: int = 8, seed: int = 0, **options: Any) -> Run:
     """Begins a training run in this process. Collective: every rank must call this, with the same arguments.
 
     Args:
-        global_batch: samples per optimizer step, over all devices together.
+        global_batch: samples per optimizer step, over all devices together. It must be given.
         micro_batches: K, how many micro-batches a step is computed in; at most K devices can share it.
         seed: decides the order of the samples, their augmentation and the model's random numbers. torch, NumPy and
             ``random`` are seeded with it, unless the script has called ``torch.manual_seed`` before.
         options: any field of ``RunOptions``.
 
     Raises:
-        ConfigError: an option is not known or does not fit the others.
+        ConfigError: an option is missing, is not known or does not fit the others.
     """
-    run = Run(RunOptions.of(global_batch=global_batch, micro_batches=micro_batches, seed=seed, **options))
+    if global_batch is not None:
+        options["global_batch"] = global_batch
+    run = Run(RunOptions.of(micro_batches=micro_batches, seed=seed, **options))
     if run.is_main:
         mention_unused_options(run.options)
     return run

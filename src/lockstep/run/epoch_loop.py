@@ -11,7 +11,7 @@ where a resumed run repeats it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -57,6 +57,26 @@ class Position:
         return asdict(self)
 
 
+class EpochSteps(Iterator[Batch]):
+    """Iterates over the steps of an epoch; ``len()`` is the number of steps that were left when it was made."""
+
+    def __init__(self, steps: Generator[Batch], count: int) -> None:
+        self._steps, self._count = steps, count
+
+    def __iter__(self) -> Generator[Batch]:
+        return self._steps
+
+    def __next__(self) -> Batch:
+        return next(self._steps)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """Ends the epoch here, as ``break`` does."""
+        self._steps.close()
+
+
 class EpochLoop:
     """The loops of a run; callbacks are told where steps begin and end. Nothing here is collective."""
 
@@ -85,7 +105,12 @@ class EpochLoop:
         finally:
             self._in_epochs = False
 
-    def steps(self, read: Read, after: Callable[[], None]) -> Iterator[Batch]:
+    def steps_left(self, steps_per_epoch: int) -> int:
+        """How many steps of the epoch a loop that begins now will walk."""
+        current, done = self._current, self.position.done
+        return steps_per_epoch - (current.plan.position + 1 if current and self.backward_passes else done)
+
+    def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
         position = self.position
         self.count_step()

@@ -25,7 +25,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
-from lockstep.run.epoch_loop import EpochLoop, Position
+from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
@@ -33,7 +33,7 @@ from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators
 from lockstep.run.state import RunState
-from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact
+from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, no_loss, require_training
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -166,7 +166,7 @@ class Run:
 
     def batches(
         self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
-    ) -> Iterator[Batch]:
+    ) -> EpochSteps:
         """The steps of one epoch, each the batch of one optimizer step. Collective.
 
         Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
@@ -176,11 +176,15 @@ class Run:
             shuffle: visit the samples in a keyed order.
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
+
+        Returns:
+            An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
         prepared, source = self.require_prepared(), self._loaders.source(data)
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
-        self._agreed_data.require(self._loaders.plan(data, shuffle, drop_last, smallest), photos)
+        plan = self._loaders.plan(data, shuffle, drop_last, smallest)
+        self._agreed_data.require(plan, photos)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform
@@ -189,10 +193,11 @@ class Run:
             loader.batches, at_end=lambda: self._loaders.read_ahead(loader, self._loop.next_epoch)
         )
         read = self._skipped.counted(batches, source.dataset)
-        return self._loop.steps(read, self._between_steps)
+        left = self._loop.steps_left(plan.steps_per_epoch)
+        return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
     def backward(
-        self, batch: Batch, loss: Callable[..., Any], *, forward: Callable[[Any], Any] | None = None
+        self, batch: Batch, loss: Callable[..., Any] = no_loss, *, forward: Callable[[Any], Any] | None = None
     ) -> Tensor:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
 
@@ -207,6 +212,7 @@ class Run:
             The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device.
 
         Raises:
+            ConfigError: ``batch`` or ``loss`` is something else, or gradients are switched off.
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
         return self.backward_by(self.strategy.backward, batch, loss, forward)
@@ -220,6 +226,7 @@ class Run:
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
+        require_training(batch, loss)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
@@ -89,6 +89,36 @@ def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         f"A batch should be a pair (input, target), a longer tuple, or a dict; it is a {type(data).__name__}. "
         "Let the data set's samples be pairs, or pass forward= and take it apart there."
     )
+
+
+def no_loss(output: Any, target: Any) -> Tensor:
+    """Stands for the loss function that ``run.backward`` was not given."""
+    raise ConfigError(_BACKWARD)
+
+
+_BACKWARD = (
+    "run.backward runs the model itself, on one micro-batch after the other. Give it a batch of run.batches and a "
+    "function of (output, target): run.backward(batch, torch.nn.functional.cross_entropy). For a model that returns its loss: "
+    "run.backward(batch, lambda output, target: output.loss)."
+)
+
+
+def require_training(batch: Any, loss: Any) -> None:
+    """Checks what ``run.backward`` was given.
+
+    Raises:
+        ConfigError: ``batch`` is none of ``run.batches``, ``loss`` is no function, or gradients are switched off.
+    """
+    if not isinstance(batch, Batch):
+        raise ConfigError(f"The first argument of run.backward is a {type(batch).__name__}. {_BACKWARD}")
+    if loss is no_loss or not callable(loss):
+        given = "is missing" if loss is no_loss else f"is a {type(loss).__name__}"
+        raise ConfigError(f"The second argument of run.backward, the loss, {given}. {_BACKWARD}")
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "run.backward was called where gradients are switched off. Call it outside of torch.no_grad() and "
+            "torch.inference_mode(), or use run.evaluate."
+        )
 
 
 def exact(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,11 @@ r"""Data parallel in one process: a replica and a thread per device (torch's ``D
 Replica 0 is the user's model. On CPUs the other replicas share its parameters' memory and have their own gradients and
 running buffers; on GPUs each has a copy, updated before every step.
 
-Only one replica runs at a time where threads would disturb each other: where the model may draw random numbers, since
-torch has one generator to key; under autocast, since any thread that leaves it empties torch's one cache of cast
-weights, and a weight that is then cast twice gets other bits; and where the model is compiled, since the compiler has
-one set of settings for all threads.
+The replicas run one after the other, in the caller's thread, where threads would disturb each other: where the model
+may draw random numbers, since torch has one generator to key; and where the model is compiled, since the compiler has
+one set of settings for all threads. So they do where the caller's thread has settings that torch keeps for each thread:
+under autocast, and with a default device. (Leaving autocast in any thread also empties torch's one cache of cast
+weights, and a weight that is then cast twice gets other bits.)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,23 +184,31 @@ class DataParallel(Replicated):
         shares = [share(leaves, count, number) for number in range(count)]
         self._sums.begin(shares[0], leaves)
         with compute.autocast():
-            self._takes_turns = self._alone or torch.is_autocast_enabled(self.device.type)
+            one_by_one = self._alone or self._has_thread_settings()
         for replica, part in zip(self._replicas[1:], shares[1:]):
             replica.follow(self._replicas[0])
             replica.tree.begin(part.start, part.stop, leaves)
             replica.buffers.begin_step()
-        futures = [
-            self._pool.submit(self._run, replica, [batch.micro_batches[k] for k in part], compute, scale)
+        work = [
+            partial(self._run, replica, [batch.micro_batches[k] for k in part], compute, scale)
             for replica, part in zip(self._replicas, shares)
         ]
-        wait(futures)  # no thread may still be at work when the first error is raised
-        computed = [each for future in futures for each in future.result()]
+        if one_by_one:
+            computed = [each for run in work for each in run()]
+        else:
+            futures = [self._pool.submit(run) for run in work]
+            wait(futures)  # no thread may still be at work when the first error is raised
+            computed = [each for future in futures for each in future.result()]
         self._collect(shares, leaves)
         for each in computed:
             if each.running is not None:
                 self._sums.add_running(each.k, each.running.to(self.device), each.advanced.to(self.device))
         losses = [each.loss.to(self.device) for each in computed]
         return self._sums.reduce(losses, [each.weight.to(self.device) for each in computed], stop)
+
+    def _has_thread_settings(self) -> bool:
+        """Returns whether the caller's thread has settings that the threads of the replicas lack."""
+        return torch.is_autocast_enabled(self.device.type) or torch.get_default_device().type != "cpu"
 
     def release(self) -> None:
         """Ends the threads."""
@@ -207,18 +217,17 @@ class DataParallel(Replicated):
     def _run(
         self, replica: Replica, micro_batches: Sequence[MicroBatch], compute: Compute, scale: float
     ) -> list[Computed]:
-        """One replica's part of a step, in its thread."""
-        if replica.device.type == "cuda":
-            torch.cuda.set_device(replica.device)
-        return [self._run_one(replica, each, compute, scale) for each in micro_batches]
+        """One replica's part of a step."""
+        on_device = torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext()
+        with on_device:
+            return [self._run_one(replica, each, compute, scale) for each in micro_batches]
 
     def _run_one(self, replica: Replica, micro_batch: MicroBatch, compute: Compute, scale: float) -> Computed:
         replica.buffers.begin_micro_batch()
         try:
-            with self._turn if self._takes_turns else nullcontext():
-                loss, weight = self._forward(replica, micro_batch, compute)
-                replica.require_own(loss, self._model)
-                (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+            loss, weight = self._forward(replica, micro_batch, compute)
+            replica.require_own(loss, self._model)
+            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
         except Exception as error:
             number = self._replicas.index(replica)
             samples = shorten(micro_batch.indices.tolist(), 8)
@@ -231,7 +240,7 @@ class DataParallel(Replicated):
         return Computed(micro_batch.k, loss.detach(), weight, running, advanced)
 
     def _forward(self, replica: Replica, micro_batch: MicroBatch, compute: Compute) -> tuple[Tensor, Tensor]:
-        """Forward pass and loss. Without turns only what is keyed, inputs and loss, is one replica's at a time."""
+        """Forward pass and loss. What is keyed, inputs and loss, is one replica's at a time."""
         if len(self._replicas) == 1:
             return compute(micro_batch, replica.model)
         with self._turn:
