@@ -98,8 +98,8 @@ def no_loss(output: Any, target: Any) -> Tensor:
 
 _BACKWARD = (
     "run.backward runs the model itself, on one micro-batch after the other. Give it a batch of run.batches and a "
-    "function of (output, target): run.backward(batch, torch.nn.functional.cross_entropy). For a model that returns its loss: "
-    "run.backward(batch, lambda output, target: output.loss)."
+    "function of (output, target): run.backward(batch, torch.nn.functional.cross_entropy). For a model that returns "
+    "its loss: run.backward(batch, lambda output, target: output.loss)."
 )
 
 
