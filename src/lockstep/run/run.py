@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,14 +30,13 @@ from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.save import Writer
-from lockstep.run.session import RunSession, seed_generators
+from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.state import RunState
 from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, no_loss, require_training
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
-logger = logging.getLogger(__name__)
 _LOOK_EVERY = 16
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
@@ -144,12 +142,8 @@ class Run:
         if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = state.extra
             self._agreed_data.resume()
-        elif self.is_main and not self._unseeded.isdisjoint(parts.model.modules()):
-            logger.warning(
-                "The model was built before lockstep.init, and no seed decided its random numbers: the next run will "
-                "begin with other weights, unless they are all loaded from a file. Build the model after "
-                "lockstep.init(seed=...), or call torch.manual_seed(0) first."
-            )
+        elif self.is_main:
+            warn_if_unseeded(parts.model, self._unseeded)
         if isinstance(self.strategy, IndependentStrategy):
             self._leave_process_group(self.strategy, state)
         if self.options.profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import logging
 import os
 import random
 import sys
@@ -25,6 +26,7 @@ from lockstep.runtime import stop_signals
 from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 
+logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Numbers of two settings of glibc's ``mallopt``, from ``malloc.h``."""
 _SMALL_SEED = 2**32
@@ -62,6 +64,16 @@ def seed_generators(seed: int) -> WeakSet[nn.Module]:
     np.random.seed(seed % _SMALL_SEED)
     random.seed(seed)
     return built
+
+
+def warn_if_unseeded(model: nn.Module, unseeded: WeakSet[nn.Module]) -> None:
+    """Warns of a model that is made of modules ``seed_generators`` has returned."""
+    if not unseeded.isdisjoint(model.modules()):
+        logger.warning(
+            "The model was built before lockstep.init, and no seed decided its random numbers: the next run will begin "
+            "with other weights, unless they are all loaded from a file. Build the model after "
+            "lockstep.init(seed=...), or call torch.manual_seed(0) first."
+        )
 
 
 class RunSession:
