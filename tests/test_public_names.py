@@ -47,11 +47,11 @@ NAMES = [
     "init",
     "launch",
 ]
-INIT = "(*, global_batch, micro_batches=8, seed=0, **options)"
+INIT = "(*, global_batch=None, micro_batches=8, seed=0, **options)"
 LAUNCH = "(function, *args, devices='auto', threads=None, log_directory='', **kwargs)"
 RUN = {
     "": "(options, world=None)",
-    "backward": "(self, batch, loss, *, forward=None)",
+    "backward": "(self, batch, loss=None, *, forward=None)",
     "batches": "(self, data, *, shuffle=True, drop_last=False, workers=None)",
     "clip_gradients": "(self, max_norm)",
     "close": "(self)",

@@ -32,7 +32,7 @@ from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.state import RunState
-from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, no_loss, require_training
+from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, required_loss
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -191,7 +191,11 @@ class Run:
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
     def backward(
-        self, batch: Batch, loss: Callable[..., Any] = no_loss, *, forward: Callable[[Any], Any] | None = None
+        self,
+        batch: Batch,
+        loss: Callable[..., Any] | None = None,
+        *,
+        forward: Callable[[Any], Any] | None = None,
     ) -> Tensor:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
 
@@ -215,12 +219,12 @@ class Run:
         self,
         compute_gradients: GradientPass,
         batch: Batch,
-        loss: Callable[..., Any],
+        loss: Callable[..., Any] | None,
         forward: Callable[[Any], Any] | None = None,
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
-        require_training(batch, loss)
+        loss = required_loss(batch, loss)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events

@@ -91,11 +91,6 @@ def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     )
 
 
-def no_loss(output: Any, target: Any) -> Tensor:
-    """Stands for the loss function that ``run.backward`` was not given."""
-    raise ConfigError(_BACKWARD)
-
-
 _BACKWARD = (
     "run.backward runs the model itself, on one micro-batch after the other. Give it a batch of run.batches and a "
     "function of (output, target): run.backward(batch, torch.nn.functional.cross_entropy). For a model that returns "
@@ -103,22 +98,23 @@ _BACKWARD = (
 )
 
 
-def require_training(batch: Any, loss: Any) -> None:
-    """Checks what ``run.backward`` was given.
+def required_loss(batch: Any, loss: Any) -> Callable[..., Any]:
+    """The loss, after a check of what ``run.backward`` was given.
 
     Raises:
         ConfigError: ``batch`` is none of ``run.batches``, ``loss`` is no function, or gradients are switched off.
     """
     if not isinstance(batch, Batch):
         raise ConfigError(f"The first argument of run.backward is a {type(batch).__name__}. {_BACKWARD}")
-    if loss is no_loss or not callable(loss):
-        given = "is missing" if loss is no_loss else f"is a {type(loss).__name__}"
+    if not callable(loss):
+        given = "is missing" if loss is None else f"is a {type(loss).__name__}"
         raise ConfigError(f"The second argument of run.backward, the loss, {given}. {_BACKWARD}")
     if not torch.is_grad_enabled():
         raise ConfigError(
             "run.backward was called where gradients are switched off. Call it outside of torch.no_grad() and "
             "torch.inference_mode(), or use run.evaluate."
         )
+    return loss
 
 
 def exact(function: Callable[..., Any]) -> Callable[..., Any]:
