@@ -98,7 +98,7 @@ _BACKWARD = (
 )
 
 
-def required_loss(batch: Any, loss: Any) -> Callable[..., Any]:
+def required_loss(batch: object, loss: Callable[..., Any] | None) -> Callable[..., Any]:
     """The loss, after a check of what ``run.backward`` was given.
 
     Raises:
