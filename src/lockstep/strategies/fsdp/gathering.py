@@ -25,9 +25,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows
+from lockstep.errors import ConfigError
 from lockstep.numerics.randomness import in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
 from lockstep.strategies.sharding import rows_of, users_of_parameters
+from lockstep.text import numbered
 
 _NOTHING = -1
 _KEPT = 2
@@ -73,6 +75,8 @@ class Gathering:
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
+        self._steps = self._step = 0
+        """How many steps were begun, and which of them is computed now; 0 for none."""
         for block in self.blocks:
             for each in block.parameters:
                 each.put(each.whole)
@@ -91,6 +95,8 @@ class Gathering:
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
         self.free()
+        self._steps += 1
+        self._step = self._steps
         for block in self.blocks:
             block.begin_step(leaves)
 
@@ -114,7 +120,8 @@ class Gathering:
         self.free()
 
     def take(self) -> dict[str, Tensor]:
-        """The sums of the step's gradients, of this rank's rows by name of the parameter."""
+        """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
+        self._step = 0
         return {name: total for block in self.blocks for name, total in block.take().items()}
 
     def free(self) -> None:
@@ -202,10 +209,16 @@ class Gathering:
         block.free()
 
     def _request(self, wanted: int) -> None:
-        """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted."""
-        mine = torch.tensor([wanted], device=self._device)
+        """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted.
+
+        Raises:
+            ConfigError: some ranks are within ``run.backward``, and others call the model outside of it.
+        """
+        mine = torch.tensor([wanted, self._step], device=self._device)
         while True:
-            wants = all_gather_rows(mine, self._group).flatten().tolist()
+            wants, steps = all_gather_rows(mine, self._group).t().tolist()
+            if len({*steps}) > 1:
+                raise _called_by_some(steps)
             for each in sorted({int(want) for want in wants} - {_NOTHING}):
                 block = self.blocks[each // 2]
                 if each % 2:
@@ -214,6 +227,18 @@ class Gathering:
                     block.gather(keep=each == wanted)
             if wanted != _NOTHING or all(want == _NOTHING for want in wants):
                 return
+
+
+def _called_by_some(steps: Sequence[int]) -> ConfigError:
+    """The refusal where ranks are in different steps; 0 is a call outside of every step."""
+    first, *_ = sorted({*steps})
+    outside = [rank for rank, step in enumerate(steps) if step == first]
+    others = [rank for rank, step in enumerate(steps) if step != first]
+    return ConfigError(
+        f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
+        f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, so all ranks must call the "
+        "model, and as often: take the call out of `if run.is_main`, or use run.predict or run.evaluate."
+    )
 
 
 class _Pack:
