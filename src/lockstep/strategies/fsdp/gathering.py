@@ -236,8 +236,9 @@ def _called_by_some(steps: Sequence[int]) -> ConfigError:
     others = [rank for rank, step in enumerate(steps) if step != first]
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
-        f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, so all ranks must call the "
-        "model, and as often: take the call out of `if run.is_main`, or use run.predict or run.evaluate."
+        f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, "
+        "so all ranks must call the model, and as often: take the call out of `if run.is_main`, or use run.predict or "
+        "run.evaluate."
     )
 
 
