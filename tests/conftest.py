@@ -1,4 +1,4 @@
-"""What every test gets: a restored process, no child left behind, and markers that say why they skip."""
+"""Fixtures of every test: a restored process, no child left behind, and markers that say why they skip."""
 
 import os
 import random

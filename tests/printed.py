@@ -1,4 +1,4 @@
-"""What ``lockstep train`` prints at its end."""
+"""The lines that ``lockstep train`` prints at its end."""
 
 import re
 

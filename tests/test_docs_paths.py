@@ -16,7 +16,7 @@ FLOWS = re.findall(
 
 
 def dotted_name_exists(name):
-    """Whether ``lockstep.a.b.C`` leads to a module, and the word after it is found in that module."""
+    """True if ``lockstep.a.b.C`` leads to a module, and the word after it is found in that module."""
     parts = name.split(".")[1:]
     for count in range(len(parts), -1, -1):
         place = PACKAGE.joinpath(*parts[:count])

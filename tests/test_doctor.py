@@ -1,4 +1,4 @@
-"""What is said about a host, and about times between ranks."""
+"""The checks of a host, and of times between ranks."""
 
 from collections import namedtuple
 

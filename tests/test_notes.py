@@ -42,7 +42,7 @@ IMPORTS = (
 
 
 def anchors(page):
-    """What a link may name behind ``#``, as GitHub makes it of headings."""
+    """The names that a link may have behind ``#``, as GitHub makes it of headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

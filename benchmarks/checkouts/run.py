@@ -80,7 +80,7 @@ def main() -> None:
 def in_turn(
     trees: dict[str, Path], measure: Callable[[Path], dict[str, float]], count: int
 ) -> dict[str, dict[str, list[float]]]:
-    """What ``measure`` finds in each checkout, in turn: {what: {side: values}}."""
+    """The measurements of ``measure`` in each checkout, in turn: {what: {side: values}}."""
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(count):
         for name, tree in trees.items():

@@ -46,7 +46,7 @@ class Workload:
     global_batch: int
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
     tokens: bool = False
-    """Whether inputs and targets are sequences of tokens."""
+    """True if inputs and targets are sequences of tokens."""
 
     def build_model(self) -> nn.Module:
         """The model, with the same start on every rank and every side."""
@@ -119,7 +119,7 @@ def build_loader(
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the harness tells a side."""
+    """The settings that the harness gives a side."""
 
     workload: Workload
     control: Path

@@ -1,4 +1,4 @@
-"""What it costs a step that every rank says what it does and is watched: heartbeat and watchdog.
+"""The cost for a step of heartbeat and watchdog: every rank says what it does, and is watched.
 
 ``python benchmarks/heartbeat/run.py`` writes RESULTS.md; ``--quick`` is a few short rounds, nothing written.
 """

@@ -1,4 +1,4 @@
-"""What one photo costs, stage by stage, in one thread: where the difference between the two sides comes from."""
+"""The cost of one photo, stage by stage, in one thread: where the difference between the two sides comes from."""
 
 from __future__ import annotations
 

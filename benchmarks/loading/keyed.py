@@ -1,4 +1,4 @@
-"""What keys cost: a sample plan of a billion samples, and random numbers that follow from a sample's key."""
+"""The cost of keys: a sample plan of a billion samples, and random numbers that follow from a sample's key."""
 
 from __future__ import annotations
 

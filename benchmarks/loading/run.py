@@ -1,4 +1,4 @@
-"""What loading costs beside training: sets in memory, the sample plan, and random numbers keyed by sample.
+"""The cost of loading beside training: sets in memory, the sample plan, and random numbers keyed by sample.
 
 ``python benchmarks/loading/run.py`` writes RESULTS.md; ``--quick`` is two short rounds, nothing written.
 """

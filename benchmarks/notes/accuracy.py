@@ -109,7 +109,7 @@ def lockstep(
 
 
 def finished(command: list[str]) -> str:
-    """What a command printed; what went wrong, if something did."""
+    """The output of a command, and its error if it failed."""
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(

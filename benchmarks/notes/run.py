@@ -77,7 +77,7 @@ def compared_section(rates: Rounds) -> str:
 
 
 def parts_section(given: argparse.Namespace, runs: Path) -> str:
-    """What is lost without each part, measured in groups so that all sides of one fit into memory."""
+    """The loss without each part, measured in groups so that all sides of one fit into memory."""
     changed = list(parts(given.data, runs, given.workers).items())
     rows = []
     for first in range(0, len(changed), given.together):
@@ -113,7 +113,7 @@ def profile_section() -> str:
 
 
 def accuracy_section() -> list[str]:
-    """What ``accuracy.py`` wrote, if it has been run."""
+    """The table of ``accuracy.py``, if it has been run."""
     path = HERE / "ACCURACY.md"
     return [path.read_text().strip()] if path.exists() else []
 

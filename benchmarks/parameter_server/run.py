@@ -1,4 +1,4 @@
-"""What a parameter server sends, against a ring all-reduce: counted, and by formula.
+"""The bytes that a parameter server sends, against a ring all-reduce: counted, and by formula.
 
 ``python benchmarks/parameter_server/run.py`` prints the table of docs/strategies/parameter_server.md. It counts bytes,
 so it does not mind a busy machine; it takes about a minute.
@@ -76,7 +76,7 @@ def row(name: str, workers: int, servers: int, who: str, sent: float, formula: F
 
 
 def bytes_per_step(options: dict[str, object]) -> float:
-    """What this rank sends in a step, on average over the counted ones."""
+    """The bytes that this rank sends in a step, on average over the counted ones."""
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     model = network()
     run = lockstep.init(global_batch=64, micro_batches=MICRO_BATCHES, fingerprint_every=0, **options)

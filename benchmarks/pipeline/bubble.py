@@ -44,7 +44,7 @@ class Measured:
     """Part of the time that ranks waited, of each step."""
     expected: float
     simulated: float
-    """What the order leads to if every pass takes as long as it did, and nothing happens between passes."""
+    """The timing that the order leads to if every pass takes as long as it did, and nothing happens between passes."""
     spans: list[list[tuple[str, float, float]]]
     """The passes of each rank in the step whose waiting is the median."""
 

@@ -1,4 +1,4 @@
-"""What each way to sum gradients sends and costs, and what BatchNorm over the global batch costs.
+"""The bytes and time of each way to sum gradients, and the cost of BatchNorm over the global batch.
 
 ``python benchmarks/reducers/run.py`` writes RESULTS.md; ``--quick`` is two short alternations, nothing written.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint costs a training loop: written in the background, waited for, or not written at all.
+"""The cost of a checkpoint for a training loop: written in the background, waited for, or not written at all.
 
 ``python benchmarks/saves/run.py`` writes RESULTS.md; ``--quick`` is two short alternations, nothing written.
 """

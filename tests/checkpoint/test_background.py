@@ -130,7 +130,7 @@ def test_old_ones_go_and_the_one_before_a_broken_newest_is_found(tmp_path, state
     weights = tmp_path / "step-00000005" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert shown(read_newest(tmp_path).state) == 4
-    assert "Checkpoint passed over" in caplog.text
+    assert "Checkpoint skipped" in caplog.text
 
 
 def test_a_program_that_ends_without_a_last_look_does_not_seem_to_have_saved(tmp_path):

@@ -75,7 +75,7 @@ def test_an_altered_best_record_is_refused_and_then_nothing_is_deleted(tmp_path,
 def test_a_best_record_without_a_number_is_refused_however_well_it_is_sealed(tmp_path, save, value):
     save(1)
     (tmp_path / "best.json").write_bytes(seal({"step": 1, "metric": "accuracy", "value": value}))
-    with pytest.raises(CheckpointError, match="does not state a step, a metric and its value"):
+    with pytest.raises(CheckpointError, match="does not hold a step, a metric and its value"):
         read_best(tmp_path)
 
 

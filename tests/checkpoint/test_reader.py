@@ -151,7 +151,7 @@ def test_the_newest_that_is_broken_is_passed_over_and_said(tmp_path, state_of, s
     restored = read_newest(tmp_path)
     assert shown(restored.state) == 2
     assert restored.path.name == "step-00000002"
-    assert f"Checkpoint passed over: {path / 'model.safetensors'}" in caplog.text
+    assert f"Checkpoint skipped: {path / 'model.safetensors'}" in caplog.text
 
 
 def test_a_folder_with_nothing_but_broken_ones_is_an_error(tmp_path, state_of):

@@ -176,7 +176,7 @@ def test_a_changed_byte_in_any_part_is_found_and_the_one_before_is_taken(tmp_pat
     (newest / file).write_bytes(content)
     restored = read_newest(tmp_path)
     assert restored.path.name == "step-00000001"
-    assert f"Checkpoint passed over: {newest / file}" in caplog.text
+    assert f"Checkpoint skipped: {newest / file}" in caplog.text
 
 
 @pytest.mark.fault("K3")

@@ -105,7 +105,7 @@ def test_a_run_that_is_resumed_goes_on_in_its_folder(command, started):
             "optimizer.lrr is not an argument of torch.optim:SGD. Did you mean 'lr'?",
         ),
         (("--set", "training.epohcs=1"), "Did you mean 'epochs'?"),
-        (("--epochs", "many"), "--epochs many: training.epochs should be a whole number and is 'many'."),
+        (("--epochs", "many"), "--epochs many: training.epochs should be an integer and is 'many'."),
         (("--strategy", "fspd"), "training.strategy 'fspd' is not known. Did you mean 'fsdp'?"),
         (("--precision", "fp61"), "Did you mean 'fp16'?"),
         (("--devices", "9"), "9 devices cannot share micro_batches=8"),

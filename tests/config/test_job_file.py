@@ -51,7 +51,7 @@ lr = 0.1
         f"{path}:4: data.train.transform.1.target should be an import path like 'package.module:name' and"
         " is 'c.d'. Did you mean 'c:d'?",
         f"{path}:5: data.worker is not a known setting. Did you mean 'workers'?",
-        f"{path}:7: training.epochs should be a whole number and is 'ten'.",
+        f"{path}:7: training.epochs should be an integer and is 'ten'.",
         f"{path}:8: training.devices is not a known setting. Did you mean 'run.devices'?",
         f"{path}:9: training.precision 'fp61' is not known. Did you mean 'fp16'?"
         " Known: bf16, fp16, fp32, tf32.",
@@ -63,21 +63,21 @@ lr = 0.1
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ("training.epochs=1.5", "training.epochs should be a whole number and is 1.5."),
-        ("training.epochs=true", "training.epochs should be a whole number and is true."),
+        ("training.epochs=1.5", "training.epochs should be an integer and is 1.5."),
+        ("training.epochs=true", "training.epochs should be an integer and is true."),
         ("training.drop_last=1", "training.drop_last should be true or false and is 1."),
         ("training.clip_norm=nan", "training.clip_norm should be more than 0 and is nan."),
         ("data.timeout=inf", "data.timeout should be more than 0 and is inf."),
-        ("weights.freeze=fc", "weights.freeze should be a list of texts and is 'fc'."),
-        ("weights.freeze=[1]", "weights.freeze should be a list of texts and is a list."),
-        ("run.devices=1.5", "run.devices should be a whole number or a text and is 1.5."),
+        ("weights.freeze=fc", "weights.freeze should be a list of strings and is 'fc'."),
+        ("weights.freeze=[1]", "weights.freeze should be a list of strings and is a list."),
+        ("run.devices=1.5", "run.devices should be an integer or a string and is 1.5."),
         ("training=3", "training should be a table and is 3."),
         ("model=3", "model should be a table with a target and is 3."),
         (
             "optimizer.since=1979-05-27",
-            "optimizer.since should be a text, number, truth value, list or table and is 1979-05-27 (date).",
+            "optimizer.since should be a string, number, boolean, list or table and is 1979-05-27 (date).",
         ),
-        ("optimizer.lr=nan", "optimizer.lr should be a text, number, truth value, list or table and is nan."),
+        ("optimizer.lr=nan", "optimizer.lr should be a string, number, boolean, list or table and is nan."),
         (
             "training.epochs.first=1",
             "training.epochs.first cannot be set: training.epochs is a single value.",
@@ -124,7 +124,7 @@ def test_what_no_job_can_be_is_refused_unread(tmp_path):
     os.mkfifo(pipe)
     assert "it has 53,687,091,200 bytes, and no job is larger than 1,048,576" in message(load_job, str(large))
     for endless in (pipe, "/dev/zero"):
-        assert "it is no ordinary file" in message(load_job, str(endless))
+        assert "it is not a regular file" in message(load_job, str(endless))
 
 
 def test_a_file_in_the_current_folder_does_not_hide_a_built_in_job(tmp_path, monkeypatch):

@@ -92,7 +92,7 @@ def test_without_torch_our_half_is_drawn_alone(monkeypatch):
         ({"epoch": -1}, "--epoch should be from 0 to 1,000,000,000 and is -1"),
         ({"batch": 10**9}, "--batch times --ranks should be from 0 to 1,000,000 and is 2,000,000,000"),
         ({"samples": 3, "drop_last": True}, "too few for one step"),
-        ({"seed": 1 << 70, "shuffle": True}, "is no whole number of 64 bits"),
+        ({"seed": 1 << 70, "shuffle": True}, "is not an integer of 64 bits"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(numbers, said):

@@ -156,7 +156,7 @@ def test_files_that_are_not_weights_are_named(tmp_path):
         path.write_bytes(path.read_bytes()[:-1000])
         with pytest.raises(CheckpointError, match=f"{name} cannot be read as weights"):
             load_weights(perceptron(), path)
-    with pytest.raises(CheckpointError, match="holds a list and not a dict of tensors"):
+    with pytest.raises(CheckpointError, match="holds a list instead of a dict of tensors"):
         load_weights(perceptron(), save(tmp_path / "list.pth", [torch.ones(1)]))
     with pytest.raises(CheckpointError, match=r"more than weights: epoch \(int\)"):
         load_weights(perceptron(), save(tmp_path / "mixed.pth", {"w": torch.ones(1), "epoch": 3}))

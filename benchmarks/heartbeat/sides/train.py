@@ -61,7 +61,7 @@ class Switch:
         return counted
 
     def calls(self, steps: int) -> dict[str, float]:
-        """How often a step makes each call."""
+        """The number of times that a step makes each call."""
         return {name: len(spent) / steps for name, spent in self._spent.items()}
 
     def microseconds(self) -> dict[str, float]:

@@ -20,7 +20,9 @@ STEPS = 2
 def partial_sums(strategy: Any) -> list[Tensor]:
     """The nodes of the gradient tree that this rank holds now, of all parameters."""
     if isinstance(strategy, FullyShardedDataParallel):
-        return [node for exchange in strategy._exchanges for node in exchange._stack]
+        return [
+            node for block in strategy._gathering.blocks for stack in block._stacks.values() for node in stack
+        ]
     return [node for slot in strategy._sums.tree.slots for node in slot.stack]
 
 

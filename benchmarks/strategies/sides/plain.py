@@ -1,4 +1,4 @@
-"""What the plain sides share: the process group, a rank's batches, and the loop of steps."""
+"""The parts that the plain sides share: the process group, a rank's batches, and the loop of steps."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def read_best(directory: Path) -> Best | None:
     if isinstance(step, int) and isinstance(metric, str) and isinstance(value, str):
         with suppress(ValueError):
             return Best(step, metric, float(value))
-    raise CheckpointError(f"{path} does not state a step, a metric and its value. Remove it, or use a copy.")
+    raise CheckpointError(f"{path} does not hold a step, a metric and its value. Remove it, or use a copy.")
 
 
 def prune(directory: Path, *, keep: int | None, protect: Collection[int] = ()) -> list[Path]:

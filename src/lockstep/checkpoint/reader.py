@@ -69,7 +69,7 @@ def read(path: Path | str) -> CheckpointState:
 def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | None:
     """Reads the newest checkpoint of a run folder that is sound; None where there is none at all.
 
-    A broken one is passed over with a warning. ``CheckpointError`` lists them where all are broken:
+    A broken one is skipped with a warning. ``CheckpointError`` lists them where all are broken:
     starting anew without a word would throw the run's work away.
 
     Args:
@@ -82,7 +82,7 @@ def read_newest(directory: Path | str, *, written_by: str = "") -> Restored | No
         try:
             state = read(path)
         except CheckpointError as error:
-            logger.warning("Checkpoint passed over: %s", error)
+            logger.warning("Checkpoint skipped: %s", error)
             refused.append(str(error))
         else:
             if not written_by or state.progress.get("run") == written_by:

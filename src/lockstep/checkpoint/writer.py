@@ -157,7 +157,7 @@ def export(
     """Writes model weights as one plain safetensors file, replacing an older one atomically.
 
     ``model.load_state_dict(safetensors.torch.load_file(path))`` takes it on the unwrapped model, where a tied tensor
-    is given under each of its names. ``metadata`` are texts for the file's header, by name.
+    is given under each of its names. ``metadata`` are strings for the file's header, by name.
     """
     path = Path(path)
     try:

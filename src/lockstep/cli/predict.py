@@ -119,7 +119,7 @@ def data_of(config: JobConfig, root: str | None) -> Component:
     moved = _moved(component.args, old, str(Path(root).resolve())) if old else component.args
     if moved == component.args and str(Path(root).resolve()) != old:
         raise ConfigError(
-            f"--data {root}: the data set of job {config.job!r} is read from no folder {{data}}."
+            f"--data {root}: the data set of job {config.job!r} does not read from a folder {{data}}."
         )
     return dataclasses.replace(component, args=moved)
 

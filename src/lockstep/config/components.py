@@ -35,7 +35,7 @@ class Component:
     target: str = field(metadata={"check": import_path})
     """Import path: ``package.module:name``."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments by name: texts, numbers, truth values, lists and tables."""
+    """Arguments by name: strings, numbers, booleans, lists and tables."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -76,7 +76,7 @@ def _read(path: Path) -> str:
     """The text of an ordinary file, of a size that a person may have written; ``ValueError`` for any other."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ValueError("Is a directory" if stat.S_ISDIR(found.st_mode) else "it is no ordinary file")
+        raise ValueError("Is a directory" if stat.S_ISDIR(found.st_mode) else "it is not a regular file")
     if found.st_size > _LARGEST:
         raise ValueError(f"it has {found.st_size:,} bytes, and no job is larger than {_LARGEST:,}")
     return path.read_bytes().decode()

@@ -129,7 +129,7 @@ class _TableReader:
             return self.section(typing.cast(type, kind), value, path)
         if typing.get_origin(kind) is tuple:
             texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-            return tuple(value) if texts else self._type(path, "a list of texts", value)
+            return tuple(value) if texts else self._type(path, "a list of strings", value)
         return self._scalar(kind, value, path)
 
     def component(self, table: Any, path: KeyPath) -> Component | None:
@@ -163,7 +163,7 @@ class _TableReader:
         elif value is None:
             self._problems.append(Problem(path, "is not in the job, so there is nothing to leave out."))
         elif not isinstance(value, str | int | float) or (isinstance(value, float) and math.isnan(value)):
-            self._type(path, "a text, number, truth value, list or table", value)
+            self._type(path, "a string, number, boolean, list or table", value)
 
     def _scalar(self, kind: Any, value: Any, path: KeyPath) -> Any:
         wanted = typing.get_args(kind) or (kind,)
@@ -204,7 +204,7 @@ def _settings(cls: type, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
             yield name, (*path, name)
 
 
-_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def _named(kinds: tuple[Any, ...]) -> str:

@@ -20,7 +20,7 @@ _NUMBER = struct.Struct("<cq").pack
 def derive_seed(seed: int, purpose: str, *key: int | str) -> int:
     """A 63-bit seed for one purpose and key, as ``BLAKE2b(seed, purpose, key)``; equal on every platform.
 
-    ``ConfigError`` where the seed is no whole number of 64 bits.
+    ``ConfigError`` where the seed is not an integer of 64 bits.
     """
     digest = _begin(seed, purpose)
     for part in key:
@@ -37,7 +37,7 @@ def _begin(seed: int, purpose: str) -> hashlib.blake2b:
     try:
         digest.update(struct.pack("<q", seed))
     except struct.error as error:
-        raise ConfigError(f"The seed {seed!r} is no whole number of 64 bits. Give one such as 0.") from error
+        raise ConfigError(f"seed={seed!r} is not an integer of 64 bits. Use one such as 0.") from error
     return digest
 
 

@@ -104,7 +104,7 @@ def split_rows(data: Any, sizes: tuple[int, ...]) -> Sequence[Any]:
         fit = data.data_ptr() % ALIGNMENT == 0 and not any(
             size * data.stride(0) * data.itemsize % ALIGNMENT for size in set(sizes[:-1])
         )
-        return parts if fit else aligned(parts)
+        return parts if fit else tuple(_aligned(part) for part in parts)
     if isinstance(data, dict):
         values = [split_rows(value, sizes) for value in data.values()]
         return [dict(zip(data, part, strict=True)) for part in zip(*values, strict=True)]

@@ -110,8 +110,8 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
     """
     if outputs.dim() > 2:
         raise ConfigError(
-            f"The model gives numbers of shape {list(outputs.shape[1:])} for each sample, which is no row of a table. "
-            "Use run.predict in a script of your own."
+            f"The model gives numbers of shape {list(outputs.shape[1:])} for each sample, which is not a row of a "
+            "table. Use run.predict in a script of your own."
         )
     rows = outputs.reshape(len(outputs), -1)
     columns: dict[str, Any] = {"index": np.arange(len(rows))}

@@ -248,7 +248,7 @@ def _tensors(path: Path, content: Any) -> dict[str, Tensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(
-            f"{path} holds a {type(content).__name__} and not a dict of tensors. Save model.state_dict()."
+            f"{path} holds a {type(content).__name__} instead of a dict of tensors. Save model.state_dict()."
         )
     odd = [
         f"{name} ({type(value).__name__})" for name, value in content.items() if not isinstance(value, Tensor)

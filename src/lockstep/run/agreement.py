@@ -223,7 +223,7 @@ def require_equal_replicas(
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
         f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {_by_rank(values)}. Something changed it on some ranks "
-        "only: code under a rank condition, an update outside of optimizer.step(), or a fault of the memory."
+        "only: code under a rank condition, an update outside of optimizer.step(), or faulty memory."
     )
 
 
@@ -274,8 +274,8 @@ class AgreedData:
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
             raise CheckpointMismatch(
-                f"The checkpoint stands at step {self._position.done} of an epoch over {before} samples, and the data "
-                f"set has {plan.samples}. Resume with the data set that was trained on."
+                f"The checkpoint was written at step {self._position.done} of an epoch over {before} samples, and this "
+                f"data set has {plan.samples}. Resume with the data set that the run was trained on."
             )
         self._position.samples = plan.samples
         if self._group is not None and plan not in self._agreed:

@@ -47,7 +47,7 @@ class Position:
         )
         if not sound:
             raise CheckpointError(
-                f"The checkpoint states no place in a run: {dict(stored)}. Use another one."
+                f"The checkpoint has no valid position in a run: {dict(stored)}. Use another checkpoint."
             )
         for name, value in stored.items():
             setattr(self, name, value)

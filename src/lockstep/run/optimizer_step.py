@@ -137,8 +137,8 @@ class GradientState:
         if self.scale < _SMALLEST_SCALE:
             raise NonFiniteError(
                 f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or "
-                "infinite at any scale, so this is no overflow. Look for a division by zero or a logarithm of zero, or "
-                "try precision bf16 or fp32."
+                "infinite at any scale, so this is not an overflow. Look for a division by zero or a logarithm of "
+                "zero, or try precision bf16 or fp32."
             )
 
     def _step_scaled(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:

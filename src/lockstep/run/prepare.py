@@ -100,7 +100,7 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
         if foreign:
             raise ConfigError(
                 f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
-                f"not have, the first of shape {tuple(foreign[0].shape)}; nobody would sum their gradients over the "
+                f"not have, the first of shape {tuple(foreign[0].shape)}; their gradients would not be summed over the "
                 "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
             )
 

@@ -118,7 +118,10 @@ def resume(
     if not position.inside and position.done:
         position.epoch, position.done = position.epoch + 1, 0
     if fingerprint() != written:
-        raise CheckpointError(f"{path} loaded, but its parameters do not have the fingerprint it states.")
+        raise CheckpointError(
+            f"{path} was loaded, but its parameters do not have the fingerprint that it records. Use "
+            "another checkpoint."
+        )
     logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
     return True
 
@@ -138,7 +141,7 @@ def _restore(state: RunState, path: Path, stored: CheckpointState, force_context
         AssertionError,
     ) as error:
         raise CheckpointError(
-            f"{path} holds no state of a run that could be taken up ({type(error).__name__}: {str(error)[:200]}). Use "
+            f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}). Use "
             "another checkpoint."
         ) from error
 

@@ -297,7 +297,7 @@ class StepCompute:
                 total = torch.stack([value.double().sum() for value in values]).sum()
                 return total, torch.zeros_like(total)
             self.randomness.begin_loss()
-            return sum_and_weight(self.function(output, target), len(micro_batch))
+            return sum_and_weight(self.function(output, target), len(micro_batch.indices))
 
 
 class DeferredResults:

@@ -90,6 +90,9 @@ class Replicated(Strategy):
         compute.exchange()
         return sums.reduce(losses, weights, stop)
 
+    def after_step(self) -> None:
+        """Does nothing: every process has stepped the whole replica."""
+
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""
         return model.to(self.device)

@@ -142,7 +142,8 @@ class Strategy(ABC):
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
 
-    def after_step(self) -> None:  # noqa: B027  # most strategies update where they compute
+    @abstractmethod
+    def after_step(self) -> None:
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
     def squares(self) -> Tensor:

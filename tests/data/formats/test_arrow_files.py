@@ -80,7 +80,7 @@ def test_wrong_labels_and_columns_are_named(tmp_path):
         ArrowFiles(path, "x", "label", classes=3)
     with pytest.raises(DataError, match=r"no column 'labels'\. Did you mean 'label'"):
         ArrowFiles(path, "x", "labels")
-    with pytest.raises(DataError, match=r"column 'x'.*every target is one whole number"):
+    with pytest.raises(DataError, match=r"column 'x'.*every target must be one integer"):
         ArrowFiles(path, "photo", "x", classes=3)
     write(tmp_path / "b.parquet", table().drop(["x"]))
     with pytest.raises(DataError, match=r"b\.parquet has no column 'x'"):
@@ -91,7 +91,7 @@ def test_an_empty_cell_is_named(tmp_path):
     content = pa.table({"x": [[1.0], None, [2.0, None], [3.0]], "label": [0, 1, 1, None]})
     path = write(tmp_path / "a.arrow", content)
     reader = SampleReader(ArrowFiles(path, "x", "label"), seed=0)
-    for index, why in ((1, "the cell is empty"), (2, "has an empty place")):
+    for index, why in ((1, "the cell is empty"), (2, "contains a null")):
         with pytest.raises(
             DataError, match=rf"Sample {index} \(a\.arrow, row {index}\) cannot be read: .*{why}"
         ):

@@ -40,13 +40,13 @@ def test_chosen_columns_delimiter_and_a_number_as_the_target(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (TEXT.replace("-4e-2", "x"), r"t\.csv, line 4: column 'b' holds 'x', which is no finite float32"),
+        (TEXT.replace("-4e-2", "x"), r"t\.csv, line 4: column 'b' holds 'x', which is not a finite float32"),
         (TEXT.replace("-4e-2", "nan"), "line 4: column 'b' holds 'nan'"),
         (TEXT.replace("-4e-2", "1e39"), "line 4: column 'b' holds '1e39'"),
         (TEXT.replace("5,6,", "5,"), "line 5: 2 columns, and the header has 3"),
         (TEXT.replace("tulip", "lily"), "line 4: column 'kind' holds 'lily'"),
         (TEXT.replace("6,0", "6,2"), r"sample 2 \(t\.csv, line 5\) has label 2"),
-        (TEXT.replace("6,0", "6,0.5"), "line 5: kind is 0.5, which is no class"),
+        (TEXT.replace("6,0", "6,0.5"), "line 5: kind is 0.5, which is not a class"),
         ("a,b,kind\n", "a header and no rows"),
         ("", "first line that names each column once"),
         ("a,a,kind\n1,2,0\n", "names each column once"),

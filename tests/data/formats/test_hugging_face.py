@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         HuggingFace(tmp_path / "no", "x", "label")
     with pytest.raises(DataError, match="cannot be read as a saved data set"):
         HuggingFace(tmp_path, "x", "label")
-    with pytest.raises(DataError, match="holds no rows"):
+    with pytest.raises(DataError, match="has no rows"):
         HuggingFace(rows().select([]), "x", "label")
     with pytest.raises(ConfigError, match="Load it without streaming"):
         HuggingFace(rows().to_iterable_dataset(), "x", "label")

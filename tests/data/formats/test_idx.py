@@ -54,14 +54,14 @@ def test_every_type_of_number_is_read(tmp_path, code, dtype):
     [
         (b"", "begins with nothing"),
         (b"\x89PNG\r\n\x1a\n", "no IDX file: it begins with 89 50 4e 47"),
-        (idx(IMAGES)[:7], "ends within its header"),
-        (idx(IMAGES)[:-1], r"announces 600 bytes .* holds only 599"),
-        (idx(IMAGES) + b"x", r"announces 600 bytes .* holds more"),
+        (idx(IMAGES)[:7], "truncated within its header"),
+        (idx(IMAGES)[:-1], r"should have 600 bytes .* has only 599"),
+        (idx(IMAGES) + b"x", r"should have 600 bytes .* has more"),
         (idx(LABELS), "has 1 dimensions, and 3 are needed"),
-        (idx(IMAGES[:0]), "announces 0 bytes"),
+        (idx(IMAGES[:0]), "should have 0 bytes"),
         (
             struct.pack(">4B3I", 0, 0, 8, 3, 1 << 31, 1 << 20, 1 << 20),
-            "announces 2,361,183,241,434,822,606,848 bytes",
+            "should have 2,361,183,241,434,822,606,848 bytes",
         ),
     ],
 )

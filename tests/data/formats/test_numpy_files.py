@@ -56,9 +56,9 @@ def test_python_objects_are_never_unpickled(tmp_path):
     ("inputs", "targets", "message"),
     [
         (INPUTS, TARGETS[:9], "holds 12 inputs and 9 targets"),
-        (INPUTS[:0], TARGETS[:0], "holds no rows"),
+        (INPUTS[:0], TARGETS[:0], "has no rows"),
         (INPUTS, TARGETS + 1, r"sample 2 \(x\.npy, row 2\) has label 3"),
-        (INPUTS, TARGETS + 0.5, "with classes each is one whole number"),
+        (INPUTS, TARGETS + 0.5, "with classes each must be one integer"),
         (np.array(["a"] * 12), TARGETS, "holds <U1 of shape"),
     ],
 )

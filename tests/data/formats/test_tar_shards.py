@@ -137,7 +137,7 @@ def test_links_and_compression_are_refused(tmp_path):
         ([("1.png", b"x"), ("1.jpg", b"x"), ("1.cls", b"1")], "has 2 members"),
         ([("1.png", b"x"), ("1.png", b"x")], r"holds '1\.png' twice in a row"),
         ([("1.png", b"x"), ("1.cls", b"rose")], r"label of a\.tar, 1 is b'rose'"),
-        ([("1.png", b"x"), ("1.cls", b"9" * 30)], "should be a whole number in digits"),
+        ([("1.png", b"x"), ("1.cls", b"9" * 30)], "should be an integer in digits"),
         ([("1.png", b"x"), ("1.cls", b"3")], r"sample 0 \(a\.tar, 1\) has label 3"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_picture_that_cannot_be_decoded_is_named(tmp_path):
 
 
 def test_what_is_missing_or_contradicts_itself_is_said(tmp_path):
-    with pytest.raises(DataError, match=r"holds no files that end in \.tar"):
+    with pytest.raises(DataError, match=r"has no files that end in \.tar"):
         TarShards(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         TarShards(tmp_path / "no.tar")

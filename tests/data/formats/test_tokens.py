@@ -61,9 +61,9 @@ def test_a_micro_batch_is_the_stack_of_its_windows_also_after_pickling(tmp_path)
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [
-        (21, {}, "has 21 bytes, which is no whole number of uint16 tokens"),
+        (21, {}, "has 21 bytes, which is not a multiple of 2, the size of a uint16 token"),
         (0, {}, "has 0 bytes"),
-        (20, {}, "holds 10 tokens, and one window takes 11"),
+        (20, {}, "holds 10 tokens, and one window needs 11"),
     ],
 )
 def test_a_file_of_the_wrong_size_is_named(tmp_path, size, options, message):
@@ -77,7 +77,7 @@ def test_a_token_beyond_the_vocabulary_is_named(tmp_path):
     tokens = TOKENS.copy()
     tokens[77] = 9999
     TokenFiles(plain(tmp_path / "a.bin", tokens), 10, vocabulary=10_000)
-    with pytest.raises(DataError, match=r"a\.bin holds the token 9999 at place 77, and vocabulary=500"):
+    with pytest.raises(DataError, match=r"a\.bin holds the token 9999 at position 77, and vocabulary=500"):
         TokenFiles(tmp_path / "a.bin", 10, vocabulary=500)
 
 

@@ -125,7 +125,7 @@ def test_a_class_too_small_to_divide_is_named(flowers):
 
 
 def test_classes_that_do_not_match_the_folders_are_named(flowers):
-    with pytest.raises(DataError, match=r"folders that are no class: tulip\. Classes: daisy, rose"):
+    with pytest.raises(DataError, match=r"folders that are not classes: tulip\. Classes: daisy, rose"):
         ImageFolder(flowers, classes=["daisy", "rose"])
     with pytest.raises(DataError, match=r"no folder for the classes lily"):
         ImageFolder(flowers, classes=["daisy", "rose", "tulip", "lily"])

@@ -137,5 +137,5 @@ def test_it_survives_pickling_and_refuses_a_part_that_is_none():
     read(sent, [4])
     assert sent.skipped(np.arange(100)).tolist() == [4] and sent.limit == 5
     for most in (-0.1, 1):
-        with pytest.raises(ConfigError, match="from 0 up to below 1"):
+        with pytest.raises(ConfigError, match="of at least 0 and below 1"):
             SkipBroken(Each(), most=most)

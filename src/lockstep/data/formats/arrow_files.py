@@ -44,7 +44,7 @@ def files_of_kind(
     else:
         files = [Path(path)]
     if not files:
-        raise DataError(f"{path} holds no files that end in {', '.join(suffixes)}. {hint}".rstrip())
+        raise DataError(f"{path} has no files that end in {', '.join(suffixes)}. {hint}".rstrip())
     return files
 
 
@@ -65,7 +65,7 @@ def as_value(cell: Any) -> Any:
         if array.dtype.kind == "f":
             return torch.from_numpy(np.atleast_1d(array).astype(np.float32)).reshape(array.shape)
         if array.dtype == object and _holds_none(cell):
-            raise DataError("the cell's list has an empty place")
+            raise DataError("the cell's list contains a null")
     return cell
 
 
@@ -82,7 +82,7 @@ def whole_numbers(column: Any, where: str) -> npt.NDArray[np.int64]:
         raise DataError(f"{where} cannot be read as labels: {error}") from error
     if values.dtype.kind not in "iu" or values.ndim != 1:
         found = "has empty cells" if getattr(column, "null_count", 0) else f"holds {values.dtype}"
-        raise DataError(f"{where} {found}; with classes every target is one whole number.")
+        raise DataError(f"{where} {found}; with classes every target must be one integer.")
     return values.astype(np.int64)
 
 
@@ -106,7 +106,7 @@ class ArrowFiles(EncodedPairs):
         input: name of the input column: numbers, lists of numbers, text, or bytes of pictures.
         label: name of the column of targets.
         transform: an ``ImageTransform`` for pictures, or any callable of the input's value.
-        classes: how many there are, or their names; with it every target must be a whole number below.
+        classes: how many there are, or their names; with it every target must be an integer below.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -209,7 +209,7 @@ class ArrowFiles(EncodedPairs):
             self._groups += [(number, group) for group in range(len(opened.counts))]
             sizes += opened.counts
         if not sum(sizes):
-            raise DataError(f"{', '.join(map(str, self.files))} hold no rows.")
+            raise DataError(f"{', '.join(map(str, self.files))} have no rows.")
         self._ends = np.cumsum(sizes)
         self._starts = self._ends - np.array(sizes)
 
@@ -299,7 +299,7 @@ class HuggingFace(EncodedPairs):
                     f"The data set {source!s:.80} has no column {column!r}.{nearest(column, rows.column_names)}"
                 )
         if not len(rows):
-            raise DataError(f"The data set {source!s:.80} holds no rows.")
+            raise DataError(f"The data set {source!s:.80} has no rows.")
         if isinstance(transform, ImageTransform) and isinstance(rows.features[input], library.Image):
             rows = rows.cast_column(input, library.Image(decode=False))
         self._inputs = rows.select_columns([input]).with_format(None)

@@ -52,8 +52,8 @@ def files_of(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
                     left -= member.size
                     if left < 0:
                         raise DataError(
-                            f"{source} unpacks to more than {LARGEST:,} bytes, at {member.name!r} the latest; that "
-                            "much is not read into memory. Unpack it into a folder of images."
+                            f"{source} unpacks to more than {LARGEST:,} bytes (reached at {member.name!r}), too much "
+                            "to be read into memory. Unpack it into a folder of images."
                         )
                     file = archive.extractfile(member)
                     if file is not None:
@@ -83,7 +83,7 @@ class _Type(_Record):
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding not in {"latin1", "latin-1"}:
-        raise pickle.UnpicklingError(f"bytes are written in an unknown way ({encoding!r})")
+        raise pickle.UnpicklingError(f"bytes have an unknown encoding ({encoding!r})")
     return text.encode("latin1")
 
 
@@ -99,14 +99,12 @@ _ALLOWED = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which has no place in a file of images"
-            )
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a file of images does not need")
         return _ALLOWED[module, name]
 
 
 def load_arrays(data: bytes, name: str) -> dict[str, Any]:
-    """The dictionary in a pickle: arrays of bytes, lists, numbers and texts. ``DataError`` for anything else."""
+    """The dictionary in a pickle: arrays of bytes, lists, numbers and strings. ``DataError`` for anything else."""
     try:
         found = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:
@@ -248,7 +246,7 @@ def _pickled(content: bytes, path: str) -> Arrays:
     if not isinstance(images, np.ndarray) or images.ndim != 2 or images.shape[1] != _RECORD - 1:
         raise DataError(f"{path} has no array 'data' of {_RECORD - 1} bytes for each image.")
     if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
-        raise DataError(f"{path} has no list 'labels' of whole numbers.")
+        raise DataError(f"{path} has no list 'labels' of integers.")
     if len(labels) != len(images):
         raise DataError(f"{path} holds {len(images)} images and {len(labels)} labels.")
     return images.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
@@ -257,7 +255,7 @@ def _pickled(content: bytes, path: str) -> Arrays:
 def _binary(content: bytes, path: str) -> Arrays:
     if not content or len(content) % _RECORD:
         raise DataError(
-            f"{path} has {len(content):,} bytes, which is no multiple of {_RECORD:,} "
+            f"{path} has {len(content):,} bytes, which is not a multiple of {_RECORD:,} "
             "(a label and 3 x 32 x 32 pixels). Download it again."
         )
     records = np.frombuffer(bytearray(content), dtype=np.uint8).reshape(-1, _RECORD)

@@ -36,7 +36,7 @@ class CSVTable(Dataset[Any]):
         delimiter: the character between two columns.
 
     Raises:
-        DataError: the file is missing, a row has too few or too many columns, or a value is no finite number; names
+        DataError: the file is missing, a row has too few or too many columns, or a value is not a finite number; names
             file, line and column.
     """
 
@@ -52,7 +52,7 @@ class CSVTable(Dataset[Any]):
         delimiter: str = ",",
     ) -> None:
         if len(delimiter) != 1:
-            raise ConfigError(f"CSVTable has delimiter={delimiter!r}; it is one character.")
+            raise ConfigError(f"CSVTable has delimiter={delimiter!r}; it must be one character.")
         self.path, self.label = Path(path), label
         self.classes: tuple[str, ...] = ()
         if classes is not None:
@@ -68,7 +68,7 @@ class CSVTable(Dataset[Any]):
             if len(fractions):
                 row = int(fractions[0])
                 raise DataError(
-                    f"{self.path}, line {self._lines[row]}: {label} is {targets[row]}, which is no class."
+                    f"{self.path}, line {self._lines[row]}: {label} is {targets[row]}, which is not a class."
                 )
             self.targets = targets.to(torch.int64)
             check_labels(self, len(self.classes))
@@ -150,7 +150,7 @@ class CSVTable(Dataset[Any]):
             number = math.nan
         if not abs(number) <= _LARGEST:
             raise DataError(
-                f"{self.path}, line {line}: column {column!r} holds {text!r:.40}, which is no finite float32. "
-                "Correct it, or choose other columns."
+                f"{self.path}, line {line}: column {column!r} holds {text!r:.40}, which is not a finite "
+                "float32. Correct it, or choose other columns."
             )
         return number

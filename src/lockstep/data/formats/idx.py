@@ -84,8 +84,8 @@ class IDX(ImageArrays):
 def read_idx(path: str | Path, *, dims: int | None = None) -> npt.NDArray[Any]:
     """The array in an IDX file, which may be compressed by gzip.
 
-    ``DataError`` if the file is no IDX file, is shorter or longer than it announces, or has not ``dims``
-    dimensions.
+    ``DataError`` if the file is not an IDX file, is shorter or longer than its header says, or does not have
+    ``dims`` dimensions.
     """
     path = Path(path)
     try:
@@ -103,7 +103,7 @@ def _read(stream: IO[bytes] | gzip.GzipFile, path: Path, dims: int | None) -> np
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] == 0:
         raise DataError(
-            f"{path} is no IDX file: it begins with {magic.hex(' ') or 'nothing'}, "
+            f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}, "
             "not with 00 00 and a known type."
         )
     if dims is not None and magic[3] != dims:
@@ -112,16 +112,16 @@ def _read(stream: IO[bytes] | gzip.GzipFile, path: Path, dims: int | None) -> np
         )
     header = stream.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
-        raise DataError(f"{path} ends within its header. Download it again.")
+        raise DataError(f"{path} is truncated within its header. Download it again.")
     shape = struct.unpack(f">{magic[3]}I", header)
     kind = np.dtype(_TYPES[magic[2]])
     size = math.prod(shape) * kind.itemsize
     if size == 0 or size > MAX_BYTES:
-        raise DataError(f"{path} announces {size:,} bytes ({shape}); 1 to {MAX_BYTES:,} can be read.")
+        raise DataError(f"{path} should have {size:,} bytes ({shape}); 1 to {MAX_BYTES:,} can be read.")
     body = stream.read(size)
     if len(body) < size or stream.read(1):
         found = f"only {len(body):,}" if len(body) < size else "more"
-        raise DataError(f"{path} announces {size:,} bytes ({shape}) and holds {found}. Download it again.")
+        raise DataError(f"{path} should have {size:,} bytes ({shape}) and has {found}. Download it again.")
     return (
         np.frombuffer(bytearray(body), dtype=kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
     )

@@ -26,13 +26,13 @@ _KINDS = "iufb"
 class NumpyArrays(FinishAlias, Dataset[Any]):
     """Rows of two arrays; ``dataset[i]`` is the pair ``(inputs[i], targets[i])``.
 
-    Numbers keep their type, except that targets of whole numbers become int64, as losses want them.
+    Numbers keep their type, except that integer targets become int64, as losses want them.
 
     Args:
         inputs: a ``.npy`` file, which stays on the disk and is mapped; or a ``.npz`` file that holds both arrays.
         targets: a ``.npy`` file with as many rows; the name of the second array within a ``.npz``, ``y`` by default.
         input_name: the name of the inputs within a ``.npz``.
-        classes: how many there are, or their names; with it every target must be a whole number below.
+        classes: how many there are, or their names; with it every target must be an integer below.
         device_transform: applied to the input on its device, such as ``Normalize``.
         finish: deprecated name of ``device_transform``.
 
@@ -62,13 +62,13 @@ class NumpyArrays(FinishAlias, Dataset[Any]):
                 f"({targets or 'y'}). Take both from the same set."
             )
         if not len(self.inputs):
-            raise DataError(f"{self.path} holds no rows.")
+            raise DataError(f"{self.path} has no rows.")
         if classes is not None:
             self.classes = class_names(classes)
             if self.targets.ndim != 1 or self.targets.dtype.kind not in "iu":
                 raise DataError(
                     f"The targets of {self.path} are {self.targets.dtype} of shape {self.targets.shape}; with classes "
-                    "each is one whole number."
+                    "each must be one integer."
                 )
             check_labels(self, len(self.classes))
 

@@ -97,7 +97,7 @@ def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers
                 where.append(number)
                 keys.append(key.encode())
             if ending in seen:
-                raise DataError(f"{shard} holds {name!r} twice in a row, so its sample is not one.")
+                raise DataError(f"{shard} holds {name!r} twice in a row, so its sample is ambiguous.")
             seen.add(ending)
             members.append((kinds.setdefault(ending, len(kinds)), offset, size))
     table = np.array(members, dtype=np.int64).reshape(-1, 3)
@@ -124,10 +124,10 @@ def _members(shard: Path) -> list[tuple[str, int, int]]:
                     continue
                 if not member.isreg() or member.issparse():
                     raise DataError(
-                        f"{shard} holds {member.name!r}, which is a link or no ordinary file. Pack plain files only."
+                        f"{shard} holds {member.name!r}, which is a link or a special file. Pack regular files only."
                     )
                 if member.offset_data + member.size > shard.stat().st_size:
-                    raise DataError(f"{shard} is cut off within {member.name!r}. Download it again.")
+                    raise DataError(f"{shard} is truncated within {member.name!r}. Download it again.")
                 found.append((member.name, member.offset_data, member.size))
                 archive.members = []  # or tarfile keeps every header in memory
             end = archive.offset
@@ -140,7 +140,7 @@ def _members(shard: Path) -> list[tuple[str, int, int]]:
         file.seek(end)
         if not found or file.read(_BLOCK) != b"\0" * _BLOCK:
             raise DataError(
-                f"{shard} has no end mark behind its {len(found)} members, so it is cut off, damaged or empty. "
+                f"{shard} has no end mark after its {len(found)} members, so it is truncated, damaged or empty. "
                 "Download it again."
             )
     return found
@@ -272,7 +272,7 @@ class TarShards(EncodedPairs):
         content = self._content(sample, member) if self._index.size[member] <= _LONGEST_LABEL else b""
         if not content.strip().isdigit():
             raise DataError(
-                f"The label of {self.sample_path(sample)} is {content!r} and should be a whole number in digits."
+                f"The label of {self.sample_path(sample)} is {content!r} and should be an integer in digits."
             )
         return int(content)
 
@@ -282,7 +282,7 @@ class TarShards(EncodedPairs):
         content = os.pread(self._descriptor(shard), size, int(self._index.offset[member]))
         if len(content) != size:
             raise DataError(
-                f"{self.shards[shard]} has become shorter since it was opened. Leave shards as they are."
+                f"{self.shards[shard]} was truncated after it was opened. Do not change shards while they are read."
             )
         return content
 

@@ -40,7 +40,7 @@ class TokenFiles(Dataset[Any]):
         vocabulary: number of known tokens; with it every file is read once on opening, to name a token beyond.
 
     Raises:
-        DataError: a file is missing, is no whole number of tokens, is too short, or holds a token out of range.
+        DataError: a file is missing, ends within a token, is too short, or holds a token out of range.
     """
 
     in_memory = True  # the operating system keeps the pages: a process to read them would only cost
@@ -116,7 +116,7 @@ class TokenFiles(Dataset[Any]):
     def _windows(self, file: Path, tokens: npt.NDArray[Any]) -> int:
         if len(tokens) <= self.length:
             raise DataError(
-                f"{file} holds {len(tokens):,} tokens, and one window takes {self.length + 1} (length and one more). "
+                f"{file} holds {len(tokens):,} tokens, and one window needs {self.length + 1} (length and one more). "
                 "Choose a smaller length, or leave the file out."
             )
         return (len(tokens) - self.length - 1) // self.stride + 1
@@ -127,7 +127,7 @@ def _mapped(file: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         tokens = open_npy(file)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
-                f"{file} holds {tokens.dtype} of shape {tokens.shape}; tokens are whole numbers in one dimension."
+                f"{file} holds {tokens.dtype} of shape {tokens.shape}; tokens must be integers in one dimension."
             )
         return tokens
     if not file.is_file():
@@ -135,8 +135,8 @@ def _mapped(file: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     size = file.stat().st_size
     if size == 0 or size % dtype.itemsize:
         raise DataError(
-            f"{file} has {size:,} bytes, which is no whole number of {dtype.name} tokens. "
-            "Give the dtype that it was written with, or write it again."
+            f"{file} has {size:,} bytes, which is not a multiple of {dtype.itemsize}, the size of a {dtype.name} "
+            "token. Give the dtype that it was written with, or write it again."
         )
     return np.memmap(file, dtype=dtype, mode="r")
 
@@ -148,6 +148,6 @@ def _check_tokens(file: Path, tokens: npt.NDArray[Any], vocabulary: int) -> None
         if len(wrong):
             place = start + int(wrong[0])
             raise DataError(
-                f"{file} holds the token {int(tokens[place])} at place {place:,}, and vocabulary={vocabulary} allows "
-                f"0 to {vocabulary - 1}. Give the tokenizer's vocabulary, or another dtype."
+                f"{file} holds the token {int(tokens[place])} at position {place:,}, and vocabulary={vocabulary} "
+                f"allows 0 to {vocabulary - 1}. Give the tokenizer's vocabulary, or another dtype."
             )

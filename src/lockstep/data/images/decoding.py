@@ -109,7 +109,7 @@ def _opened(source: bytes) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(source))
     except UnidentifiedImageError:  # whose words name an object in memory
-        raise UnidentifiedImageError(f"no picture in {len(source):,} bytes that Pillow can read") from None
+        raise UnidentifiedImageError(f"Pillow found no picture in its {len(source):,} bytes") from None
     check_size(*image.size)
     return image
 
@@ -165,7 +165,7 @@ class TurboPhoto:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(source)
         check_size(width, height)
         if colours not in _COLOURS:
-            raise ValueError(f"{colours} is not made into RGB")
+            raise ValueError(f"{colours} cannot be converted to RGB")
         self._orientation = PillowPhoto(source).orientation if _EXIF in source else 1
         self._size = (int(width), int(height))
         self.width, self.height = self._size if self._orientation < 5 else self._size[::-1]

@@ -51,7 +51,7 @@ class PadCropFlip:
         if self.padding < 0 or not 0 <= self.flip <= 1:
             raise ConfigError(
                 f"PadCropFlip has padding={self.padding} and flip={self.flip:g}; "
-                "padding must not be negative, and flip is a probability."
+                "padding must not be negative, and flip must be a probability from 0 to 1."
             )
 
     def transform(self, images: Tensor, uniforms: Uniforms) -> Tensor:

@@ -117,7 +117,7 @@ def _class_names(
     unknown = sorted(set(found) - set(names))
     if unknown:
         raise DataError(
-            f"{root} has folders that are no class: {', '.join(unknown)}. Classes: {', '.join(names)}."
+            f"{root} has folders that are not classes: {', '.join(unknown)}. Classes: {', '.join(names)}."
         )
     return names
 
@@ -183,7 +183,7 @@ class PhotoFiles(EncodedPairs):
         self.paths = sorted(_photos_below(self.root, self.root)) if paths is None else list(paths)
         if not self.paths:
             raise DataError(
-                f"{root} is no folder with photos in it, which end in {', '.join(sorted(SUFFIXES))}."
+                f"{root} is not a folder with photos in it. Photos end in {', '.join(sorted(SUFFIXES))}."
             )
 
     def __len__(self) -> int:

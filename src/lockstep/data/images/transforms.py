@@ -179,9 +179,11 @@ class RandomResizedCrop:
         _check_size(self.size)
         for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if not 0 < low <= high:
-                raise ConfigError(f"RandomResizedCrop {name}=({low:g}, {high:g}) must rise from above 0.")
+                raise ConfigError(
+                    f"RandomResizedCrop {name}=({low:g}, {high:g}) must be two numbers above 0 in ascending order."
+                )
         if not 0 <= self.flip <= 1:
-            raise ConfigError(f"RandomResizedCrop flip={self.flip:g} is a probability: 0 to 1.")
+            raise ConfigError(f"RandomResizedCrop flip={self.flip:g} must be a probability from 0 to 1.")
 
     def cut(self, width: int, height: int, uniforms: Uniforms) -> Cut:
         """The random part of one photo."""

@@ -62,13 +62,13 @@ class Bucketed(Wrapping):
         pool = 64 * group if pool is None else pool
         if group < 1 or pool < group or pool % group:
             raise ConfigError(
-                f"Bucketed has group={group} and pool={pool}; pool is a multiple of group, which is at least 1."
+                f"Bucketed has group={group} and pool={pool}; group must be at least 1, and pool a multiple of it."
             )
         self.lengths = np.asarray(lengths(dataset) if callable(lengths) else lengths)
         if self.lengths.shape != (len(dataset),) or self.lengths.dtype.kind not in "iu":
             raise ConfigError(
                 f"Bucketed got lengths of type {self.lengths.dtype} and shape {self.lengths.shape} for {len(dataset)} "
-                "samples; it takes one whole number for each."
+                "samples; give one integer for each."
             )
         self.group, self.pool = group, pool
         self.collate: Collate = PadSequences() if collate is None else collate

@@ -48,11 +48,12 @@ class RandomErasing:
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:
-            raise ConfigError(f"RandomErasing probability={self.probability:g} is a probability: 0 to 1.")
+            raise ConfigError(f"RandomErasing probability={self.probability:g} must be from 0 to 1.")
         for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if not 0 < low <= high or (name == "scale" and high > 1):
                 raise ConfigError(
-                    f"RandomErasing {name}=({low:g}, {high:g}) must rise from above 0, an area up to 1."
+                    f"RandomErasing {name}=({low:g}, {high:g}) must be two numbers above 0 in ascending "
+                    "order, an area at most 1."
                 )
 
     def transform(self, images: Tensor, uniforms: Uniforms) -> Tensor:
@@ -132,7 +133,7 @@ class Mixed(Wrapping):
     def _check(self, images: Any, labels: Any) -> None:
         if not isinstance(images, Tensor) or images.dim() != 4 or not isinstance(labels, Tensor):
             raise DataError(
-                "Mixed needs pairs of an image (channels, height, width) and a label; the set gives others."
+                "Mixed needs pairs of an image (channels, height, width) and a label; the data set gives other samples."
             )
         if (
             labels.dim() != 1
@@ -141,7 +142,7 @@ class Mixed(Wrapping):
         ):
             raise DataError(
                 f"Mixed has classes={self.classes}, and the set gives labels of {labels.dtype} and shape "
-                f"{tuple(labels.shape)} up to {labels.max()}. Give whole numbers below classes."
+                f"{tuple(labels.shape)} up to {labels.max()}. Give integers below classes."
             )
 
 

@@ -45,7 +45,9 @@ class SkipBroken(Wrapping):
     def __init__(self, dataset: Any, most: float = MOST_SKIPPED) -> None:
         super().__init__(dataset)
         if not 0 <= most < 1:
-            raise ConfigError(f"SkipBroken has most={most:g}; it must be a fraction from 0 up to below 1.")
+            raise ConfigError(
+                f"SkipBroken has most={most:g}; it must be a fraction of at least 0 and below 1."
+            )
         self.most = most
         self._forget()
 
@@ -134,8 +136,8 @@ class SkipBroken(Wrapping):
 
     def _hopeless(self, asked: int) -> DataError:
         return DataError(
-            f"{sample_name(self.dataset, asked)} cannot be read, and neither can the {_TRIES - 1} samples that were to "
-            "stand in for it. Look at the data set, for example with on_bad_sample = 'error'."
+            f"{sample_name(self.dataset, asked)} cannot be read, and neither can the {_TRIES - 1} samples that were "
+            "tried in its place. Look at the data set, for example with on_bad_sample = 'error'."
         )
 
 

@@ -108,8 +108,8 @@ def _labels(dataset: Any) -> npt.NDArray[np.int64]:
     labels = known_labels(dataset)
     if labels is None or labels.min() < 0:
         raise DataError(
-            f"Balancing the classes needs the labels of {type(dataset).__name__} as its attribute labels or targets, "
-            "one whole number from 0 on for each sample. Give the weights yourself."
+            f"weights='balanced' needs an attribute labels or targets of {type(dataset).__name__}, with one integer "
+            "of 0 or more for each sample. Add it, or give the weights yourself."
         )
     return labels
 

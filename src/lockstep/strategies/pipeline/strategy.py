@@ -220,6 +220,9 @@ class Pipeline(Strategy):
         dist.all_reduce(found, group=self._channels.group)
         return found
 
+    def after_step(self) -> None:
+        """Does nothing: every rank has stepped its stages."""
+
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the stages. Collective."""
         return all_reduce_max(flags, self._channels.group)

@@ -277,7 +277,7 @@ class Splitter:
         if whole in self._tied:
             raise ConfigError(
                 f"Strategy 'tensor' cannot split {self._name!r}, whose {key} is tied to another layer. Untie it, or "
-                "name the layers to be split in tensor.plan, such as ['*.fc1=column', '*.fc2=row'], and this one not."
+                "name the layers to be split in tensor.plan, such as ['*.fc1=column', '*.fc2=row'], but not this one."
             )
         shard = ShardSpec(dim, self._exchange.ranks, self._exchange.rank, blocks)
         part = shard.local_shard(whole.detach())
