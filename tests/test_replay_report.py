@@ -6,8 +6,7 @@ from lockstep.config.components import Component
 from lockstep.config.job import DataConfig, JobConfig
 from lockstep.core.plan import Share
 from lockstep.job.run_folder import Start
-from lockstep.replay import Origin, ReplayReport, describe
-from lockstep.replay.report import GradientComparison
+from lockstep.replay import GradientComparison, Origin, ReplayReport, describe
 from lockstep.trainer.gradient_record import GradientDigest, GradientRecord
 
 DIGESTS = {f"layer.{number}": f"{number:064x}" for number in range(8)}

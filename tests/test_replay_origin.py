@@ -12,8 +12,7 @@ from lockstep.config.job import CheckpointConfig, DataConfig, JobConfig, RunConf
 from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
 from lockstep.job.run_folder import FILE, Start, with_start
-from lockstep.replay import find_origin
-from lockstep.replay.origin import single_process_config
+from lockstep.replay import find_origin, single_process_config
 
 PART = Component(target="torch.nn:Identity")
 JOB = JobConfig(model=PART, data=DataConfig(train=PART), optimizer=Component(target="x:y", args={"lr": 0.1}))
