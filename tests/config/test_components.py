@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
         ),
         (
             ["model.target=torchwhatever.models:net"],
-            "there is no module 'torchwhatever'. Install what gives it, or mend the name.",
+            "there is no module 'torchwhatever'. Install the package that provides it, or correct the name.",
         ),
         (["model.target=torch.nn.modulse:Linear"], "torch.nn has no 'modulse'. Did you mean 'modules'?"),
         (["model.target=torch.nn:Linaer"], "torch.nn has no 'Linaer'. Did you mean 'Linear'?"),

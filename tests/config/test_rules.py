@@ -25,7 +25,7 @@ BROKEN = {
         ["training.strategy=fsdp", "training.reduce=ring"],
         "strategy 'fsdp' has an exchange of its own",
     ),
-    "fsdp shares out contiguous weights": (
+    "fsdp shards contiguous weights": (
         ["training.strategy=fsdp", "training.channels_last=true"],
         "Use false, or strategy 'ddp'",
     ),
@@ -189,7 +189,7 @@ def test_what_the_machine_adds_is_held_against_the_rules(load):
         ),
         (
             ["training.strategy=hybrid", "training.mesh=fsdp=2,pipeline=2", "training.channels_last=true"],
-            "'hybrid' shares out contiguous weights",
+            "'hybrid' shards contiguous weights",
         ),
         (
             ["training.strategy=pipeline", "pipeline.schedule=interleaved", "run.devices=3"],

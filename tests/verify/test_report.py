@@ -33,7 +33,7 @@ def test_a_difference_beyond_the_bound_is_not_level_b_however_it_is_explained():
 
 def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
     for sensitivity, said in (
-        (0.2, "so far does this model enlarge rounding"),
+        (0.2, "this model enlarges rounding that much"),
         (0.02, "does not explain it"),
     ):
         text = table([compare(trace(), trace(memory=[1]), 0.0), level_b(0.5, sensitivity)], steps=3)

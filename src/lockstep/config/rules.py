@@ -192,11 +192,11 @@ def _reducer_is_used(options: RunSettings, machine: AvailableDevices) -> Iterato
         yield f"is {reduce!r}, and strategy {strategy!r} has an exchange of its own. Use 'ordered', or strategy 'ddp'."
 
 
-@_rule(RULES, "fsdp shares out contiguous weights", "channels_last")
+@_rule(RULES, "fsdp shards contiguous weights", "channels_last")
 def _rows_are_contiguous(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     strategy = options.strategy
     if options.channels_last and shares_rows_out(strategy, options.mesh):
-        yield f"is true, and strategy {strategy!r} shares out contiguous weights. Use false, or strategy 'ddp'."
+        yield f"is true, and strategy {strategy!r} shards contiguous weights. Use false, or strategy 'ddp'."
 
 
 @_rule(RULES, "what is offloaded comes from a GPU", "fsdp.cpu_offload")

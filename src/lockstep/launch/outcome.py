@@ -163,7 +163,7 @@ _SHOWN_SAMPLES = 8
 _OUT_OF_MEMORY = "OutOfMemoryError"
 _LESS_MEMORY = (
     "Two settings need less memory on each device: more micro_batches of the same global_batch, which are smaller, and "
-    "strategy fsdp, which shares out parameters, gradients and optimizer state."
+    "strategy fsdp, which shards parameters, gradients and optimizer state."
 )
 
 

@@ -142,7 +142,7 @@ def _beyond_bound(each: Comparison) -> str:
     explained = "rounding alone does not explain it."
     if each.reached == "~":
         explained = (
-            "so far does this model enlarge rounding. Compare fewer steps to see the layout within the bound."
+            "this model enlarges rounding that much. Compare fewer steps to see the layout within the bound."
         )
     return (
         f"{each.trace.label} differs by {each.difference:.1e}, more than the bound of level B, {BOUND:g}. One device "
