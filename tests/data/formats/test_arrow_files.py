@@ -111,7 +111,7 @@ def test_broken_and_missing_files_are_named(tmp_path, suffix):
 
 
 def test_other_files_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no files"):
+    with pytest.raises(DataError, match="has no files"):
         ArrowFiles(tmp_path, "x", "label")
     write(tmp_path / "a.parquet", table())
     write(tmp_path / "a.arrow", table())

@@ -53,7 +53,7 @@ def test_every_type_of_number_is_read(tmp_path, code, dtype):
     ("broken", "message"),
     [
         (b"", "begins with nothing"),
-        (b"\x89PNG\r\n\x1a\n", "no IDX file: it begins with 89 50 4e 47"),
+        (b"\x89PNG\r\n\x1a\n", "is not an IDX file: it begins with 89 50 4e 47"),
         (idx(IMAGES)[:7], "truncated within its header"),
         (idx(IMAGES)[:-1], r"should have 600 bytes .* has only 599"),
         (idx(IMAGES) + b"x", r"should have 600 bytes .* has more"),
