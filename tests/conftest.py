@@ -18,6 +18,7 @@ _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tra
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (make test-all)")
+    parser.addoption("--programs", default="0:2000", help="seeds of the random programs that --slow runs")
 
 
 def pytest_configure(config):

@@ -16,7 +16,7 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
-_PRELOAD = [
+PRELOAD = [
     "__main__",
     "numpy",
     "torch",
@@ -43,7 +43,7 @@ def run_ranks(body, world_size, *args, threads=1, timeout=60):
         timeout: seconds for all of it; then the ranks are killed and ``RankFailed`` says which had not ended.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     directory = tempfile.mkdtemp(prefix="lockstep-test-")
     task = pickle.dumps((body, args))
     processes, pipes = [], []

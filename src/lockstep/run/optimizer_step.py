@@ -166,7 +166,7 @@ class GradientState:
             if used:
                 state = scaler._per_optimizer_states[id(optimizer)]
                 state["stage"] = OptState.UNSCALED
-                state["found_inf_per_device"] = {device: overflow.reshape(1)}
+                state["found_inf_per_device"] = {device: overflow}
 
     def _refuse_direct_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._stepping:

@@ -1,0 +1,236 @@
+"""Runs the text of a program on the ranks of a layout, and says how it ended.
+
+    text = "RECIPE = {...}" and "def train(run, epochs): ... return found"
+    run_trial(text, [Layout("ddp 3", 3, {"strategy": "ddp"})])   # Ended("ran", ...), "refused", "raised" or "hung"
+
+Ranks are forked from one process that has torch imported. A rank that fails is not waited for by the others; the first
+failure is what the launcher would report, and decides.
+"""
+
+import contextlib
+import gc
+import linecache
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from tests.ranks import PRELOAD
+
+_AFTER_FAILURE = 0.7
+PROGRAM = "program.py"
+_PRELOAD = ["torch._dynamo", "lockstep.strategies.fsdp", "tests.sameness.trials"]
+"""torch's checkpoint imports its compiler."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes and the options of `lockstep.init` that say how they share the work."""
+
+    name: str
+    ranks: int
+    options: dict = field(default_factory=dict)
+    exact: bool = True
+
+
+@dataclass
+class Ended:
+    """How a program ended: ``ran``, ``refused`` (a sentence), ``raised`` (anything else) or ``hung``."""
+
+    how: str
+    found: list = field(default_factory=list)
+    """What ``train`` returned on each rank."""
+    message: str = ""
+    traceback: str = ""
+    own: bool = False
+    """The error came out of the program's own lines, or of torch called by them."""
+    ranks: int = 0
+    """How many ranks refused."""
+
+    @property
+    def sentence(self):
+        """The beginning of the message, without numbers that differ from program to program."""
+        return " ".join(self.message.split())[:110]
+
+
+def run_trial(text, phases, timeout=25.0):
+    """Runs ``train`` of the text on one layout after the other, each going on from the checkpoint of the one before.
+
+    Args:
+        text: source of the program.
+        phases: layouts; the last one trains all epochs, one before it one epoch fewer.
+        timeout: seconds for each.
+    """
+    folder = tempfile.mkdtemp(prefix="lockstep-trial-")
+    try:
+        merged = []
+        for number, layout in enumerate(phases):
+            options = dict(layout.options)
+            if len(phases) > 1:
+                options |= {"directory": f"{folder}/run", "resume": "auto"}
+            ended = _run_phase(text, layout, options, number + 1 if len(phases) > 1 else None, timeout)
+            if ended.how != "ran":
+                return ended
+            first = {key: value for key, value in merged[0].items() if key.startswith("e")} if merged else {}
+            merged = [{**first, **found} for found in ended.found]
+        return Ended("ran", merged)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_phase(text, layout, options, epochs, timeout):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *_PRELOAD])
+    folder, processes, pipes = tempfile.mkdtemp(prefix="lockstep-ranks-"), [], []
+    try:
+        for rank in range(layout.ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            task = rank, layout.ranks, folder, text, options, epochs, sender
+            processes.append(context.Process(target=_rank, args=task, name=f"rank {rank}"))
+            processes[-1].start()
+            sender.close()
+            pipes.append(receiver)
+        return _wait(processes, pipes, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(processes, pipes, timeout):
+    deadline, waiting = time.monotonic() + timeout, dict(zip(pipes, range(len(pipes))))
+    answers, failures = {}, []
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            rank = waiting.pop(pipe)
+            try:
+                moment, ended = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                said = f"rank {rank} ended with exit code {processes[rank].exitcode}"
+                moment, ended = 0.0, Ended("raised", message=said)  # what others say follows from it
+            if ended.how == "ran":
+                answers[rank] = ended.found
+            else:
+                failures.append((moment, rank, ended))
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+    if failures:
+        first = min(failures, key=lambda failure: failure[:2])[2]
+        # A rank that lost its neighbour may report before the neighbour that said why.
+        refusing = [ended for _, _, ended in sorted(failures, key=lambda f: f[:2]) if ended.how == "refused"]
+        if refusing and first.how != "refused" and "peer" in first.message:
+            first = refusing[0]
+        first.ranks = len(refusing)
+        return first
+    if waiting:
+        return Ended("hung", message=f"ranks {sorted(waiting.values())} had not ended after {timeout} s")
+    return Ended("ran", [answers[rank] for rank in range(len(processes))])
+
+
+def _rank(rank, ranks, folder, text, options, epochs, sender):
+    from lockstep.errors import LockstepError
+    from lockstep.runtime.parent_death import arm_future_children, die_with_parent
+
+    die_with_parent()
+    arm_future_children()
+    gc.freeze()  # a collection at the end would touch, and so copy, all that torch made
+    try:
+        ended = Ended("ran", _call(rank, ranks, folder, text, options, epochs))
+    except LockstepError as error:
+        ended = Ended("refused", message=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}"
+        ended = Ended("raised", message=message, traceback=traceback.format_exc(), own=_is_own(error))
+    with contextlib.suppress(BrokenPipeError):
+        sender.send_bytes(pickle.dumps((time.monotonic(), ended)))
+    os._exit(0)
+
+
+def _is_own(error):
+    """True where the innermost frame that is not torch's is of the program, or its backward pass cannot be run."""
+    if "modified by an inplace operation" in str(error):
+        return True
+    names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for name in reversed(names):
+        if name == PROGRAM:
+            return True
+        if "/lockstep/" in name:
+            return False
+    return False
+
+
+def _call(rank, ranks, folder, text, options, epochs):
+    import logging
+    import random
+    import sys
+    import types
+    import warnings
+
+    import numpy
+    import torch
+
+    from lockstep.core.world import World
+    from lockstep.run import Run, RunOptions
+    from lockstep.runtime.lazy_compiler import postpone_compiler
+
+    logging.disable()
+    warnings.simplefilter("ignore")
+    postpone_compiler()
+    torch.set_num_threads(1)
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.chdir(folder)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    world = World(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        launcher="lockstep",
+        rendezvous=f"file://{folder}/rendezvous",
+        run_id="trial",
+    )
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(rank)  # as different as the generators of processes are
+    module = types.ModuleType("program")
+    sys.modules["program"] = module
+    module.__file__ = PROGRAM
+    linecache.cache[PROGRAM] = (len(text), None, text.splitlines(keepends=True), PROGRAM)
+    exec(compile(text, PROGRAM, "exec"), module.__dict__)
+    run = Run(RunOptions.of(**{"timeout": 60.0, **module.RECIPE, **options}), world)
+    found = module.train(run, module.EPOCHS - 1 if epochs == 1 else module.EPOCHS)
+    run.close()
+    return found
+
+
+def script(text, layout):
+    """The program as a file that runs by itself: ``lockstep run --devices N FILE``, and without for ``single``."""
+    options = ", ".join(f"{key!r}: {value!r}" for key, value in layout.options.items())
+    return (
+        f"# python {PROGRAM}; lockstep run --devices {layout.ranks} {PROGRAM} there\n"
+        + text.rstrip()
+        + "\n\n\nif __name__ == '__main__':\n"
+        + "    import sys\n\n    import lockstep\n\n"
+        + f"    LAYOUT = {{{options}}} if len(sys.argv) > 1 else {{'strategy': 'single'}}\n"
+        + "    run = lockstep.init(**RECIPE, **LAYOUT)\n"
+        + "    found = train(run, EPOCHS)\n"
+        + "    run.print(*(f'{key}: {value}' for key, value in found.items()), sep='\\n')\n"
+    )
+
+
+def folder_of(path):
+    """The folder of a file, made if need be."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
