@@ -23,39 +23,63 @@ class Cause(Enum):
     THREADS = "another number of threads, which decides how a CPU adds"
     SOFTWARE = "other software or another device"
     OPTIMIZER = "another optimizer, implementation or hyperparameter"
+    LEARNING_RATE = "the learning rate is multiplied by the number of ranks"
     DATA_ORDER = "other samples in a step: the order of the data depends on the layout"
     AUGMENTATION = (
         "the same samples were prepared differently: augmentation or input randomness depends on the layout"
     )
+    SAME_DRAWS = "every rank draws the same random numbers to prepare its samples"
+    TARGETS = "samples have other targets"
     MODEL_RANDOMNESS = "the model drew other random numbers, in dropout for example"
     OPERATOR = "an operator does not give the same bits twice"
     ROUNDING = "sums inside of the model are added in another order"
+    MODE = "modules are in another mode, train() or eval()"
+    HIDDEN_STATE = "the model keeps state of its own, which depends on how often a rank calls it"
+    LOSS_STATE = "the loss keeps state of its own, which depends on what a rank has computed"
+    CLASS_WEIGHTS = (
+        "the loss has other class weights, as where every rank counts the classes of its own share"
+    )
     FORWARD = "the forward pass or the loss depends on the layout"
+    OUTPUT = "the output of the model differs for the same input"
+    LOSS = "the loss differs for the same output of the model"
     LOSS_WEIGHTING = "micro-batches are weighted differently in the loss"
     GRADIENT_SCALE = "gradients are scaled differently: divided or summed once too often"
     LEFT_OUT = "some parameters are left out of the reduction"
+    REDUCED_TWICE = "some parameters are summed over the ranks twice"
+    REDUCED_AGAIN = (
+        "gradients are summed over the ranks after each micro-batch, and those of earlier ones again"
+    )
+    COMPRESSED = "gradients are rounded to a coarser type for the reduction"
+    CARRIED = "gradients of the step before are still in them: they were not set to zero"
+    OVERFLOW = "a gradient that is not finite was treated on its rank alone"
     REDUCTION_ORDER = "gradients are added in another order"
     GRADIENTS = "gradients differ although losses do not"
     BUFFERS = "running statistics or other buffers are not synchronised"
+    NOT_HELD = "the optimizer does not hold the parameter: it was made for another model, or before a copy"
+    OPTIMIZER_STATE = "the optimizer's state differs: it was lost, or not given to every rank"
+    DECAY = "weight decay is applied in another way: twice, or in the loss as well"
     UPDATE = "the update differs although gradients do not"
     REPLICAS = "ranks that must hold the same values do not"
     PRECISION = "another precision"
-    SEEDS = "ranks began with other values because each is seeded with a number of its own"
+    SEEDS = "ranks began with other values because they are seeded differently"
     FROZEN = "a parameter is trained on some ranks only"
     STAGES = "layers are run in another order"
     EPOCHS = "every epoch has the same order: the sampler is not told the epoch (set_epoch)"
     REPEATED = "samples are read twice in an epoch: the sampler pads the shares of the ranks"
     DROPPED = "samples are left out that the reference reads"
+    LAST_BATCH = "the last, smaller batch of an epoch is left out"
     SAME_SHARE = "every rank reads the same samples: the data is not shared out"
-    OVERLAP = "every rank shuffles for itself: shares overlap, and samples are left out"
+    OVERLAP = "ranks shuffle with different seeds: shares overlap, and samples are left out"
     SAME_MASKS = "every rank draws the same random numbers: one dropout mask for all"
     BATCH_NORM = "BatchNorm normalises with each rank's share instead of the whole batch"
     NOT_REDUCED = "gradients are not reduced over the ranks"
     ACCUMULATION = "micro-batches are accumulated without being divided by their number"
     CLIPPING = "every rank clips its own gradients before they are reduced"
     SKIPPED = "a step is skipped on some ranks only"
+    LENGTH = "it ends after another number of steps"
     SCHEDULE = "the schedule is at another step: it is stepped once per process, or not at all"
     REPORTED = "the reported loss is not the mean over the global batch"
+    REFUSED = "the program is refused"
 
 
 @dataclass(frozen=True)
@@ -68,12 +92,15 @@ class Diagnosis:
     tensor: str
     """The tensor, micro-batch or setting that differs first."""
     detail: str = ""
+    possible: tuple[str, ...] = ()
+    """What could explain the difference where the cause is not certain; empty where it is."""
 
     @property
     def text(self) -> str:
         """One line."""
         where = f"step {self.step}" if self.step >= 0 else "before the first step"
-        return f"{where}, {self.tensor}: {self.cause.value}{f' ({self.detail})' if self.detail else ''}"
+        found = f"{where}, {self.tensor}: {self.cause.value}{f' ({self.detail})' if self.detail else ''}"
+        return f"{found}; possible: {'; '.join(self.possible)}" if self.possible else found
 
 
 _LAST_BITS = 1e-5

@@ -129,6 +129,7 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "step": each.diagnosis.step if each.diagnosis else None,
             "tensor": each.diagnosis.tensor if each.diagnosis else "",
             "detail": each.diagnosis.detail if each.diagnosis else "",
+            "possible": each.diagnosis.possible if each.diagnosis else (),
             "milliseconds": each.trace.milliseconds,
             "memory": each.trace.memory,
             "sent": each.trace.sent,

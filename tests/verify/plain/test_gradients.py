@@ -79,3 +79,78 @@ def test_a_reduction_that_is_no_weighted_sum_is_not_called_one():
     found = diagnose_plain(recording(1), made)
     assert found.cause is Cause.GRADIENTS
     assert "no weighted sum" in found.detail
+
+
+def of_names(made, number, names, factor):
+    """Multiplies the reduced gradient of some parameters in a step."""
+    for step in made.at(number):
+        for name in names:
+            step.used[name] = measure(factor * np.array(step.used[name].sketch))
+
+
+def test_a_parameter_that_is_summed_twice_is_not_called_left_out():
+    reference, made = recording(1), recording(2)
+    of_names(made, 3, ["third"], 2)
+    found = diagnose_plain(reference, made)
+    assert (found.cause, found.tensor) == (Cause.REDUCED_TWICE, "'third'")
+    reference.ranks[0].tied = {"third": ["head"]}
+    assert "'head' too, a tied parameter" in diagnose_plain(reference, made).detail
+    made = recording(2)
+    of_names(made, 3, ["third"], 0.7)
+    assert diagnose_plain(reference, made).cause is Cause.LEFT_OUT
+
+
+def test_micro_batches_that_are_reduced_again_with_each_later_one():
+    made = recording(2, accumulate=2)
+    reduced_with(0.5, 0.25, 0.5, 0.25)(made)
+    assert diagnose_plain(recording(1), made).cause is Cause.REDUCED_AGAIN
+    made = recording(2, accumulate=2)
+    reduced_with(0.25, 0.5, 0.25, 0.5)(made)
+    found = diagnose_plain(recording(1), made)
+    assert found.cause is Cause.LOSS_WEIGHTING
+    assert "the last micro-batch of each rank counts 2 times as much" in found.detail
+
+
+def test_one_more_part_of_a_gradient_is_named_with_its_weight():
+    for kind, cause, said in (
+        ("values", Cause.DECAY, "0.3 of the parameter"),
+        ("used", Cause.CARRIED, "those of step 2 have the weight 0.3"),
+    ):
+        made = recording(2)
+        for name in NAMES:
+            extra = 0.3 * np.array(getattr(made.ranks[0].steps[2], kind)[name].sketch)
+            for step in made.at(3):
+                step.used[name] = measure(np.array(step.used[name].sketch) + extra)
+        found = diagnose_plain(recording(1), made)
+        assert (found.cause, found.step) == (cause, 3), found
+        assert said in found.detail
+
+
+def test_rounding_to_a_coarser_type_explains_what_it_has_led_to_and_nothing_else():
+    def rounded(made, names=NAMES):
+        for step in made.at(1):
+            step.used = {n: measure(np.array(each.sketch) * 1.002) for n, each in step.used.items()}
+            step.coarse = dict.fromkeys(names, "bfloat16")
+        return made
+
+    assert diagnose_plain(recording(1), rounded(recording(2))) is None, "no bits of parameters differ"
+    later = rounded(recording(2))
+    later.ranks[1].steps[2].batches[0].losses[0] += 1
+    found = diagnose_plain(recording(1), later)
+    assert (found.cause, found.step) == (Cause.COMPRESSED, 1)
+    samples = rounded(recording(2))
+    samples.ranks[1].steps[2].batches[0].samples[0] = 99
+    assert diagnose_plain(recording(1), samples).cause is not Cause.COMPRESSED
+    alike = rounded(recording(1))
+    assert diagnose_plain(alike, later).cause is Cause.FORWARD, "the reference has it too"
+
+
+def test_an_overflow_that_one_rank_hides_is_named():
+    made = recording(2)
+    step = made.ranks[1].steps[2]
+    step.batches[0].gradients = dict.fromkeys(NAMES, measure([np.inf] * 6))
+    reduced = {name: measure(0.5 * np.array(each.sketch)) for name, each in step.used.items()}
+    for each in made.at(2):
+        each.used = reduced
+    found = diagnose_plain(recording(1), made)
+    assert found.cause is Cause.OVERFLOW and "rank 1" in found.detail

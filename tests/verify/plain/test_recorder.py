@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.verify import Recorder
 from lockstep.verify.plain import Recording, diagnose_plain
 from lockstep.verify.plain.checks import vector
-from lockstep.verify.plain.recorder import Sketcher
+from lockstep.verify.plain.recorder import Sketcher, attributes, coarse_type
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +138,54 @@ def test_a_sketch_of_a_sum_is_the_sum_of_the_sketches():
         assert both == pytest.approx(2 * first - second)
         assert len(both) == min(size, 16)
         assert Sketcher().measure("w", a).sketch == tuple(first)
+
+
+def test_what_modules_keep_beside_parameters_and_buffers_is_found():
+    module = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(3))
+    module[0].calls, module[0].log = 0, []
+    module[0].draws = torch.Generator()
+    before = attributes({"": module})
+    module[0].calls += 1
+    module[0].log.append(0.5)
+    torch.randn(2, generator=module[0].draws)
+    module(torch.randn(4, 3))
+    now = attributes({"": module})
+    assert sorted(name for name in now if now[name] != before[name]) == ["0.calls", "0.draws", "0.log"]
+    assert list(attributes({"loss": nn.CrossEntropyLoss()})) == [
+        "loss.reduction",
+        "loss.ignore_index",
+        "loss.label_smoothing",
+    ]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_a_gradient_that_was_rounded_is_told_from_one_that_was_not(kind):
+    gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert coarse_type(gradient, 3) == ""
+    name = str(kind).removeprefix("torch.")
+    assert coarse_type(gradient.to(kind).float(), 3) == name
+    assert coarse_type(gradient.to(kind).float() / 3, 3) == name
+    assert coarse_type(torch.zeros(4), 3) == coarse_type(gradient.to(kind), 3) == ""
+
+
+def test_modes_targets_and_state_are_recorded(tmp_path):
+    model, optimizer = parts()
+    model[1].eval()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    optimizer.param_groups[0]["params"].pop()
+    recorder = Recorder(tmp_path, model, optimizer)
+    for _ in range(2):
+        model(torch.randn(4, 5)).sum().backward()
+        recorder.batch(samples=range(4), targets=torch.tensor([0, 2, 1, 1]))
+        optimizer.step()
+        recorder.step()
+    (rank,) = Recording.read(tmp_path).ranks
+    assert rank.modules == ["0", "1", "2"]
+    step = rank.steps[1]
+    assert step.evaluating == ["1"]
+    assert step.unheld == ["2.bias"]
+    assert step.batches[0].targets == [0, 2, 1, 1]
+    assert [len(row) for row in step.batches[0].outputs] == [3, 3, 3, 3]
+    assert step.state["momentum_buffer of 0.weight"].norm > 0
+    assert "momentum_buffer of 2.bias" not in step.state

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tests.verify.planted.loop import CLASSES, FEATURES, SEED, Loop
@@ -263,3 +264,150 @@ class Resumed(Loop):
         for part, state in zip((self.model, self.optimizer, self.scheduler), checkpoint):
             part.load_state_dict(state)
         self.recorder = Recorder(self.folder, self.model, self.optimizer, first_step=3)
+
+
+class Tied(Loop):
+    """Two layers have one weight, and gradients are averaged module by module, that weight once."""
+
+    def build(self):
+        model = super().build()
+        model[3] = nn.Linear(16, 16)
+        model[3].weight = model[2].weight
+        return model
+
+    def reduce(self):
+        for parameter in () if self.ddp else self.listed():
+            self.share(lambda parameter=parameter: dist.all_reduce(parameter.grad))
+        for parameter in () if self.ddp else self.model.parameters():
+            parameter.grad /= self.world_size
+
+    def listed(self):
+        return list(self.model.parameters())
+
+
+class Counting(Loop):
+    """Two micro-batches a rank (four on one process); a layer counts its calls and does nothing with them."""
+
+    def build(self):
+        model = super().build()
+        model.insert(1, Counter(self.counts))
+        return model
+
+    def counts(self, calls):
+        return 1.0
+
+    def forward_backward(self, indices):
+        self.micro_batches = len(indices) // 2
+        for first in range(0, len(indices), 2):
+            super().forward_backward(indices[first : first + 2])
+
+    def local_loss(self, losses):
+        return losses.mean() / self.micro_batches
+
+
+class Counter(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor, self.calls = factor, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.factor(self.calls)
+
+
+class Weighted(Loop):
+    """Losses are weighted by class, with the weights of the whole data set."""
+
+    def losses(self, output, targets):
+        return self.class_weights()[targets] * super().losses(output, targets)
+
+    def class_weights(self):
+        return self.weights_of(self.labels)
+
+    def weights_of(self, labels):
+        counts = torch.bincount(labels, minlength=CLASSES).clamp(min=1)
+        return len(labels) / (CLASSES * counts)
+
+
+class Scaling(Loop):
+    """The loss is a module, which divides by its running mean of the losses of all ranks."""
+
+    def prepare(self):
+        super().prepare()
+        self.criterion = RunningScale(self.average)
+
+    def losses(self, output, targets):
+        return self.criterion(super().losses(output, targets))
+
+    def average(self, mean):
+        self.share(lambda: dist.all_reduce(mean))
+        return mean / self.world_size
+
+
+class RunningScale(nn.Module):
+    def __init__(self, average):
+        super().__init__()
+        self.average, self.mean = average, 1.0
+
+    def forward(self, losses):
+        scaled = losses / self.mean
+        self.mean = 0.5 * self.mean + 0.5 * float(self.average(losses.detach().mean()))
+        return scaled
+
+
+class Reducing(Accumulated):
+    """Gradients are reduced with the last micro-batch."""
+
+    def forward_backward(self, indices):
+        for number, index in enumerate(indices):
+            self.micro_batches = len(indices)
+            Loop.forward_backward(self, [index])
+            if number + 1 == len(indices) or self.reduces_early():
+                for parameter in self.model.parameters():
+                    self.share(lambda parameter=parameter: dist.all_reduce(parameter.grad))
+
+    def reduces_early(self):
+        return False
+
+    def reduce(self):
+        for parameter in self.model.parameters():
+            parameter.grad /= self.world_size
+
+
+class Decayed(Loop):
+    """Weights decay in the optimizer."""
+
+    decay = 0.02
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.param_groups[0]["weight_decay"] = self.decay
+        return optimizer
+
+
+class Ema(Loop):
+    """A running mean of the weights of the first layer is kept in a buffer, on all ranks."""
+
+    def build(self):
+        model = super().build()
+        model.register_buffer("ema", model[0].weight.detach().clone())
+        return model
+
+    def after_step(self):
+        if self.updates_ema():
+            self.model.ema.mul_(0.9).add_(self.model[0].weight.detach(), alpha=0.1)
+
+    def updates_ema(self):
+        return True
+
+
+class NumpyNoise(Loop):
+    """NumPy's generator is set for each sample, and draws its noise."""
+
+    def augment(self, inputs, indices):
+        noise = [self.draw(index) for index in indices]
+        return inputs + 0.1 * torch.stack(noise)
+
+    def draw(self, index):
+        np.random.seed(SEED + index)
+        return torch.from_numpy(np.random.standard_normal(FEATURES)).float()

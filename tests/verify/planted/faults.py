@@ -1,11 +1,13 @@
 """One mistake each, in a loop that is sound without it. The docstring is the table's row."""
 
+import copy
 import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tests.verify.planted import bases
-from tests.verify.planted.loop import SEED, Loop
+from tests.verify.planted.loop import FEATURES, SEED, Loop
 from torch.utils.data import DistributedSampler
 
 
@@ -206,3 +208,210 @@ class NoSampler(Loop):
     def order(self, epoch):
         generator = torch.Generator().manual_seed(SEED + epoch)
         return torch.randperm(self.samples, generator=generator).tolist()
+
+
+class CompressedGradients(Loop):
+    """Gradients are rounded to bf16 for the reduction."""
+
+    def reduce(self):
+        for parameter in self.model.parameters() if self.world_size > 1 else ():
+            rounded = parameter.grad.bfloat16()
+            dist.all_reduce(rounded)
+            parameter.grad.copy_(rounded.float() / self.world_size)
+
+
+class RaggedBatchDropped(bases.Ragged):
+    """The last batch of an epoch has fewer samples, and is dropped on several ranks."""
+
+    def batches(self):
+        for indices in super().batches():
+            if self.world_size == 1 or self.size == 8:
+                yield indices
+
+
+class CountedCalls(bases.Counting):
+    """A layer scales its output with a counter of its calls, a plain attribute."""
+
+    def counts(self, calls):
+        return 1 + 0.02 * calls
+
+
+class TiedWeightTwice(bases.Tied):
+    """A tied weight is reduced under both of its names."""
+
+    def listed(self):
+        return [parameter for module in self.model for parameter in module.parameters()]
+
+
+class OwnClassWeights(bases.Weighted):
+    """Every rank weights classes by the labels of its own share."""
+
+    def class_weights(self):
+        return self.weights_of(self.labels[self.rank :: self.world_size])
+
+
+class EvalOnOneRank(bases.Normalised):
+    """One rank is left in eval mode."""
+
+    def synchronised(self, model):
+        return super().synchronised(model) if self.world_size == 1 else model
+
+    def prepare(self):
+        super().prepare()
+        if self.rank == 1:
+            self.model.eval()
+
+
+class LearningRateTimesWorld(Loop):
+    """The learning rate is multiplied by the number of ranks."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        optimizer.param_groups[0]["lr"] *= self.world_size
+        return optimizer
+
+
+class LossWithState(bases.Scaling):
+    """The loss divides by a running mean that each rank has for itself."""
+
+    def average(self, mean):
+        return mean
+
+
+class SummedOnly(Loop):
+    """Gradients are summed over the ranks and not divided."""
+
+    def reduce(self):
+        for parameter in self.model.parameters():
+            self.share(lambda parameter=parameter: dist.all_reduce(parameter.grad))
+
+
+class LastMicroBatchTwice(bases.Accumulated):
+    """The last micro-batch of each rank counts twice."""
+
+    def forward_backward(self, indices):
+        self.left = len(indices)
+        super().forward_backward(indices)
+
+    def local_loss(self, losses):
+        self.left -= 1
+        return super().local_loss(losses) * (1 if self.left else 2)
+
+
+class ReducedEarly(bases.Reducing):
+    """Gradients are summed after every micro-batch, as without `no_sync`."""
+
+    def reduces_early(self):
+        return True
+
+
+class DecayedTwice(bases.Decayed):
+    """Weight decay is added to the gradients as well."""
+
+    def clip(self):
+        for parameter in self.model.parameters() if self.world_size > 1 else ():
+            parameter.grad.add_(parameter.detach(), alpha=self.decay)
+
+
+class DecayedByHand(bases.Decayed):
+    """Parameters are decayed by the loop as well, after the step."""
+
+    def after_step(self):
+        for parameter in self.model.parameters() if self.world_size > 1 else ():
+            parameter.data.mul_(1 - self.decay)
+
+
+class OptimizerOfAnotherModel(Loop):
+    """The optimizer is made before the model is copied for the ranks."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        if self.world_size > 1:
+            self.model = self.network = copy.deepcopy(self.model)
+        return optimizer
+
+
+class EmaOnRank0(bases.Ema):
+    """A running mean of weights is updated on rank 0 only."""
+
+    def updates_ema(self):
+        return self.rank == 0
+
+
+class SharedWorkerSeed(bases.NumpyNoise):
+    """Noise is drawn from NumPy's generator, which has one seed in all processes."""
+
+    def draw(self, index):
+        return torch.from_numpy(np.random.standard_normal(FEATURES)).float()
+
+    def prepare(self):
+        super().prepare()
+        np.random.seed(SEED)
+
+
+class OtherSeedOnOneRank(Loop):
+    """One rank of four makes the model under another seed, and it is not broadcast."""
+
+    def seed(self):
+        torch.manual_seed(SEED + (self.rank == 2))
+
+    def broadcast(self):
+        pass
+
+
+class TargetsApart(Loop):
+    """One rank shuffles targets apart from inputs."""
+
+    def make_data(self):
+        super().make_data()
+        if self.rank:
+            self.labels = self.labels[torch.randperm(len(self.labels))]
+
+
+class OverflowOnOneRank(bases.Scaled):
+    """An overflow of one rank is set to zero there, and the step is taken."""
+
+    def unscale_and_reduce(self):
+        for parameter in self.model.parameters() if self.world_size > 1 else ():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+        super().unscale_and_reduce()
+
+
+class SkipsABatch(Loop):
+    """The ranks leave out the third batch, and go on with the fourth."""
+
+    def batches(self):
+        self.steps += self.world_size > 1
+        for number, indices in enumerate(super().batches()):
+            if self.world_size == 1 or number != 2:
+                yield indices
+
+
+class GradientsKept(Loop):
+    """One rank never sets its gradients to zero."""
+
+    def prepare(self):
+        super().prepare()
+        if self.rank == 1:
+            self.optimizer.zero_grad = lambda: None
+
+
+class MomentumLost(bases.Resumed):
+    """The optimizer's state is restored on rank 0 only."""
+
+    def checkpoint(self):
+        states = super().checkpoint()
+        if self.rank:
+            states[1]["state"] = {}
+        return states
+
+
+class OtherSamplerSeed(Loop):
+    """One rank's sampler has another seed."""
+
+    def order(self, epoch):
+        sampler = DistributedSampler(
+            self.data, self.world_size, self.rank, seed=SEED + (self.rank == self.world_size - 1)
+        )
+        sampler.set_epoch(epoch)
+        return list(sampler)

@@ -25,6 +25,8 @@ class Loop:
     """
 
     samples, global_batch, steps = 48, 8, 8
+    criterion = None
+    """The loss, where it is a module."""
 
     def __init__(self, rank, world_size, folder, adam=False, ddp=False, bf16=False):
         self.rank, self.world_size, self.folder = rank, world_size, folder
@@ -34,7 +36,7 @@ class Loop:
     def run(self):
         self.prepare()
         self.make_data()
-        self.recorder = Recorder(self.folder, self.model, self.optimizer)
+        self.recorder = Recorder(self.folder, self.model, self.optimizer, loss=self.criterion)
         for indices in self.batches():
             self.train_step(indices)
             self.recorder.step()
@@ -105,13 +107,17 @@ class Loop:
         inputs = self.augment(self.data[indices], indices)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
             output = self.network(inputs)
-        losses = functional.cross_entropy(output.float(), self.labels[indices], reduction="none")
+        targets = self.labels[indices]
+        losses = self.losses(output.float(), targets)
         self.local_loss(losses).backward()
         loss = self.reported(losses.detach())
-        self.recorder.batch(samples=indices, inputs=inputs, losses=losses, loss=loss)
+        self.recorder.batch(samples=indices, inputs=inputs, targets=targets, losses=losses, loss=loss)
 
     def augment(self, inputs, indices):
         return inputs
+
+    def losses(self, output, targets):
+        return functional.cross_entropy(output, targets, reduction="none")
 
     def local_loss(self, losses):
         return losses.mean()

@@ -6,10 +6,15 @@ import pytest
 from tests.verify.planted.catalogue import FAULTS
 from tests.verify.planted.faults import (
     ClippedFirst,
+    EmaOnRank0,
     Fused,
+    OptimizerOfAnotherModel,
     OtherThreads,
+    OverflowOnOneRank,
+    ReducedEarly,
     SkippedOnOneRank,
     SwappedStages,
+    TiedWeightTwice,
     UnscaledAccumulation,
 )
 from tests.verify.planted.running import run_all
@@ -91,7 +96,15 @@ def test_mistakes_are_found_that_the_diagnosis_was_not_made_for(tmp_path):
 
 def cannot_happen_with_ddp(loop):
     """DistributedDataParallel reduces and broadcasts by itself, and takes a whole model."""
-    return bool({"reduce", "broadcast"} & set(vars(loop))) or loop in (SkippedOnOneRank, SwappedStages)
+    return bool({"reduce", "broadcast"} & set(vars(loop))) or loop in (
+        SkippedOnOneRank,
+        SwappedStages,
+        TiedWeightTwice,
+        ReducedEarly,
+        OptimizerOfAnotherModel,
+        OverflowOnOneRank,
+        EmaOnRank0,
+    )
 
 
 def test_there_are_the_twenty_faults_that_were_asked_for():

@@ -9,14 +9,14 @@ after a step     skipped updates, replicas, buffers, the update itself, the repo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.text import numbered
+from lockstep.text import numbered, plural
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain.record import Measure, RankRecord, Recording, StepRecord
 
@@ -120,7 +120,8 @@ def values(pair: Pair) -> Diagnosis | None:
             return Diagnosis(Cause.START, -1, repr(name), detail)
         seeds = {rank: ranks[rank].seed for rank in held}
         detail = f"{numbered('rank', odd)} began with other values than the reference"
-        if len(set(seeds.values())) == len(set(held.values())) == len(held):
+        both = {(seeds[rank], digest) for rank, digest in held.items()}
+        if len(set(seeds.values())) == len(both) == len(set(held.values())):
             listed = ", ".join(str(seed) for seed in seeds.values())
             return Diagnosis(Cause.SEEDS, -1, repr(name), f"{detail}; the seeds are {listed}")
         return Diagnosis(Cause.START, -1, repr(name), detail)
@@ -160,7 +161,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a hyperparameter that differs from the reference or between ranks."""
-    records, mine = pair.other.at(step), pair.mine(step).settings
+    records, mine, ranks = pair.other.at(step), pair.mine(step).settings, len(pair.other.ranks)
     for name in mine:
         found = [record.settings.get(name, "") for record in records]
         if name.split()[0] in _IMPLEMENTATION or all(value == mine[name] for value in found):
@@ -169,6 +170,10 @@ def hyperparameters(pair: Pair, step: int) -> Diagnosis | None:
             each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
             return Diagnosis(Cause.OPTIMIZER, step, name, each)
         detail = f"{found[0]}, and {mine[name]} in the reference"
+        if name.split()[0] == "lr" and all(_times(pair, each, name) == ranks for each in range(step + 1)):
+            return Diagnosis(
+                Cause.LEARNING_RATE, step, name, f"{detail}; {ranks} ranks share one global batch"
+            )
         at = _step_with(pair, name, found[0])
         if at is not None and at != step:
             detail = f"{found[0]}, as in step {at} of the reference, which has {mine[name]}"
@@ -221,6 +226,13 @@ def _step_with(pair: Pair, name: str, value: str) -> int | None:
     return next((step for step, found in held if math.isclose(found, _number(value), rel_tol=1e-9)), None)
 
 
+def _times(pair: Pair, step: int, name: str) -> float:
+    """How many times a number in a setting is as large as in the reference, to nine digits."""
+    held = [record.steps[step].settings.get(name, "") for record in (pair.other.ranks[0], pair.first)]
+    value, known = map(_number, held)
+    return round(value / known, 9) if known else math.nan
+
+
 def _number(text: str) -> float:
     """NaN, which is close to nothing, for anything else."""
     try:
@@ -241,16 +253,99 @@ def skipped(pair: Pair, step: int) -> Diagnosis | None:
         return Diagnosis(Cause.SKIPPED, step, "optimizer", f"not taken on {numbered('rank', without)}")
     if theirs[0] != mine:
         detail = f"{theirs[0]} updates, and {mine} in the reference"
+        over = overflowed(pair, step)
+        if theirs[0] > mine and over:
+            return Diagnosis(
+                Cause.OVERFLOW, step, "optimizer", f"{detail}; not finite on {numbered('rank', over)}"
+            )
         return Diagnosis(Cause.UPDATE, step, "optimizer", detail)
     return None
+
+
+def overflowed(pair: Pair, step: int) -> list[int]:
+    """The ranks with a gradient of their own that is not finite, where the optimizer was given finite ones."""
+    used = [each.norm for record in pair.other.at(step) for each in record.used.values()]
+    if not all(map(math.isfinite, used)):
+        return []
+    batches = pair.other.batches(step)
+    return sorted(
+        {rank for rank, b in batches if not all(math.isfinite(g.norm) for g in b.gradients.values())}
+    )
 
 
 def replicas(pair: Pair, step: int) -> Diagnosis | None:
     """Finds a parameter whose bits differ between ranks."""
     for name, held in by_name(record.values for record in pair.other.at(step)).items():
         if len({measure.digest for measure in held.values()}) > 1:
-            return Diagnosis(Cause.REPLICAS, step, repr(name))
+            first, records = next(iter(held)), pair.other.at(step)
+            apart = [rank for rank, each in held.items() if each.digest != held[first].digest]
+            gap = max(float(np.linalg.norm(vector(held[r]) - vector(held[first]))) for r in apart)
+            much = f"by {gap / max(held[first].norm, 1e-300):.2g} of its norm"
+            detail = f"{numbered('rank', apart)} from rank {first}, {much}"
+            found = Diagnosis(Cause.REPLICAS, step, repr(name), detail)
+            return _of_optimizer(pair, step, name, [records[rank] for rank in held]) or found
     return None
+
+
+def _of_optimizer(pair: Pair, step: int, name: str, records: list[StepRecord]) -> Diagnosis | None:
+    """Explains another update of a parameter by what the optimizers hold of it."""
+    mine = pair.mine(step)
+    without = [record for record in records if name in record.unheld]
+    if without and name not in mine.unheld:
+        return Diagnosis(
+            Cause.NOT_HELD, step, repr(name), f"{len(without[0].unheld)} parameters are not in it"
+        )
+    for key in sorted(
+        {key for each in (mine, *records) for key in each.state if key.endswith(f" of {name}")}
+    ):
+        held = [record.state.get(key) for record in records]
+        known = mine.state.get(key)
+        tolerance = _OF_UPDATE * pair.tolerance
+        odd = [
+            rank
+            for rank, each in enumerate(held)
+            if (each is None) != (known is None)
+            or (each and known and not pair.is_same(each, known, tolerance=tolerance))
+        ]
+        if odd:
+            norms = ", ".join("absent" if each is None else f"norm {each.norm:.3g}" for each in held)
+            wanted = "absent" if known is None else f"norm {known.norm:.3g}"
+            return Diagnosis(
+                Cause.OPTIMIZER_STATE, step, key, f"{norms} on the ranks; {wanted} in the reference"
+            )
+    return None
+
+
+MODE_MATTERS = (
+    Cause.OUTPUT,
+    Cause.FORWARD,
+    Cause.LOSS,
+    Cause.BATCH_NORM,
+    Cause.MODEL_RANDOMNESS,
+    Cause.SAME_MASKS,
+    Cause.HIDDEN_STATE,
+    Cause.BUFFERS,
+    Cause.GRADIENTS,
+)
+"""What another mode of a module may have caused."""
+
+
+def modes(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds modules in another mode than in the reference; some have no effect, so it only explains a difference."""
+    mine, odd = set(pair.mine(step).evaluating), dict[int, set[str]]()
+    for number, (rank, record) in enumerate(zip(pair.other.ranks, pair.other.at(step))):
+        if record.batches and (apart := set(record.evaluating) ^ mine & set(rank.modules)):
+            odd[number] = apart
+    if not odd:
+        return None
+    names = sorted(set[str]().union(*odd.values()))
+    first = next(iter(odd))
+    mode = "eval" if names[0] in pair.other.at(step)[first].evaluating else "train"
+    every = len(names) == len(pair.other.ranks[first].modules)
+    detail = (
+        f"{mode} mode on {numbered('rank', list(odd))}, unlike the reference; {plural(len(names), 'module')}"
+    )
+    return Diagnosis(Cause.MODE, step, "the model" if every else repr(names[0]), detail)
 
 
 def buffers(pair: Pair, step: int) -> Diagnosis | None:
@@ -258,12 +353,21 @@ def buffers(pair: Pair, step: int) -> Diagnosis | None:
     mine = pair.mine(step).buffers
     for name, held in by_name(record.buffers for record in pair.other.at(step)).items():
         if len({each.digest for each in held.values()}) > 1:
-            return Diagnosis(Cause.BUFFERS, step - 1, repr(name), "ranks hold different values")
+            return Diagnosis(Cause.BUFFERS, step - 1, repr(name), _apart(pair, step, name, held))
         same = name not in mine or pair.is_same(mine[name], next(iter(held.values())))
         if not same and not _drifts(pair, step):
             detail = "equal on all ranks, and not the reference's"
             return Diagnosis(Cause.BUFFERS, step - 1, repr(name), detail)
     return None
+
+
+def _apart(pair: Pair, step: int, name: str, held: Mapping[int, Measure]) -> str:
+    text = "ranks hold different values"
+    if not step:
+        return text
+    before = [record.buffers.get(name) for record in pair.other.at(step - 1)]
+    moved = [rank for rank, now in held.items() if (old := before[rank]) and old.digest != now.digest]
+    return f"{text}: only {numbered('rank', moved)} updated it" if 0 < len(moved) < len(held) else text
 
 
 def _drifts(pair: Pair, step: int) -> bool:
@@ -287,17 +391,43 @@ def update(pair: Pair, step: int) -> Diagnosis | None:
     for record, rank in zip(pair.other.at(step), pair.other.ranks):
         before = rank.steps[step - 1].values if step else rank.start
         known = pair.first.steps[step - 1].values if step else pair.first.start
+        off: list[tuple[str, Vector, Vector, Vector]] = []
         for name, now in record.values.items():
             mine = pair.mine(step).values.get(name)
             if mine is None or name not in used or used[name].norm <= pair.noise * total:
                 continue
             change, wanted = vector(now) - vector(before[name]), vector(mine) - vector(known[name])
             bound = _OF_UPDATE * pair.tolerance * math.hypot(*wanted) + 1e-6 * mine.norm
-            gap = math.hypot(*(change - wanted))
-            if gap > bound:
-                ratio = f"{gap / max(math.hypot(*wanted), 1e-300):.3g} of the reference's change"
-                return Diagnosis(Cause.UPDATE, step, repr(name), f"off by {ratio}")
+            if math.hypot(*(change - wanted)) > bound:
+                off.append((name, change, wanted, vector(before[name])))
+        if off:
+            return _of_optimizer(pair, step, off[0][0], [record]) or _name_update(pair, step, off)
     return None
+
+
+def _name_update(pair: Pair, step: int, off: Sequence[tuple[str, Vector, Vector, Vector]]) -> Diagnosis:
+    """Says what the changes of parameters are: ``(name, change, the reference's, value before)`` of each."""
+    first, change, wanted, _ = off[0]
+    ratio = math.hypot(*(change - wanted)) / max(math.hypot(*wanted), 1e-300)
+    detail = f"off by {ratio:.3g} of the reference's change"
+    change, wanted, value = (np.concatenate([each[column] for each in off]) for column in (1, 2, 3))
+    (factor, decay), rest = least_squares(np.stack([wanted, value], axis=1), change)
+    if rest <= pair.fit and np.linalg.norm(decay * value) > pair.fit * np.linalg.norm(change):
+        if -0.5 < decay < 0 and abs(factor - 1) <= pair.fit - decay:
+            detail = f"each step takes another {-decay:.3g} of the parameter itself away"
+            return Diagnosis(Cause.DECAY, step, repr(first), detail)
+    elif rest <= pair.fit:
+        detail = f"all changes are {factor:.4g} times as large"
+    return Diagnosis(Cause.UPDATE, step, repr(first), detail)
+
+
+def least_squares(columns: Vector, target: Vector) -> tuple[list[float], float]:
+    """The weights of the columns in a vector, and the relative size of what they leave unexplained."""
+    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
+        return [0.0] * columns.shape[1], math.inf
+    weights = np.linalg.lstsq(columns, target, rcond=None)[0]
+    rest = float(np.linalg.norm(target - columns @ weights))
+    return [float(each) for each in weights], rest / max(float(np.linalg.norm(target)), 1e-300)
 
 
 def reported(pair: Pair, step: int) -> Diagnosis | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import ConfigError
+from lockstep.text import plural
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain import checks, gradients, samples
 from lockstep.verify.plain.checks import Pair, vector
@@ -56,9 +57,54 @@ def diagnose_plain(
     beyond = beyond_rounding(pair)
     found = beyond or _by_bits(pair)
     unstable = again is not None and _by_bits(Pair(reference, again, tolerance)) is not None
-    if found and unstable and (beyond is None or beyond.cause in (Cause.FORWARD, Cause.GRADIENTS)):
+    if found and unstable and (beyond is None or beyond.cause in _UNSTABLE):
         return replace(found, cause=Cause.OPERATOR, detail="the reference differs from itself")
     return found
+
+
+_POSSIBLE: dict[Cause, tuple[str, ...]] = {
+    Cause.DATA_ORDER: (
+        "a sampler of another seed or epoch",
+        "a data set whose order differs between processes",
+    ),
+    Cause.AUGMENTATION: (
+        "numbers drawn per rank or per worker, not per sample",
+        "a data set that changes its samples",
+    ),
+    Cause.OUTPUT: (
+        "state that the model keeps outside of its parameters and buffers",
+        "statistics over the batch",
+        "random numbers of a generator of its own",
+    ),
+    Cause.LOSS: (
+        "targets of other samples",
+        "weights or a divisor computed from each rank's share",
+        "a loss that keeps state",
+    ),
+    Cause.FORWARD: (
+        "state that the model or the loss keeps",
+        "statistics over the batch",
+        "targets or weights of other samples",
+    ),
+    Cause.GRADIENTS: (
+        "gradients changed after backward, as by noise, clipping by value or a hook",
+        "a lossy compression",
+        "a parameter used outside of the recorded forward pass",
+    ),
+    Cause.UPDATE: (
+        "state or settings of the optimizer that are not recorded",
+        "parameters changed by the loop",
+    ),
+    Cause.REPLICAS: (
+        "parameters changed by the loop on some ranks",
+        "code under a condition on the rank",
+    ),
+}
+"""What could explain the causes that only say what is known."""
+
+
+_UNSTABLE = (Cause.FORWARD, Cause.OUTPUT, Cause.LOSS, Cause.GRADIENTS)
+"""Causes of what an operator may do that does not repeat its bits."""
 
 
 def beyond_rounding(pair: Pair) -> Diagnosis | None:
@@ -69,7 +115,19 @@ def beyond_rounding(pair: Pair) -> Diagnosis | None:
     every = [(check, step) for step in steps for check in _CHECKS]
     every += [(checks.reported, step) for step in steps]
     first = next((found for check, step in every if (found := check(pair, step)) is not None), None)
-    return first or samples.same_order(pair)
+    return _explained_before(pair, first) if first else samples.same_order(pair)
+
+
+_OF_NUMBERS = (*checks.MODE_MATTERS, Cause.UPDATE, Cause.LOSS_WEIGHTING)
+"""What rounded gradients of the steps before may have caused."""
+
+
+def _explained_before(pair: Pair, found: Diagnosis) -> Diagnosis:
+    """The same finding, or what has led to it and is no finding where it has no effect."""
+    step = max(found.step, 0)
+    mode = checks.modes(pair, step) if found.cause in checks.MODE_MATTERS else None
+    rounded = gradients.compressed(pair, step) if found.cause in _OF_NUMBERS else None
+    return mode or rounded or replace(found, possible=_POSSIBLE.get(found.cause, ()))
 
 
 def _by_bits(pair: Pair) -> Diagnosis | None:
@@ -85,6 +143,8 @@ def _by_bits(pair: Pair) -> Diagnosis | None:
 
 
 def _explained(pair: Pair, found: Diagnosis) -> Diagnosis:
+    if rounded := gradients.compressed(pair, found.step):
+        return rounded
     context = pair.first.context
     for key in sorted(context):
         for rank in pair.other.ranks:
@@ -110,9 +170,13 @@ LEVEL = "B"
 def compare_plain(reference: Recording, other: Recording, label: str, *, again: Recording) -> Comparison:
     """Compares a run with the reference: A for equal bits, B for rounding, and - for more than that."""
     found = diagnose_plain(reference, other, again=again)
-    if found is None:
+    if found is None and other.length == reference.length:
         return Comparison(trace_of(other, label), "A")
     reached = "-" if beyond_rounding(Pair(reference, other)) is not None else "B"
+    if reached == "B" and other.length != reference.length:
+        last = min(other.length, reference.length)
+        detail = f"it has {plural(other.length, 'step')}, and the reference {reference.length}"
+        reached, found = "-", Diagnosis(Cause.LENGTH, last, "the loop", detail)
     return Comparison(trace_of(other, label), reached, _difference(reference, other), found)
 
 

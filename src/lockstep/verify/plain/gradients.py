@@ -15,12 +15,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from lockstep.text import numbered
+from lockstep.text import numbered, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
-from lockstep.verify.plain.checks import Pair, Vector, vector
+from lockstep.verify.plain import checks
+from lockstep.verify.plain.checks import Pair, Vector, least_squares, vector
 from lockstep.verify.plain.record import BatchRecord, Measure, StepRecord
 
 
@@ -43,22 +45,58 @@ def _name_weights(sums: _Sums, world_size: int, tolerance: float) -> tuple[Cause
     middle = statistics.median(ratios)
     if all(abs(ratio - middle) <= tolerance * abs(middle) for ratio in ratios):
         return _one_factor(sums, middle, world_size, tolerance)
+    if _summed_again(batches, ratios, world_size, tolerance):
+        return Cause.REDUCED_AGAIN, f"weights {shorten((f'{each:.3g}' for each in used), _MOST)}"
     absent = sorted({rank for (rank, _), ratio in zip(batches, ratios) if abs(ratio) <= tolerance})
     if absent:
         return Cause.NOT_REDUCED, f"those of {numbered('rank', absent)} do not count"
     counts = [len(batch.samples) for _, batch in batches]
-    listed = "weights " + ", ".join(f"{each:.3g}" for each in used)
-    samples = f"for {' and '.join(map(str, counts))} samples"
+    listed = f"weights {shorten((f'{each:.3g}' for each in used), _MOST)}"
+    samples = f"for {shorten(counts, _MOST)} samples"
     if _alike(used, tolerance) and not _alike(counts, 0.0):
         return Cause.LOSS_WEIGHTING, f"all have weight {used[0]:.3g}, {samples}"
     norms = [math.hypot(*(each.norm for each in batch.gradients.values())) for _, batch in batches]
     if _alike(wanted, tolerance) and _is_clipped(norms, used, tolerance):
         return Cause.CLIPPING, f"{listed}, for own gradients of norm {', '.join(f'{n:.3g}' for n in norms)}"
-    return Cause.LOSS_WEIGHTING, f"{listed}, {samples}"
+    return Cause.LOSS_WEIGHTING, f"{listed}, {samples}{_odd_one(batches, ratios, tolerance)}"
+
+
+def _summed_again(
+    batches: Sequence[tuple[int, BatchRecord]], ratios: Sequence[float], world_size: int, tolerance: float
+) -> bool:
+    """True if each backward pass of a rank counts as many times as there are ranks more than the one after it."""
+    by_rank: dict[int, list[float]] = {}
+    for (rank, _), ratio in zip(batches, ratios):
+        by_rank.setdefault(rank, []).append(ratio)
+    return any(len(each) > 1 for each in by_rank.values()) and all(
+        abs(earlier - world_size * later) <= tolerance * abs(earlier)
+        for each in by_rank.values()
+        for earlier, later in pairwise(each)
+    )
+
+
+def _odd_one(batches: Sequence[tuple[int, BatchRecord]], ratios: Sequence[float], tolerance: float) -> str:
+    """Says where only the last backward pass of each rank, or those of one rank, count otherwise than they should."""
+    order = [rank for rank, _ in batches]
+    last = {max(n for n, each in enumerate(order) if each == rank) for rank in order}
+    groups = [("the last micro-batch of each rank counts", last)] if len(last) < len(order) else []
+    groups += [
+        (f"those of rank {r} count", {n for n, each in enumerate(order) if each == r}) for r in set(order)
+    ]
+    for text, chosen in groups:
+        inside = [ratios[n] for n in chosen]
+        rest = [ratio for n, ratio in enumerate(ratios) if n not in chosen]
+        if rest and _alike(inside, tolerance) and _alike([*rest, 1.0], tolerance):
+            return f"; {text} {inside[0]:.3g} times as much as in the reference"
+    return ""
 
 
 def _one_factor(sums: _Sums, factor: float, world_size: int, tolerance: float) -> tuple[Cause, str]:
     detail = f"all are {factor:.4g} times as large"
+    if abs(factor - world_size) <= tolerance * factor:
+        detail += ": summed over the ranks and not averaged, or the loss is multiplied by their number"
+    elif abs(factor * world_size - 1) <= tolerance:
+        detail += ": divided by the number of ranks twice"
     each = len(sums.batches) / len({rank for rank, _ in sums.batches})
     is_mean_over_ranks = all(abs(weight * world_size - 1) <= tolerance for weight in sums.used)
     if each > 1 and abs(factor / each - 1) <= tolerance and (is_mean_over_ranks or each != world_size):
@@ -79,6 +117,10 @@ def _is_clipped(norms: Sequence[float], weights: Sequence[float], tolerance: flo
     )
 
 
+_ROUNDED = 2.0**-6
+"""The relative part of a gradient that rounding to bf16 may change, at most."""
+_MOST = 4
+"""Numbers that are listed."""
 _WEIGHTS = 0.05
 """Relative difference of weights that are equal, at most."""
 
@@ -100,7 +142,20 @@ def _between_ranks(pair: Pair, step: int) -> Diagnosis | None:
         return None
     own = [name for name in apart if all(_is_own(pair, record, name) for record in records)]
     if len(own) < len(apart):
-        return Diagnosis(Cause.GRADIENTS, step, repr(apart[0]), "ranks step with different ones")
+        names = [name for name in common if name not in own]
+        for rank in range(len(records)):
+            if found := _more(pair, step, names, rank):
+                return found
+        mine = pair.mine(step).used
+        odd = [
+            rank
+            for rank, record in enumerate(records)
+            if any(
+                n in record.used and n in mine and not pair.is_same(record.used[n], mine[n]) for n in apart
+            )
+        ]
+        detail = f"ranks step with different ones; {numbered('rank', odd)} with others than the reference"
+        return Diagnosis(Cause.GRADIENTS, step, repr(apart[0]), detail)
     if len(apart) == len(common):
         return Diagnosis(Cause.NOT_REDUCED, step, repr(apart[0]), "every rank steps with its own")
     detail = f"every rank steps with its own; {len(apart)} of {len(common)} parameters"
@@ -132,16 +187,93 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
     if near and _is_mean(_sums(pair, step, list(mine)), pair.fit):
         return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
+    if over := checks.overflowed(pair, step):
+        return Diagnosis(
+            Cause.OVERFLOW, step, first, f"not finite on {numbered('rank', over)} before the reduction"
+        )
     if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
+        if found := _more(pair, step, odd, 0):
+            return found
         reduced = sums is not None and sums.rest_of_wanted < sums.rest_of_used
         detail = f"{'the reduction gave' if reduced else 'they are'} no weighted sum that the reference would explain"
+        if sums is not None and reduced:
+            detail += f": {sums.rest_of_used:.2g} of its norm is something else"
         return Diagnosis(Cause.GRADIENTS, step, first, detail)
     if len(odd) <= len(mine) / 2:
+        if twice := _reduced_twice(pair, sums, odd):
+            return Diagnosis(
+                Cause.REDUCED_TWICE, step, first, f"{twice}; {len(odd)} of {len(mine)} parameters"
+            )
         weights = ", ".join(f"{weight:.3g}" for weight in sums.used)
         detail = f"reduced with the weights {weights}; {len(odd)} of {len(mine)} parameters"
         return Diagnosis(Cause.LEFT_OUT, step, first, detail)
     cause, detail = _name_weights(sums, len(pair.other.ranks), min(pair.fit, _WEIGHTS))
     return Diagnosis(cause, step, first, detail)
+
+
+def _reduced_twice(pair: Pair, sums: _Sums, odd: Sequence[str]) -> str:
+    """Says by what factor some parameters are too large, where it is a power of the number of ranks; else empty."""
+    ratios, ranks = [a / b if b else math.inf for a, b in zip(sums.used, sums.wanted)], len(pair.other.ranks)
+    if ranks < 2 or not _alike(ratios, _WEIGHTS) or ratios[0] <= 1 or not math.isfinite(ratios[0]):
+        return ""
+    power = math.log(ratios[0], ranks)
+    if abs(power - round(power)) > _WEIGHTS or round(power) < 1:
+        return ""
+    text = f"{ratios[0]:.4g} times as large, in a world of {ranks}"
+    names = pair.first.tied.get(odd[0])
+    return f"{text}; it is {', '.join(map(repr, names))} too, a tied parameter" if names else text
+
+
+def _more(pair: Pair, step: int, names: list[str], rank: int) -> Diagnosis | None:
+    """Explains gradients that are no sum of the ranks' own by one more part, which is known.
+
+    It is the gradient of the step before, or the parameter itself; in what a rank used, or in the ranks' own.
+    """
+    mine, used = pair.mine(step).used, pair.other.at(step)[rank].used
+    names = [name for name in names if name in mine and name in used]
+    batches = [batch for _, batch in pair.other.batches(step) if not batch.gradients.keys().isdisjoint(names)]
+    if not names or not batches:
+        return None
+    own = [_long(batch.gradients, names, mine) for batch in batches]
+    held = pair.other.ranks[rank]
+    last = held.steps[step - 1] if step else None
+    parts = [("the parameter", _long(last.values if last else held.start, names, mine))]
+    if last is not None and last.used:
+        parts.insert(0, ("the last step", _long(last.used, names, mine)))
+    for target, sign in ((_long(used, names, mine), 1), (_long(mine, names, mine), -1)):
+        _, rest = least_squares(np.stack(own, axis=1), target)
+        if rest <= pair.tolerance:
+            continue
+        for kind, part in parts:
+            weights, left = least_squares(np.stack([*own, part], axis=1), target)
+            if left > min(pair.tolerance, 0.1 * rest):
+                continue
+            much = sign * weights[-1]
+            if kind == "the parameter":
+                return Diagnosis(
+                    Cause.DECAY, step, repr(names[0]), f"gradients have {much:.3g} of the parameter in them"
+                )
+            if sign > 0:
+                detail = f"those of step {step - 1} have the weight {much:.3g}"
+                return Diagnosis(Cause.CARRIED, step, repr(names[0]), detail)
+    return None
+
+
+def compressed(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds that the reduced gradients fit into a coarser type, up to a step, or were rounded like that.
+
+    It only explains a difference, which may be within rounding.
+    """
+    for each in range(step + 1):
+        mine, records = pair.mine(each), pair.other.at(each)
+        coarse = {name: kind for record in records for name, kind in record.coarse.items()}
+        odd = [name for name in coarse if name in mine.used and name not in mine.coarse]
+        sums = _sums(pair, each, odd) if 2 * len(odd) >= max(len(mine.used), 1) else None
+        if sums is not None and sums.rest_of_used <= _ROUNDED:
+            names = f"{len(odd)} of {len(mine.used)} parameters"
+            detail = f"all entries fit into {coarse[odd[0]]}, and in the reference they do not; {names}"
+            return Diagnosis(Cause.COMPRESSED, each, repr(odd[0]), detail)
+    return None
 
 
 def _is_mean(sums: _Sums | None, fit: float) -> bool:
@@ -166,8 +298,8 @@ def _sums(pair: Pair, step: int, names: list[str]) -> _Sums | None:
         return None
     mine, theirs = pair.mine(step).used, _merged(pair.other.at(step))
     columns = np.stack([_long(batch.gradients, names, mine) for _, batch in batches], axis=1)
-    used, rest_of_used = _fit(columns, _long(theirs, names, mine))
-    wanted, rest_of_wanted = _fit(columns, _long(mine, names, mine))
+    used, rest_of_used = least_squares(columns, _long(theirs, names, mine))
+    wanted, rest_of_wanted = least_squares(columns, _long(mine, names, mine))
     return _Sums(batches, used, wanted, rest_of_used, rest_of_wanted)
 
 
@@ -176,12 +308,3 @@ def _long(measures: dict[str, Measure], names: list[str], shapes: dict[str, Meas
     return np.concatenate(
         [vector(measures[n]) if n in measures else np.zeros(len(shapes[n].sketch)) for n in names]
     )
-
-
-def _fit(columns: Vector, target: Vector) -> tuple[list[float], float]:
-    """Least squares: weights, and the relative size of the rest."""
-    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
-        return [0.0] * columns.shape[1], math.inf
-    weights = np.linalg.lstsq(columns, target, rcond=None)[0]
-    rest = float(np.linalg.norm(target - columns @ weights))
-    return [float(each) for each in weights], rest / max(float(np.linalg.norm(target)), 1e-300)

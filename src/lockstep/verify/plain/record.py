@@ -13,6 +13,9 @@ from lockstep.errors import ConfigError
 Sample = int | str
 """An index into the data set, or the digest of the input where the loop does not know indices."""
 
+LOSS = "loss"
+"""Stands before the names of what the loss keeps."""
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -40,6 +43,14 @@ class BatchRecord:
     """Digests of the state of torch's random generators before and after the forward pass."""
     gradients: dict[str, Measure] = field(default_factory=dict)
     """The gradients of this rank alone, before any reduction."""
+    targets: list[Sample] = field(default_factory=list)
+    """Class, or digest of the target, of each sample."""
+    outputs: list[list[float]] = field(default_factory=list)
+    """Sketch of the model's output for each sample."""
+    states: dict[str, str] = field(default_factory=dict)
+    """Digests of the global random generators before the forward pass, by name."""
+    drawn: list[str] = field(default_factory=list)
+    """Global generators that the forward pass drew from, other than torch's."""
 
 
 @dataclass
@@ -66,6 +77,17 @@ class StepRecord:
     """Parameters that required a gradient."""
     batch_norms: list[str] = field(default_factory=list)
     """Modules that normalised with the statistics of this rank's batch."""
+    coarse: dict[str, str] = field(default_factory=dict)
+    """Gradients in ``used`` whose entries, or their multiples by the world size, fit into a coarser type: its name."""
+    state: dict[str, Measure] = field(default_factory=dict)
+    """The optimizers' state before the update, by parameter and key."""
+    unheld: list[str] = field(default_factory=list)
+    """Parameters that required a gradient and were in none of the optimizers."""
+    evaluating: list[str] = field(default_factory=list)
+    """Innermost modules that were in eval mode in the first forward pass."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    """What modules of the model and of the loss keep as plain attributes or integer buffers, where it has changed since
+    the beginning."""
     seconds: float = 0.0
     memory: int = 0
     """Peak memory of the process, in bytes."""
@@ -83,6 +105,10 @@ class RankRecord:
     """Threads, device, torch, optimizers, precision."""
     start: dict[str, Measure] = field(default_factory=dict)
     """Parameters before the first step."""
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    """Further names of parameters that are used in several places."""
+    modules: list[str] = field(default_factory=list)
+    """Names of the innermost modules."""
     steps: list[StepRecord] = field(default_factory=list)
 
     def header(self) -> str:
@@ -144,7 +170,7 @@ def _step(line: str) -> StepRecord:
     for each in fields.pop("batches"):
         read = {"generators": tuple(each["generators"]), "gradients": _measures(each["gradients"])}
         batches.append(BatchRecord(**each | read))
-    for name in ("buffers", "used", "values"):
+    for name in ("buffers", "used", "values", "state"):
         fields[name] = _measures(fields[name])
     fields["calls"] = [(name, before, after) for name, before, after in fields["calls"]]
     return StepRecord(batches=batches, **fields)

@@ -18,16 +18,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
+import random
 import resource
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +39,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.fingerprint import device_model, digest_tensor
@@ -42,7 +47,7 @@ from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.optimizer_step import hyperparameters, implementation
-from lockstep.verify.plain.record import BatchRecord, Measure, RankRecord, StepRecord
+from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
 LENGTH = 16
 """Numbers per tensor; a smaller tensor is its own sketch."""
@@ -88,13 +93,32 @@ requested: ContextVar[RecordingRequest | None] = ContextVar("requested", default
 """Set by ``lockstep verify --script`` around the script."""
 
 
+def innermost(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules below ``model`` that contain no other, and their names."""
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    return {module: name for name, module in modules if next(module.children(), None) is None}
+
+
+def tied(model: nn.Module) -> dict[str, list[str]]:
+    """Parameters that have several names: the first, and the others."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: rest for first, *rest in names.values() if rest}
+
+
+def _targets(targets: Tensor) -> list[Sample]:
+    if targets.dim() == 1 and not targets.is_floating_point():
+        return [int(each) for each in targets]
+    return [digest_tensor(row)[:16] for row in targets]
+
+
 def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> list[RemovableHandle]:
     """Calls ``note`` with name, digest of input and of output for each call of an innermost module; returns the hooks.
 
     Calls without gradients are ignored.
     """
-    modules = [(name, module) for name, module in model.named_modules() if name]
-    names = {module: name for name, module in modules if next(module.children(), None) is None}
+    names = innermost(model)
     inputs: dict[nn.Module, str] = {}
     handles = []
 
@@ -146,6 +170,89 @@ def generators() -> str:
     return digest.hexdigest()[:16]
 
 
+def other_generators() -> dict[str, str]:
+    """Digests of the global generators of NumPy and Python."""
+    states = {"numpy.random": np.random.get_state(legacy=False), "random": random.getstate()}
+    return {name: hashlib.sha256(pickle.dumps(state)).hexdigest()[:16] for name, state in states.items()}
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def attributes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What modules keep outside of parameters and floating-point buffers, as text or digest, by name.
+
+    Numbers, texts, small containers of them, tensors, arrays and random generators count; ``num_batches_tracked`` and
+    anything else does not.
+    """
+    found = {}
+    for prefix, root in modules.items():
+        for path, module in root.named_modules(prefix=prefix):
+            kept = {key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
+            whole = {n: b for n, b in module.named_buffers(recurse=False) if not b.is_floating_point()}
+            for key, value in (kept | whole).items():
+                text = _text(value) if key != "num_batches_tracked" else None
+                if text is not None:
+                    found[f"{path}.{key}" if path else key] = text
+    return found
+
+
+_MOST_ENTRIES = 64
+
+
+def _text(value: Any) -> str | None:
+    """A short text that changes with a value; None for a value of an unknown kind."""
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _text(torch.as_tensor(value)) if value.dtype.kind in "biuf" else None
+    if isinstance(value, Tensor):
+        return f"tensor {digest_tensor(value)[:8]}"
+    if isinstance(value, torch.Generator):
+        return f"generator {digest_tensor(value.get_state())[:8]}"
+    if isinstance(value, random.Random | np.random.Generator):
+        state = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+        return f"generator {hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
+    if isinstance(value, list | tuple | set | deque | dict) and len(value) <= _MOST_ENTRIES:
+        entries = value.items() if isinstance(value, dict) else [("", each) for each in value]
+        return repr([(str(key), _text(each)) for key, each in entries])
+    return None
+
+
+_MOST_OUTPUTS = 4096
+
+
+def output_rows(output: Any) -> list[list[float]]:
+    """A sketch of each row of the first tensor of an output; of a large one, of entries at equal distances."""
+    first = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None or not first.numel() or not first.is_floating_point():
+        return []
+    rows = first.detach().reshape(len(first), -1)
+    rows = rows[:, :: max(1, rows.shape[1] // _MOST_OUTPUTS)].double()
+    rows = functional.pad(rows, (0, -rows.shape[1] % LENGTH)) if rows.shape[1] > LENGTH else rows
+    return rows.view(len(rows), -1, min(rows.shape[1], LENGTH)).sum(1).tolist()
+
+
+_COARSE = ("bfloat16", "float16")
+
+
+def coarse_type(gradient: Tensor, world_size: int) -> str:
+    """The coarser type that all entries of a gradient fit into, or of its multiple by ``world_size``; else empty."""
+    values = gradient.detach().reshape(-1)
+    if values.dtype not in (torch.float32, torch.float64) or not values.isfinite().all() or not values.any():
+        return ""
+    for part in (values[:LENGTH], values):  # most are seen not to fit by a few entries
+        fitting = [name for name in _COARSE if any(_fits(part * n, name) for n in {1, world_size})]
+        if not fitting:
+            return ""
+    return fitting[0]
+
+
+def _fits(values: Tensor, name: str) -> bool:
+    gap = (values.to(getattr(torch, name)).to(values.dtype) - values).abs()
+    return bool((gap <= 2.0**-21 * values.abs()).all())
+
+
 def _precision(parameter: Tensor) -> str:
     """The type that the forward pass computes in."""
     device = parameter.device.type
@@ -162,13 +269,19 @@ class Recorder:
             ranks, the part that this rank holds, with the names that its parameters have in the whole.
         optimizers: all that are stepped.
         first_step: first step of a resumed run; the recorded steps before it are kept.
+        loss: the loss, if it is a module; what it keeps between calls is recorded too.
 
     Raises:
         ConfigError: no optimizer was given, parameters are sharded (DTensor), or the file lacks the steps before.
     """
 
     def __init__(
-        self, folder: str | Path, model: nn.Module, *optimizers: Optimizer, first_step: int = 0
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        *optimizers: Optimizer,
+        first_step: int = 0,
+        loss: nn.Module | None = None,
     ) -> None:
         self._model = model.module if isinstance(model, DistributedDataParallel | DataParallel) else model
         self._optimizers, self._sketcher = optimizers, Sketcher()
@@ -180,6 +293,8 @@ class Recorder:
         self._record = RankRecord(rank, world_size, torch.initial_seed())
         self._number, self._hooked = first_step, set[str]()
         self._step: StepRecord | None = None
+        self._modules = {"": self._model} if loss is None else {"": self._model, LOSS: loss}
+        self._attributes = attributes(self._modules)
         self._watches: list[RemovableHandle] = []
         if first_step:
             _keep(self._path, first_step)
@@ -196,6 +311,7 @@ class Recorder:
         *,
         samples: Sequence[int] | Tensor | None = None,
         inputs: Tensor | None = None,
+        targets: Tensor | None = None,
         losses: Tensor | None = None,
         loss: Tensor | float | None = None,
     ) -> None:
@@ -205,6 +321,7 @@ class Recorder:
             samples: index in the data set of each sample that this rank has read; without them samples are known by
                 the digests of their inputs.
             inputs: their inputs, as the model got them; first dimension as ``samples``.
+            targets: their targets; first dimension as ``samples``.
             losses: the loss of each of them, 1-dim.
             loss: the loss as the loop reports it: the mean over the global batch.
         """
@@ -215,9 +332,11 @@ class Recorder:
         record = step.batches[-1]
         record.inputs = [digest_tensor(row)[:16] for row in inputs] if inputs is not None else []
         record.samples = [int(n) for n in samples] if samples is not None else list(record.inputs)
+        record.targets = _targets(targets) if targets is not None else []
         record.losses = losses.detach().double().reshape(-1).tolist() if losses is not None else []
         record.loss = float(loss.detach() if isinstance(loss, Tensor) else loss) if loss is not None else None
-        for name, found in (("inputs", record.inputs), ("losses", record.losses)):
+        named = (("inputs", record.inputs), ("targets", record.targets), ("losses", record.losses))
+        for name, found in named:
             if found and len(found) != len(record.samples):
                 raise ConfigError(
                     f"recorder.batch was given {len(found)} {name} and {len(record.samples)} samples. Pass one of each "
@@ -232,6 +351,8 @@ class Recorder:
         step.seconds = began - self._mark
         step.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         step.values = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+        now = attributes(self._modules).items()
+        step.attributes = {name: value for name, value in now if self._attributes.get(name) != value}
         while self._watches:
             self._watches.pop().remove()
         with self._path.open("a") as file:
@@ -255,6 +376,10 @@ class Recorder:
         step.settings = hyperparameters(self._optimizers)
         step.trained = [name for name, parameter in named if parameter.requires_grad]
         step.batch_norms = batch_norms(self._model)
+        held = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        step.unheld = [
+            name for name, parameter in named if parameter.requires_grad and id(parameter) not in held
+        ]
         for name, parameter in named:
             if parameter.requires_grad and name not in self._hooked:
                 self._hooked.add(name)
@@ -264,19 +389,30 @@ class Recorder:
     def _write_header(self) -> None:
         self._record.context = context(self._model, self._optimizers)
         self._record.start = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
+        self._record.tied = tied(self._model)
+        self._record.modules = list(innermost(self._model).values())
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(self._record.header() + "\n")
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if torch.is_grad_enabled():
             began = time.perf_counter()
-            self._begun().batches.append(BatchRecord(generators=(generators(), "")))
+            step = self._begun()
+            if not step.batches:
+                step.evaluating = [name for each, name in innermost(self._model).items() if not each.training]
+            step.batches.append(BatchRecord(generators=(generators(), ""), states=other_generators()))
             self._mark += time.perf_counter() - began
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled() and self._step is not None and self._step.batches:
+            began = time.perf_counter()
             latest = self._step.batches[-1]
             latest.generators = (latest.generators[0], generators())
+            latest.drawn = [
+                name for name, state in other_generators().items() if state != latest.states[name]
+            ]
+            latest.outputs = output_rows(output)
+            self._mark += time.perf_counter() - began
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         if self._step is not None and self._step.batches and not gradient.is_sparse:
@@ -292,6 +428,11 @@ class Recorder:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 step.used[name] = self._sketcher.measure(name, parameter.grad)
+                if kind := coarse_type(parameter.grad, self._record.world_size):
+                    step.coarse[name] = kind
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    step.state[f"{key} of {name}"] = self._sketcher.measure(name, value, bits=False)
         self._mark += time.perf_counter() - began
 
     def _call(self, name: str, before: str, after: str) -> None:

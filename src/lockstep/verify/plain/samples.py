@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from lockstep.text import numbered, shorten
+import numpy as np
+
+from lockstep.text import numbered, plural, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain.checks import Pair
-from lockstep.verify.plain.record import Recording, Sample
+from lockstep.verify.plain.record import LOSS, BatchRecord, Recording, Sample
 
 
 def samples(pair: Pair, step: int) -> Diagnosis | None:
@@ -23,14 +25,34 @@ def samples(pair: Pair, step: int) -> Diagnosis | None:
     if period is not None:
         return Diagnosis(Cause.EPOCHS, step, "samples", f"they are those of step {step - period}")
     extra, missing = theirs - mine, mine - theirs
+    if found := _left_out(pair, step):
+        return found
     if not missing:
         return Diagnosis(Cause.REPEATED, step, "samples", f"too often: {_some(extra.elements())}")
     if not extra:
         return Diagnosis(Cause.DROPPED, step, "samples", f"missing: {_some(missing.elements())}")
     twice = _read_twice(pair, step)
+    odd = [rank for rank, share in enumerate(shares) if Counter(share) - mine]
+    where = "" if len(odd) == len(shares) else f"{numbered('rank', odd)} alone reads others; "
     if twice:
-        return Diagnosis(Cause.OVERLAP, step, "samples", f"twice in this epoch: {_some(twice)}")
-    return Diagnosis(Cause.DATA_ORDER, step, "samples", f"not in the reference: {_some(extra.elements())}")
+        return Diagnosis(Cause.OVERLAP, step, "samples", f"{where}twice in this epoch: {_some(twice)}")
+    detail = f"{where}not in the reference: {_some(extra.elements())}"
+    return Diagnosis(Cause.DATA_ORDER, step, "samples", detail)
+
+
+def _left_out(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds that the run goes on where the reference is later, so a step of the reference is not read."""
+    mine, theirs = _all(pair.reference, step), _all(pair.other, step)
+    size, usual = mine.total(), _all(pair.reference, 0).total()
+    later = range(step + 1, pair.reference.length)
+    goes_on = next((each for each in later if _all(pair.reference, each) == theirs), None)
+    text = f"{plural(size, 'sample')} of step {step} of the reference"
+    if size < usual and (goes_on is not None or theirs.total() == usual):
+        return Diagnosis(Cause.LAST_BATCH, step, "samples", f"{text}, whose steps have {usual}")
+    if goes_on is not None:
+        detail = f"{text}; it reads those of step {goes_on}"
+        return Diagnosis(Cause.DROPPED, step, "samples", detail)
+    return None
 
 
 def same_order(pair: Pair) -> Diagnosis | None:
@@ -57,8 +79,24 @@ def inputs(pair: Pair, step: int) -> Diagnosis | None:
     ]
     if not odd or not mine:
         return None
-    ranks = sorted({rank for rank, _ in odd})
-    return Diagnosis(Cause.AUGMENTATION, step, f"sample {odd[0][1]}", f"on {numbered('rank', ranks)}")
+    ranks, where = sorted({rank for rank, _ in odd}), f"sample {odd[0][1]}"
+    detail = f"on {numbered('rank', ranks)}"
+    if len(ranks) == len(pair.other.ranks) > 1 and (name := _shared_state(pair, step)):
+        return Diagnosis(Cause.SAME_DRAWS, step, where, f"{detail}; {name} is in one state on all ranks")
+    return Diagnosis(Cause.AUGMENTATION, step, where, detail)
+
+
+def _shared_state(pair: Pair, step: int) -> str:
+    """The global generator that moves between forward passes and is in the same state on all ranks, if one is."""
+    ranks = [[batch.states for batch in record.batches] for record in pair.other.at(step)]
+    before = pair.other.at(max(step - 1, 0))[0].batches
+    after = pair.other.at(min(step + 1, pair.other.length - 1))[0].batches
+    for name in ranks[0][0] if ranks[0] else ():
+        states = [[each.get(name) for each in batches] for batches in ranks]
+        near = {batch.states.get(name) for batch in (*before, *after)} - {None} | set(states[0])
+        if all(each == states[0] for each in states) and len(near) > 1:
+            return name
+    return ""
 
 
 def _all(run: Recording, step: int) -> Counter[Sample]:
@@ -109,23 +147,110 @@ def losses(pair: Pair, step: int) -> Diagnosis | None:
         return None
     scale = sum(abs(value) for value in mine.values()) / len(mine)
     for rank, batch in pair.other.batches(step):
-        for sample, value in zip(batch.samples, batch.losses):
+        for number, value in enumerate(batch.losses):
+            sample = batch.samples[number]
             if sample in mine and not pair.is_close(value, mine[sample], scale):
                 where = f"loss of sample {sample} on rank {rank}"
                 numbers = f"{value:.4g}, and {mine[sample]:.4g} in the reference"
-                return _cause(pair, step, where, numbers)
+                return _targets(pair, step) or _cause(pair, step, (rank, batch, number), where, numbers)
     return None
 
 
-def _cause(pair: Pair, step: int, where: str, numbers: str) -> Diagnosis:
+def _targets(pair: Pair, step: int) -> Diagnosis | None:
+    """Finds a sample with another target."""
+    known = {s: t for _, each in pair.reference.batches(step) for s, t in zip(each.samples, each.targets)}
+    for rank, batch in pair.other.batches(step):
+        for sample, target in zip(batch.samples, batch.targets):
+            if known.get(sample, target) != target:
+                detail = f"{target} on rank {rank}, and {known[sample]} in the reference"
+                return Diagnosis(Cause.TARGETS, step, f"sample {sample}", detail)
+    return None
+
+
+def _cause(pair: Pair, step: int, at: tuple[int, BatchRecord, int], where: str, numbers: str) -> Diagnosis:
     batches = [(rank, batch) for rank, batch in pair.other.batches(step) if batch.losses]
+    same_output = _same_output(pair, step, at[1], at[2])
+    if same_output:
+        return _of_loss(pair, step, batches, where, numbers)
+    if (state := hidden(pair, step, loss=False)) and "tensor" not in state:
+        return Diagnosis(Cause.HIDDEN_STATE, step, where, f"{state}; {numbers}")
     ranks = [pair.other.at(step)[rank].batches for rank in sorted({rank for rank, _ in batches})]
     states = [[batch.generators[0] for batch in each] for each in ranks]
     if any(batch.generators[0] != batch.generators[1] for _, batch in batches):
         if len(states) > 1 and all(state == states[0] for state in states):
             return Diagnosis(Cause.SAME_MASKS, step, where, "torch's generator is in one state on all ranks")
         return Diagnosis(Cause.MODEL_RANDOMNESS, step, where, numbers)
+    drawn = next((name for _, batch in batches for name in batch.drawn), "")
+    if drawn:
+        return Diagnosis(Cause.MODEL_RANDOMNESS, step, where, f"it draws from {drawn}; {numbers}")
     norms = [name for record in pair.other.at(step) for name in record.batch_norms]
     if norms and len(batches) > len(list(pair.reference.batches(step))):
         return Diagnosis(Cause.BATCH_NORM, step, where, f"{norms[0]!r} is one; {numbers}")
-    return Diagnosis(Cause.FORWARD, step, where, numbers)
+    numbers = f"{state}; {numbers}" if state else numbers
+    return Diagnosis(Cause.FORWARD if same_output is None else Cause.OUTPUT, step, where, numbers)
+
+
+def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool | None:
+    """Whether the model's output for a sample is that of the reference but for rounding; None where it is not known."""
+    for _, known in pair.reference.batches(step):
+        if batch.samples[number] in known.samples and len(known.outputs) == len(known.samples):
+            if len(batch.outputs) != len(batch.samples):
+                return None
+            wanted = np.array(known.outputs[known.samples.index(batch.samples[number])])
+            found, size = np.array(batch.outputs[number]), float(np.linalg.norm(wanted))
+            return found.shape == wanted.shape and bool(
+                np.linalg.norm(found - wanted) <= pair.tolerance * size
+            )
+    return None
+
+
+def hidden(pair: Pair, step: int, *, loss: bool) -> str:
+    """What the model, or the loss, keeps besides parameters and floating-point buffers and what differs; else empty.
+
+    Numbers and generators come first, since tensors may be no more than copies of what was computed.
+    """
+    found = []
+    for each in range(max(step - 1, 0), step + 1):  # what a step leaves behind, the next begins with
+        mine = pair.mine(each).attributes
+        for rank, record in enumerate(pair.other.at(each)):
+            for name, value in record.attributes.items():
+                if name.startswith(f"{LOSS}.") is loss and mine.get(name) != value:
+                    known = mine.get(name, "as at the beginning")
+                    found.append(
+                        f"{name!r} is {value} on rank {rank} after step {each}, {known} in the reference"
+                    )
+    return next((text for text in found if " tensor " not in text), found[0] if found else "")
+
+
+def _of_loss(
+    pair: Pair, step: int, batches: list[tuple[int, BatchRecord]], where: str, numbers: str
+) -> Diagnosis:
+    """Says what is known where losses differ though outputs do not."""
+    if state := hidden(pair, step, loss=True):
+        return Diagnosis(Cause.LOSS_STATE, step, where, f"{state}; {numbers}")
+    mine = {s: v for _, each in pair.reference.batches(step) for s, v in zip(each.samples, each.losses)}
+    factors: dict[int, list[tuple[Sample, float]]] = {}
+    for rank, batch in batches:
+        known = [
+            (mine.get(sample, 0.0), value, n)
+            for n, (sample, value) in enumerate(zip(batch.samples, batch.losses))
+        ]
+        targets = batch.targets or list(range(len(batch.samples)))
+        factors.setdefault(rank, []).extend(
+            (targets[n], value / before) for before, value, n in known if before
+        )
+    tolerance = 10 * pair.tolerance
+    ranges = {rank: [factor for _, factor in each] for rank, each in factors.items() if each}
+    even = [rank for rank, each in ranges.items() if max(each) - min(each) <= tolerance * abs(max(each))]
+    if len(even) == len(ranges):
+        listed = ", ".join(f"{ranges[rank][0]:.4g} times on rank {rank}" for rank in even)
+        return Diagnosis(Cause.LOSS, step, where, f"all losses of a rank are {listed} as large")
+    by_class: dict[tuple[int, Sample], list[float]] = {}
+    for rank, pairs in factors.items():
+        for target, factor in pairs:
+            by_class.setdefault((rank, target), []).append(factor)
+    several = [each for each in by_class.values() if len(each) > 1]
+    if several and all(max(each) - min(each) <= tolerance * abs(max(each)) for each in several):
+        listed = shorten((f"{each[0]:.3g} for class {t} on rank {r}" for (r, t), each in by_class.items()), 4)
+        return Diagnosis(Cause.CLASS_WEIGHTS, step, where, f"times as large: {listed}")
+    return Diagnosis(Cause.LOSS, step, where, numbers)
