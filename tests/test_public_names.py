@@ -196,8 +196,8 @@ MODELS = {
 ORDERED_HOOK = "(state, bucket)"
 ORDERED_HOOK_STATE = "(group=None)"
 RECORDER = {
-    "": "(folder, model, *optimizers, first_step=0)",
-    "batch": "(self, *, samples=None, inputs=None, losses=None, loss=None)",
+    "": "(folder, model, *optimizers, first_step=0, loss=None)",
+    "batch": "(self, *, samples=None, inputs=None, targets=None, losses=None, loss=None)",
     "step": "(self)",
 }
 COMMANDS = {
