@@ -15,7 +15,7 @@ class Recorder:
     def begin(self, epoch, *, epochs, start, steps):
         self._call("begin")
 
-    def log(self, step, values):
+    def log(self, step, values, so_far=None):
         self._call("log")
 
     def epoch(self, epoch, step, values):

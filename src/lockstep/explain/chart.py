@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lockstep.explain.drawing import box_element, document, text_element
+from lockstep.explain.drawing import box_element, document, line_element, text_element
 
 COLOURS = ("#2f6db5", "#b8621b", "#39803d", "#7e45a0", "#b53a4a", "#22797e", "#8a7212", "#5f5f5f")
 _STROKE = 1.6
@@ -68,9 +68,8 @@ def svg(picture: Chart) -> str:
             look = f'fill="{shape.colour}"'
             elements.append(box_element(shape.x, shape.y, shape.width, shape.height, look))
         elif isinstance(shape, Curve):
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
             look = f'fill="none" stroke="{shape.colour}" stroke-width="{_STROKE}" stroke-linejoin="round"'
-            elements.append(f'<polyline {look} points="{points}"/>')
+            elements.append(line_element(shape.points, look))
         else:
             look = f'fill="{INK}"'
             elements.append(text_element(shape.x, shape.y, shape.text, look, size=shape.size, at=shape.at))

@@ -32,8 +32,14 @@ class Logger(Protocol):
             steps: steps of this epoch.
         """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics after ``step`` steps, such as ``loss``, ``accuracy``, ``samples_per_second``."""
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
+        """Metrics after ``step`` steps, such as ``loss``, ``accuracy``, ``samples_per_second``.
+
+        Args:
+            step: steps done.
+            values: of the steps since the last call.
+            so_far: of all steps of the epoch, where they are known.
+        """
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """The results of a finished epoch."""
@@ -58,9 +64,9 @@ class MultiLogger:
         """Tells every logger that an epoch begins or goes on."""
         self._each(lambda logger: logger.begin(epoch, epochs=epochs, start=start, steps=steps))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Forwards metrics to every logger."""
-        self._each(lambda logger: logger.log(step, values))
+        self._each(lambda logger: logger.log(step, values, so_far))
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """Forwards the results of an epoch to every logger."""

@@ -55,16 +55,25 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def file_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden name to write to; afterwards the file is made durable and renamed to ``path``."""
-    aside = hidden(path)
-    aside.touch(0o666, exist_ok=False)
+def file_aside(path: Path, *, alone: bool = False) -> Iterator[Path]:
+    """Yields an empty hidden file to write to; afterwards it is made durable and renamed to ``path``.
+
+    Nothing is renamed, and the hidden file is removed, where the caller fails or has removed it.
+
+    Args:
+        path: the file.
+        alone: True where no other process writes this file, such as under a lock: then the hidden name is always the
+            same, and what a killed process left there is overwritten.
+    """
+    aside = path.with_name(f".{path.name}.partial") if alone else hidden(path)
+    aside.touch(0o666, exist_ok=alone)
     with _held(aside):
         try:
             yield aside
-            make_durable(aside)
-            aside.replace(path)
-            make_durable(path.parent)
+            if aside.exists():
+                make_durable(aside)
+                aside.replace(path)
+                make_durable(path.parent)
         finally:
             aside.unlink(missing_ok=True)
 

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from lockstep.checkpoint import write
-from lockstep.checkpoint.atomic import clean, file_aside, folder_aside, hidden, remove_folder, write_whole
+from lockstep.core.atomic import clean, file_aside, folder_aside, hidden, remove_folder, write_whole
 
 
 def entry_of_dead_process(path):
     """A hidden name as a process that has ended would have left it."""
     code = (
-        "import sys; from pathlib import Path; from lockstep.checkpoint.atomic import hidden; "
+        "import sys; from pathlib import Path; from lockstep.core.atomic import hidden; "
         "print(hidden(Path(sys.argv[1])))"
     )
     out = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
