@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sized
 
 import torch
 import torch.distributed as dist
 
-from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.world import World
+from lockstep.data import adopt
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
@@ -37,30 +36,16 @@ from lockstep.runtime.stop_signals import wait_for_critical_threads
 def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
     """Prints what the job would do on this many devices, without writing a file or starting a process."""
     importable_from(config.code)
-    facts = _facts(config, devices, hosts)
-    sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
-
-
-def _facts(config: JobConfig, devices: int, hosts: int) -> Facts:
-    """Builds the data sets and the model of the job, and returns what they tell."""
-    validation = config.data.validation
-    model = build_model(config.model)
-    return Facts(
-        plan=sample_plan(config, _sized(config.data.train, "data.train"), model),
-        validation_samples=None if validation is None else len(_sized(validation, "data.validation")),
+    model, validation = build_model(config.model), config.data.validation
+    held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset
+    facts = Facts(
+        plan=sample_plan(config, instantiate(config.data.train, name="data.train"), model),
+        validation_samples=None if held_out is None else len(held_out),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         devices=devices,
         hosts=hosts,
     )
-
-
-def _sized(component: Component, name: str) -> Sized:
-    dataset = instantiate(component, name=name)
-    if not isinstance(dataset, Sized):
-        raise ConfigError(
-            f"{name}: {component.target} has no length, so the number of steps is unknown. Define __len__."
-        )
-    return dataset
+    sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
 
 
 _LAST_WRITE_SECONDS = 2.5

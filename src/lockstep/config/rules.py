@@ -152,13 +152,8 @@ def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -
 
 
 def data_parallel_holders(options: RunSettings, count: int) -> int:
-    """Number of processes, or groups of them with one model, that share the micro-batches of a step."""
-    if options.strategy == "hybrid":
-        mesh = Mesh.parse(options.mesh)
-        return mesh.size("data") * mesh.size("fsdp")
-    if options.strategy == "parameter_server":
-        return max(1, count - options.parameter_server.servers)
-    return count if options.strategy in ("dp", "ddp", "fsdp") else 1
+    """Number of devices, or groups of them with one model, that share the micro-batches of a step."""
+    return count if options.strategy == "dp" else planned_shares(options, count)[0].holders
 
 
 def planned_shares(options: RunSettings, count: int) -> list[Share]:
@@ -166,11 +161,11 @@ def planned_shares(options: RunSettings, count: int) -> list[Share]:
 
     The strategies make their own from their process groups; this says the same before there are any.
     """
-    if options.strategy in ONE_PROCESS:
+    if options.strategy in (*ONE_PROCESS, "single"):
         return [Share()]
     mesh = mesh_of(options.strategy, options.mesh, count // devices_per_process(options.mesh))
-    if options.strategy == "parameter_server" and mesh.ranks > 1:
-        table = options.parameter_server
+    table = options.parameter_server
+    if options.strategy == "parameter_server" and mesh.ranks > table.servers:
         workers = mesh.ranks - table.servers
         numbers = range(-table.servers, workers) if table.mode == "asynchronous" else range(mesh.ranks)
         return [Share(holders=workers, holder=n if 0 <= n < workers else None) for n in numbers]

@@ -33,13 +33,7 @@ class Logger(Protocol):
         """
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
-        """Metrics after ``step`` steps, such as ``loss``, ``accuracy``, ``samples_per_second``.
-
-        Args:
-            step: steps done.
-            values: of the steps since the last call.
-            so_far: of all steps of the epoch, where they are known.
-        """
+        """Metrics of the steps since the last call, such as ``loss``; ``so_far``, where known, those of the epoch."""
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """The results of a finished epoch."""

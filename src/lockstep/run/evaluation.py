@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
@@ -91,15 +90,10 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
-    share: Share
-    """Which micro-batches each holder computes."""
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
-        """Numbers the rounds, as many for every holder, with this one's micro-batch if it has one.
-
-        ``EvaluationStopped`` is raised where the ranks have agreed to stop, on all before the same round.
-        """
-        spare = self.share.longest(self.loader.count) - len(self.loader)
+        """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
+        spare = self.loader.share.longest(self.loader.count) - len(self.loader)
         for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
             if self.stop is not None:
                 self.stop.agree(number)
@@ -132,15 +126,12 @@ def evaluation(
     heartbeat.mark("evaluate", epoch=epoch, step=step)
     can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
     stop = EvaluationStop(run.strategy, heartbeat) if repeatable and can_stop else None
-    loader, share = (
-        run._loaders.evaluation(data, workers),
-        run.strategy.evaluation_share or run.strategy.share,
-    )
+    loader = run._loaders.evaluation(data, workers)
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
         with evaluating(evaluated):
-            yield OpenEvaluation(loader, output_and_target, stop, forward is not None, share)
+            yield OpenEvaluation(loader, output_and_target, stop, forward is not None)
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
@@ -174,7 +165,7 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], strategy: St
     Raises:
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
-    loader, share = opened.loader, opened.share
+    loader, share = opened.loader, opened.loader.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
@@ -228,7 +219,7 @@ def predict(
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
-    loader, share = opened.loader, opened.share
+    loader, share = opened.loader, opened.loader.share
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():
