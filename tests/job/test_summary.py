@@ -5,6 +5,7 @@ from torch import nn
 
 from lockstep.job.assemble import sample_plan
 from lockstep.job.summary import Facts, describe, plot
+from lockstep.text import plural
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_servers_compute_no_micro_batches(text, mode, server):
         (["strategy=fsdp"], ["0, 2, 4, 6 32 16", "1, 3, 5, 7 32 14"]),
         (["strategy=pipeline"], ["0 to 7 64 30", "0 to 7 64 30"]),
         (["strategy=dp"], ["0 to 7 64 30"]),
+        (["strategy=hybrid", "mesh=data=1,layers=2"], ["0 to 7 64 30"]),
         (["strategy=hybrid", "mesh=tensor=1,data=2"], ["0 to 3 32 16", "4 to 7 32 14"]),
     ],
 )
@@ -61,12 +63,12 @@ def test_ranks_compute_what_their_strategy_gives_them(text, options, rows):
     ]
     shown = [" ".join(row[2:]) for row in found if row[0] == str(len(rows))]
     assert shown[: len(rows)] == rows
-    assert f"({len(rows)} ranks of" in said
+    assert f"({plural(len(rows), 'rank')} of 1 thread," in said
 
 
 def test_dropped_samples_are_told(text, load):
     assert "left out  30 samples per epoch" in text("training.drop_last=true")
-    assert "left out  1 samples per epoch" in text(samples=641, model=nn.BatchNorm1d(1))
+    assert "left out  1 sample per epoch" in text(samples=641, model=nn.BatchNorm1d(1))
     assert "left out" not in text(samples=641)
     assert sample_plan(load(), range(129), nn.BatchNorm1d(1)).steps_per_epoch == 1
 
@@ -93,7 +95,7 @@ def test_a_torch_scheduler_is_named_instead(text):
 
 def test_files_are_told(text, tmp_path):
     said = text("checkpoint.every_steps=5", "checkpoint.keep=2", f"checkpoint.resume={tmp_path}")
-    assert "runs/work-001/step-*, every 1 epoch(s), every 5 steps; the last 2 and the best are kept" in said
+    assert "runs/work-001/step-*, every 1 epoch, every 5 steps; the last 2 and the best are kept" in said
     assert f"resumes      {tmp_path}" in said
 
 

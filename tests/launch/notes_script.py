@@ -42,6 +42,7 @@ def photos(count, seed):
 
 def main(args):
     init_distributed_mode(args)
+    torch.manual_seed(0)
     device = torch.device("cpu")
     args.lr *= args.world_size
     train_set, val_set = photos(50, 0), photos(11, 1)

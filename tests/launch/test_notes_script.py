@@ -1,8 +1,8 @@
 """The script that the notes explain, unchanged where it can be had, and one of our own with its habits.
 
 The public script is not part of this repository. ``LOCKSTEP_NOTES_SCRIPT=DIR`` names the folder
-``pytorch_classification/train_multi_GPU`` of WZMIAOMIAO/deep-learning-for-image-processing. It asks for CUDA, so on a
-CPU ``sitecustomize.py`` below, which stands on PYTHONPATH, answers for it; no line of the script is changed.
+``pytorch_classification/train_multi_GPU`` of WZMIAOMIAO/deep-learning-for-image-processing. It asks for CUDA and
+sets no seed; ``sitecustomize.py`` below, on PYTHONPATH, does both for it. No line of the script is changed.
 """
 
 import os
@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from lockstep.errors import EXIT_RANK
 from lockstep.lint.check import check_text
 
 OURS = Path(__file__).with_name("notes_script.py")
@@ -29,7 +30,7 @@ LAUNCHERS = {
 }
 
 SITECUSTOMIZE = '''
-"""Declares two operators that torchvision misses beside a CPU build of torch; with CUDA_STAND_IN, answers for CUDA."""
+"""Declares two operators that torchvision misses beside a CPU build of torch, and seeds; may answer for CUDA."""
 import os, sys
 
 class BeforeTorchvision:
@@ -44,6 +45,7 @@ def prepare():
     torch.library_of_test = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         torch.library_of_test.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torch.manual_seed(0)
     if "CUDA_STAND_IN" in os.environ:
         available, init = torch.cuda.is_available, dist.init_process_group
         ddp = torch.nn.parallel.DistributedDataParallel
@@ -141,9 +143,9 @@ def started(tmp_path):
 @public
 def test_without_a_gpu_the_public_script_says_so_and_the_rank_and_line_are_named(started):
     code, said = started("lockstep", 2, "bare")
-    assert code == 1
-    assert "OSError: not find GPU device for training." in said
-    assert re.search(r"rank [01] .*train_multi_gpu_using_launch\.py", said, re.S)
+    assert code == EXIT_RANK
+    assert re.search(r"rank [01] failed first.*using_launch\.py\", line 21, in main", said, re.S)
+    assert "OSError: not find GPU device for training." in said and "the same error" in said
 
 
 @public

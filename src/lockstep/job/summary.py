@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.rules import planned_shares
 from lockstep.core.plan import BatchShape, SamplePlan, Share, StepPlan
-from lockstep.text import shorten
+from lockstep.text import plural, shorten
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
@@ -66,12 +66,15 @@ def _work(config: JobConfig, facts: Facts, ranks: int) -> list[str]:
         ("recipe", f"seed {training.seed}, {training.precision}, {config.optimizer.target}"),
         (
             "devices",
-            f"{run.devices} ({ranks} ranks of {run.threads} thread(s), {workers} loader workers)",
+            f"{run.devices} ({plural(ranks, 'rank')} of {plural(run.threads, 'thread')}, "
+            f"{plural(workers, 'loader worker')})",
         ),
         ("strategy", f"{training.strategy}, gradients {training.reduce}, equality level {level}"),
     ]
     if plan.dropped_samples:
-        rows.append(("left out", f"{plan.dropped_samples} samples per epoch, of the batch that is not full"))
+        rows.append(
+            ("left out", f"{plural(plan.dropped_samples, 'sample')} per epoch, of the batch that is not full")
+        )
     return [f"{name:9} {text}" for name, text in rows]
 
 
@@ -100,7 +103,7 @@ def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
 
 def _tail(last: StepPlan, shape: BatchShape) -> str:
     full = sum(len(part) == shape.micro_batch_size for part in last.indices)
-    parts = [f"{full} full micro-batches"] if full else []
+    parts = [plural(full, "full micro-batch")] if full else []
     if full < last.leaves:
         parts.append(f"one of {len(last.indices[-1])}")
     if last.leaves < shape.micro_batches:
@@ -160,8 +163,8 @@ def plot(values: Sequence[float], height: int = _PLOT_HEIGHT) -> list[str]:
 
 def _files(config: JobConfig, folder: str) -> list[str]:
     checkpoint = config.checkpoint
-    moments = [f"every {checkpoint.every_epochs} epoch(s)"] if checkpoint.every_epochs else []
-    moments += [f"every {checkpoint.every_steps} steps"] if checkpoint.every_steps else []
+    moments = [f"every {plural(checkpoint.every_epochs, 'epoch')}"] if checkpoint.every_epochs else []
+    moments += [f"every {plural(checkpoint.every_steps, 'step')}"] if checkpoint.every_steps else []
     kept = f"{', '.join(moments) or 'at the end'}; the last {checkpoint.keep} and the best are kept"
     lines = [f"run folder   {folder}", f"checkpoints  {folder}/step-*, {kept}"]
     if checkpoint.resume:
