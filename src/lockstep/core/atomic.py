@@ -56,14 +56,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def file_aside(path: Path, *, alone: bool = False) -> Iterator[Path]:
-    """Yields an empty hidden file to write to; afterwards it is made durable and renamed to ``path``.
+    """Yields an empty hidden file to write to; unless the caller fails or removes it, it is then renamed to ``path``.
 
-    Nothing is renamed, and the hidden file is removed, where the caller fails or has removed it.
-
-    Args:
-        path: the file.
-        alone: True where no other process writes this file, such as under a lock: then the hidden name is always the
-            same, and what a killed process left there is overwritten.
+    ``alone`` says that no other process writes this file now: the hidden name is always the same, so that what a
+    killed process left there is overwritten.
     """
     aside = path.with_name(f".{path.name}.partial") if alone else hidden(path)
     aside.touch(0o666, exist_ok=alone)

@@ -128,13 +128,9 @@ def balance(run: Run, model: nn.Module, training_set: Any) -> None:
 
 
 def sample_plan(config: JobConfig, data_set: Any, model: nn.Module | None = None) -> SamplePlan:
-    """The sample plan of a job's training.
+    """The sample plan of a job's training set.
 
-    Args:
-        config: the job.
-        data_set: its training set.
-        model: its model, which decides over a last micro-batch of one sample; made where that matters and none is
-            given.
+    The model decides over a last micro-batch of one sample; it is made where that matters and none is given.
     """
     source, training = adopt(data_set), config.training
     shape = BatchShape(global_batch=training.global_batch, micro_batches=training.micro_batches)

@@ -32,13 +32,7 @@ class Facts:
 
 
 def describe(config: JobConfig, facts: Facts, folder: str) -> str:
-    """Describes the work of a job as lines of text.
-
-    Args:
-        config: the checked job.
-        facts: sizes of its data and model.
-        folder: where its files would go.
-    """
+    """Describes the work of a checked job, whose files would go to ``folder``, as lines of text."""
     plan, shares = facts.plan, planned_shares(config.settings, facts.devices)
     return "\n".join(
         [
