@@ -1,4 +1,4 @@
-"""What a run folder says of how a run came about."""
+"""The history of a run in its folder."""
 
 import dataclasses
 

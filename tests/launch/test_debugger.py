@@ -1,4 +1,4 @@
-"""What is checked before a rank waits for a debugger, and which limits are lifted meanwhile."""
+"""Checks before a rank waits for a debugger, and the limits that are lifted meanwhile."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""What a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
+"""Memory that a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
 
 import random
 import subprocess

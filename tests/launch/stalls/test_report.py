@@ -1,4 +1,4 @@
-"""Which rank holds the others up, decided from what is seen of them."""
+"""The rank that holds the others up, decided from what is seen of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do ends in one sentence, before the first step, and what it holds is what it says."""
+"""Refusals of a pipeline: each ends in one sentence, before the first step, and what it holds is what it says."""
 
 import logging
 import re
