@@ -179,6 +179,8 @@ class Rehearsals:
         before = Snapshot(roots, buffers.tensors)
         called, findings = _CalledModules(prepared, before, roots), Findings()
         short, rehearsal = _shortened(batch, compute, strategy.share)
+        for parameter in prior:
+            parameter.grad = None
         try:
             with self._events.silenced(), generators_kept():
                 values = _values(model)
@@ -199,13 +201,16 @@ class Rehearsals:
         findings.foreign = called.wrong
         findings.losses_differ = first.losses != second.losses
         findings.gradients = [name for name in trained if first.gradients[name] != second.gradients[name]]
-        moved = {**before.changed(after), **after.changed(later)}
+        noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
         kinds = {**after.kinds, **later.kinds}
-        findings.drew = [name for name in moved if kinds.get(name) is Kind.GENERATOR]
-        counting = after.changed(later)  # an attention map is the same again; a counter goes on
+        findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
+        differs = findings.losses_differ or findings.gradients
+        named = {**counting, **noted} if differs else counting
         findings.changed = {
-            name: (before.texts.get(name, "nothing"), pair[1])
-            for name, pair in sorted(counting.items(), key=lambda item: kinds.get(item[0]) is not Kind.NUMBER)
+            name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
+            for name in sorted(
+                named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER)
+            )
             if name not in findings.drew
         }
         return findings
