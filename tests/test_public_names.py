@@ -107,6 +107,7 @@ RUN_OPTIONS = {
     "keep": 3,
     "save_in_background": True,
     "fingerprint_every": 100,
+    "checks": "first",
     "shared_memory": True,
     "evaluation_batch": None,
     "prefetch": 2,
@@ -272,6 +273,7 @@ training.channels_last = False
 training.compile = False
 training.sync_batch_norm = False
 training.running_buffers = ()
+training.checks = 'first'
 training.clip_norm = None
 training.drop_last = False
 training.evaluate_every = 1

@@ -57,6 +57,9 @@ class Recipe(CheckedOptions):
     """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
     fingerprint_every: int = field(default=100, metadata={"check": at_least(0)})
     """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    checks: str = field(default="first", metadata={"check": one_of("first", "always", "off")})
+    """Rehearsals, which find state that user code keeps between forward passes: in the first two steps of each loss
+    function, always, or off."""
     evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
     """Samples per forward pass of the evaluation; none: as many as in a training micro-batch."""
 

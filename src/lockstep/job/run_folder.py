@@ -115,7 +115,7 @@ def _recipe(job: JobConfig) -> str:
     table["threads"] = job.run.threads
     for section in ("run", "checkpoint", "log", *STRATEGIES):
         table.pop(section, None)
-    for key in ("strategy", "mesh", "fingerprint_every", "gradients_every", "record_micro_batches"):
+    for key in ("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches"):
         table.get("training", {}).pop(key, None)
     return json.dumps(table, sort_keys=True)
 

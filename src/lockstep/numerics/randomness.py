@@ -18,9 +18,11 @@ call is meant: the units replay the keys they had when they were entered from th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -91,6 +93,8 @@ class KeyedRandomness:
     ) -> None:
         self._seed = seed
         self._generators = [torch.default_generator]
+        self.keys_global_generators = False
+        """True if NumPy's and Python's global generators are seeded too."""
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's stub
             numbers = dict.fromkeys(each.index or 0 for each in (device, *others))
@@ -105,6 +109,10 @@ class KeyedRandomness:
         for name, module in units.items() if draws_in_forward(model) else ():
             if _may_draw(module):
                 self._watch(name, module)
+
+    def key_global_generators(self) -> None:
+        """Seeds NumPy's and Python's global generators too from now on; every rank must call this at the same step."""
+        self.keys_global_generators = True
 
     def remove(self) -> None:
         """Takes the hooks away from the model."""
@@ -188,6 +196,9 @@ class KeyedRandomness:
     def _manual_seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
+        if self.keys_global_generators:
+            np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
+            random.seed(seed)
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

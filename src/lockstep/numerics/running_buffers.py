@@ -23,6 +23,7 @@ from lockstep.errors import ConfigError
 
 _COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that advance ``num_batches_tracked`` whenever they change the statistics."""
+_STEPS_WATCHED = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class RunningBuffers:
     """
 
     _others: dict[str, str] | None = None
-    _others_stay = False
+    _others_stayed = 0
 
     def __init__(
         self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
@@ -229,8 +230,11 @@ class RunningBuffers:
             self._counts.copy_(other._counts)
 
     def remember_others(self) -> None:
-        """Notes the values of all buffers that are not averaged, until one step has left them as they were."""
-        if not self._others_stay:
+        """Notes the values of all buffers that are not averaged, until a step has left them as they were.
+
+        A step is preceded by a rehearsal, which is two short ones.
+        """
+        if self._others_stayed < _STEPS_WATCHED:
             self._others = self._digest_others()
 
     def refuse_changed_others(self) -> None:
@@ -245,7 +249,7 @@ class RunningBuffers:
                 f"values from several micro-batches. Average it with running_buffers=[{changed[0]!r}], or change it "
                 "outside of the forward pass."
             )
-        self._others_stay = True
+        self._others_stayed += 1
 
     def _digest_others(self) -> dict[str, str]:
         return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})

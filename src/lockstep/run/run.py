@@ -29,10 +29,18 @@ from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.prepare import Parts, describe, prepare_model
+from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.state import RunState
-from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, required_loss
+from lockstep.run.step import (
+    DeferredResults,
+    ForwardPass,
+    StepCompute,
+    code_of,
+    exact,
+    required_loss,
+)
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -79,6 +87,9 @@ class Run:
         self._loop = EpochLoop(self._events)
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
+        group = self._session.group
+        self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
+        """Of the first steps."""
         self._loaders = LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
@@ -235,6 +246,9 @@ class Run:
             prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key
         )
         stop, scale = int(heartbeat.stop_reason), gradients.scale
+        rehearsals = self.rehearsals
+        if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
+            rehearsals.begin(prepared, compute, batch, loss, scale)
         for begins in events.backward_begin:
             begins(batch, scale)
         result = compute_gradients(batch, compute, scale=scale, stop=stop)

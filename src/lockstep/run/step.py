@@ -140,6 +140,12 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     return sum_and_weight_of
 
 
+def code_of(function: Any) -> Any:
+    """What is the same for every function that a line of code makes, such as a lambda in a loop."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__code__", type(function))
+
+
 def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
         return torch.tensor(float(samples), device=target.device)

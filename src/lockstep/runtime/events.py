@@ -191,6 +191,17 @@ class StepEvents:
         self._collect()
 
     @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Calls no callbacks inside the block."""
+        given, self._callbacks = self._callbacks, ()
+        self._collect()
+        try:
+            yield
+        finally:
+            self._callbacks = given
+            self._collect()
+
+    @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Reports that a span begins, and at the end of the block that it ends."""
         for call in self.span_begin:

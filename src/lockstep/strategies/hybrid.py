@@ -57,6 +57,7 @@ from lockstep.strategies.sharding import (
     rows_of,
     squares_of_rows,
     users_of_parameters,
+    value_of,
 )
 from lockstep.strategies.strategy import Compute, StepResult
 
@@ -84,6 +85,16 @@ class ShardedPipeline(Pipeline):
         """Runs this rank's part of the schedule on whole stages. See ``Strategy.backward``."""
         with self._whole_stages():
             return super().backward(batch, compute, scale=scale, stop=stop)
+
+    @contextmanager
+    def watching_writes(self) -> Iterator[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        written: set[str] = set()
+        for rows in self._rows:
+            rows.written = written
+        yield written
+        for rows in self._rows:
+            rows.written = None
 
     def release(self) -> None:
         """See ``Strategy.release``."""
@@ -182,6 +193,9 @@ class StageRows:
         users = users_of_parameters(stage)
         self._parameters = {names[p]: self._share_out(p, places) for p, places in users.items()}
         self._buckets = _buckets(self._parameters.values())
+        self.written: set[str] | None = None
+        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
+        self._values: dict[str, tuple[int, int]] = {}
         for each in self._parameters.values():
             each.put(each.whole)
 
@@ -194,12 +208,16 @@ class StageRows:
         """Makes the parameters whole. Collective: every rank of the group must call this."""
         for bucket in self._buckets:
             self._gather(bucket)
-        for each in self._parameters.values():
+        for name, each in self._parameters.items():
             each.put(each.whole)
+            if self.written is not None:
+                self._values[name] = value_of(each.whole)
 
     def free(self) -> None:
         """Puts this rank's rows in place of the whole parameters and gives their memory back."""
-        for each in self._parameters.values():
+        for name, each in self._parameters.items():
+            if self.written is not None and self._values[name] != value_of(each.whole):
+                self.written.add(name)
             each.put(each.held)
             each.whole.grad = None
             each.whole.untyped_storage().resize_(0)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from lockstep.config.strategy_options import ELEMENTWISE
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, row_squares
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
@@ -135,6 +136,11 @@ def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
         f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
         "class if it does, or use strategy 'ddp'."
     )
+
+
+def value_of(parameter: Tensor) -> tuple[int, int]:
+    """How often a parameter was written to, and a sum of its bits: writes to ``.data`` are not counted."""
+    return parameter._version, int(sum_of_bits(parameter))
 
 
 class AbsentParameter(nn.Parameter):

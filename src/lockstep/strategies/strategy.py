@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,6 +127,13 @@ class Strategy(ABC):
             scale: factor on every gradient, which the loss scaler takes out later; 1 for none.
             stop: why this process was asked to stop, as a code; 0 if it was not.
         """
+
+    def watching_writes(self) -> AbstractContextManager[set[str]]:
+        """Collects the names of parameters that user code writes to in ``backward``.
+
+        Only those that are whole within it alone: of the others the writes stay, so anybody can see them.
+        """
+        return nullcontext(set())
 
     @abstractmethod
     def gather(self, row: Tensor) -> Tensor:

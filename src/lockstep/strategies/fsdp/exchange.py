@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.strategies.gradients import require_one_dense, thawed
-from lockstep.strategies.sharding import AbsentParameter, rows_of
+from lockstep.strategies.sharding import AbsentParameter, rows_of, value_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
@@ -71,6 +71,8 @@ class ShardedParameter:
         """Of the micro-batch, until it is sent."""
         self.was_taken = False
         """True once the micro-batch's backward pass has given a gradient."""
+        self.values: tuple[int, int] | None = None
+        """Of the whole one as it was gathered, where writes are watched."""
         self.used = 0
         """In how many of the step's micro-batches of this rank it had a gradient."""
         if trained:
@@ -129,6 +131,8 @@ class ShardedBlock:
         self._skipped: list[int] = []
         self.bytes_sent = 0
         self.is_whole = True
+        self.written: set[str] | None = None
+        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
 
     @property
     def has_gradients(self) -> bool:
@@ -149,6 +153,8 @@ class ShardedBlock:
                 each.take_memory()
                 rows = parts.reshape(-1, *each.shape[1:])[: each.shape[0]]
                 each.whole.detach().copy_(rows)
+                if self.written is not None:
+                    each.values = value_of(each.whole)
         if keep:
             for each in self.parameters:
                 each.put(each.whole)
@@ -158,6 +164,9 @@ class ShardedBlock:
         """Frees the whole parameters."""
         if self.is_whole:
             for each in self.parameters:
+                if self.written is not None and each.values not in (None, value_of(each.whole)):
+                    self.written.add(each.name)
+                each.values = None
                 each.free()
             self.is_whole = False
 

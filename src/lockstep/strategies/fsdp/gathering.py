@@ -15,7 +15,8 @@ it wants next, and all serve what any rank wants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,6 +92,16 @@ class Gathering:
     def bytes_sent(self) -> int:
         """Bytes of parameters and gradients that this rank has sent."""
         return sum(block.bytes_sent for block in self.blocks)
+
+    @contextmanager
+    def watching_writes(self) -> Iterator[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        written: set[str] = set()
+        for block in self.blocks:
+            block.written = written
+        yield written
+        for block in self.blocks:
+            block.written = None
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""

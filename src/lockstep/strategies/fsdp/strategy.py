@@ -12,6 +12,7 @@ the micro-batches run out, a rank runs a spare one, which counts for nothing, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -146,6 +147,10 @@ class FullyShardedDataParallel(Strategy):
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
         self._gathering.free()
+
+    def watching_writes(self) -> AbstractContextManager[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        return self._gathering.watching_writes()
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.strategy_options import Level, TensorOptions
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
@@ -30,8 +31,6 @@ from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter
 from lockstep.strategies.tensor.plans import check_plan, plan_of
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorParallel(Replicated):
@@ -148,5 +147,4 @@ def _bits(gradient: Tensor | None, device: torch.device) -> Tensor:
     """A sum over the bits of a gradient, int64, 0-dim: equal where all bits are."""
     if gradient is None:
         return torch.full((), -1, dtype=torch.int64, device=device)
-    bits = gradient.detach().contiguous().view(_INTEGERS[gradient.element_size()])
-    return bits.sum(dtype=torch.int64)
+    return sum_of_bits(gradient)
