@@ -14,7 +14,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all check house format bench bench-photos figures clean
+.PHONY: train test test-all check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -47,6 +47,16 @@ bench:
 # Needs photos, one folder for each class, and torchvision, which comes with the tests: make bench PHOTOS=flower_photos
 bench-photos: $(VENV)/.test
 	for b in images notes; do $(BIN)/python benchmarks/$$b/run.py --data "$(PHOTOS)" || exit 1; done
+
+# The three curves of the notes on photos, in about five minutes of one core: make curves PHOTOS=flower_photos
+RUNS ?= runs/curves
+CURVE = $(BIN)/lockstep train benchmarks/notes/curves.toml --data "$(PHOTOS)" --set run.directory="$(RUNS)" --set run.name
+curves: $(VENV)/.train
+	$(CURVE)=one --devices cpu:1 --set training.micro_batches=1
+	$(CURVE)=batchnorm --devices cpu:2
+	$(CURVE)=sync --devices cpu:2 --set training.sync_batch_norm=true
+	$(BIN)/lockstep compare $(addprefix $(RUNS)/,one batchnorm sync) --svg "$(RUNS)/curves.svg" \
+		--labels "one device,BatchNorm on 16,SyncBatchNorm on 16"
 
 figures: $(VENV)/.train
 	$(BIN)/python tests/explain/figures.py docs/figures

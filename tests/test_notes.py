@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,21 @@ def test_every_command_is_one_of_the_tool(command, tmp_path, monkeypatch):
 def test_the_commands_are_found():
     assert len(COMMANDS) > 40
     assert "lockstep train digits" in COMMANDS
+
+
+def test_make_curves_trains_three_recipes_that_differ_in_what_batch_norm_sees(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    told = subprocess.run(
+        ["make", "-n", "curves", f"PHOTOS={tmp_path}"], capture_output=True, text=True, check=True
+    ).stdout.replace("\\\n", " ")
+    commands = [shlex.split(line)[1:] for line in told.splitlines() if "bin/lockstep " in line]
+    *trained, compared = [_parser(words).parse_args(words) for words in commands]
+    jobs = [load_job(arguments.job, overrides(arguments)) for arguments in trained]
+    assert [f"runs/curves/{job.run.name}" for job in jobs] == compared.runs
+    assert len(compared.labels.split(",")) == 3
+    seen = [(job.training.micro_batches, job.training.sync_batch_norm) for job in jobs]
+    assert seen == [(1, False), (16, False), (16, True)]
+    assert {job.training.global_batch for job in jobs} == {64}
 
 
 @pytest.mark.parametrize("rule", MISTAKES)

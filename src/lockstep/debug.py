@@ -12,9 +12,7 @@ it, and leaves every other character of the file as it is. An entry with a comme
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from importlib.machinery import SOURCE_SUFFIXES
 from pathlib import Path, PurePath
 from typing import Any
 
+from lockstep.core.atomic import file_aside
 from lockstep.errors import ConfigError
 from lockstep.launch.debugger import DEFAULT_PORT
 from lockstep.text import plural
@@ -221,16 +220,13 @@ def _read(path: Path) -> str:
 def _write(path: Path, text: str) -> None:
     """Replaces the file atomically: after a crash it is the old one or the new one."""
     target = path.resolve()
-    temporary = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        if target.exists():
-            shutil.copymode(target, temporary)
-        temporary.replace(target)
+        with file_aside(target) as aside:
+            aside.write_text(text, encoding="utf-8")
+            if target.exists():
+                shutil.copymode(target, aside)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}. It is unchanged.") from error
 
 

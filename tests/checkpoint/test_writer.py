@@ -4,6 +4,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.checkpoint.full_disk import largest_file
+from tests.core.test_atomic import entry_of_dead_process
 from torch import nn
 
 from lockstep.checkpoint import CheckpointState, export, read, read_newest, write
@@ -134,3 +135,11 @@ def test_an_export_that_fails_leaves_the_older_file(tmp_path):
     with largest_file(100), pytest.raises(CheckpointError, match="could not be written"):
         export(path, nn.Linear(200, 200).state_dict())
     assert contents(tmp_path) == before
+
+
+@pytest.mark.fault("K1")
+def test_the_next_save_cleans_up_after_a_killed_one(tmp_path, state_of):
+    dead = entry_of_dead_process(tmp_path / "step-00000007")
+    dead.mkdir()
+    write(tmp_path, state_of(8), step=8)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]

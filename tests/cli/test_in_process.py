@@ -10,7 +10,7 @@ def test_the_default_job_is_described_and_nothing_is_written(command):
     assert (status, errors) == (0, "")
     assert "lockstep.data:Digits, 1,438 samples; evaluation: 359 samples" in output
     assert "lockstep.models:digits_net" in output
-    assert "cpu:3 (3 ranks of 1 thread(s)" in output
+    assert "cpu:3 (3 ranks of 1 thread," in output
     assert "optimizer steps" in output
     assert "learning rate over" in output
     assert "runs/digits-001" in output

@@ -1,9 +1,14 @@
-"""The address of the rendezvous, and what is said of one that is invalid; nothing is connected."""
+"""The address of the rendezvous, what is said of one that is invalid, and the group of a script."""
+
+import gc
+import weakref
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lockstep.core.world import World
-from lockstep.distributed.rendezvous import meeting_address, open_store
+from lockstep.distributed.rendezvous import meeting_address, open_store, register_env_rendezvous
 from lockstep.errors import ConfigError
 
 
@@ -34,3 +39,15 @@ def test_an_environment_without_an_address_is_refused(monkeypatch):
 def test_an_unknown_scheme_is_refused():
     with pytest.raises(ConfigError, match="'udp://a:1' is not known"):
         open_store(world("udp://a:1"), 1.0)
+
+
+def test_the_group_of_a_script_outlives_it(tmp_path, monkeypatch):
+    """Its destructor waited for a thread that waited for Python's lock: a script on three ranks hung at its end."""
+    monkeypatch.setitem(_rendezvous_handlers, "env", None)
+    alone = World(launcher="lockstep", rendezvous=f"file://{tmp_path}/store", run_id="test")
+    register_env_rendezvous(alone)
+    dist.init_process_group("gloo")
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is not None

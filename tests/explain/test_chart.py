@@ -32,7 +32,7 @@ PICTURE = Chart(
 def test_every_shape_is_in_the_svg():
     root = ElementTree.fromstring(svg(PICTURE))
     assert [child.tag.rpartition("}")[2] for child in root] == ["rect", "rect", "polyline", "text"]
-    assert root[2].get("points") == "20.0,5.0 50.0,5.0 50.0,30.0"
+    assert root[2].get("points") == "20,5 50,5 50,30"
     assert (root[2].get("stroke"), root[3].text) == ("#0000ff", "a < b")
 
 

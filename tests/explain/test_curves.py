@@ -40,6 +40,12 @@ def test_values_that_are_not_finite_are_left_out(tmp_path):
     assert [x for x, _ in read_logs([folder])[0].points("loss", "epochs")] == [0.5, 1.5, 2.0]
 
 
+def test_a_curve_that_others_cover_is_wide_enough_to_be_seen(tmp_path):
+    logs = read_logs([write(tmp_path / name, loss=2.0 if name == "c" else 1.0) for name in "abcd"])
+    first = [shape.width for shape in chart(logs).shapes if isinstance(shape, Curve)][:4]
+    assert first == pytest.approx([8.0, 4.8, 1.6, 1.6])  # a, b and d are equal, and d is drawn last
+
+
 def test_every_metric_has_a_panel_for_epochs_and_one_for_time_and_every_run_a_curve(tmp_path):
     logs = read_logs([write(tmp_path / "a"), write(tmp_path / "b", 3, loss=2.0)])
     picture = chart(logs)

@@ -7,10 +7,10 @@ from PIL import Image
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.config.job_file import Override, load_job
-from lockstep.core.plan import Share
 from lockstep.data import Bucketed, CenterCrop, Digits, ImageFolder, StepLoader
 from lockstep.errors import ConfigError
 from lockstep.job import data_report
+from lockstep.job.assemble import sample_plan
 
 
 @pytest.fixture
@@ -52,26 +52,6 @@ def test_every_sample_that_cannot_be_read_is_named(flowers, workers):
     assert data_report.unreadable(around, workers) == found
 
 
-@pytest.mark.parametrize(
-    ("training", "devices", "who", "interleaved"),
-    [
-        ({}, 3, "rank", False),
-        ({"strategy": "fsdp"}, 4, "rank", True),
-        ({"strategy": "pipeline"}, 2, "replica", False),
-        ({"strategy": "hybrid", "mesh": "data=2,pipeline=2"}, 4, "replica", False),
-    ],
-)
-def test_ranks_read_what_the_loaders_of_a_run_give_them(training, devices, who, interleaved):
-    config, data_set = job(devices, **training), Digits("train")
-    facts = data_report.look_at_step(config, data_set, devices, epoch=2, position=11)
-    assert facts.who == who and facts.steps_per_epoch == 12
-    for holder, reads in enumerate(facts.reads):
-        share = Share(holders=len(facts.reads), holder=holder, interleaved=interleaved)
-        loader = StepLoader(data_set, data_report.plan_of(config, data_set), share=share)
-        (batch,) = loader.batches(2, 11)
-        assert reads == {part.k: [str(i) for i in part.indices.tolist()] for part in batch.micro_batches}
-
-
 def test_samples_have_their_files_and_a_step_that_is_none_is_refused(flowers):
     config = job(global_batch=8, micro_batches=2)
     facts = data_report.look_at_step(config, ImageFolder(flowers), 1, epoch=0, position=0)
@@ -84,7 +64,7 @@ def test_samples_have_their_files_and_a_step_that_is_none_is_refused(flowers):
 def test_the_batch_is_that_of_the_step_with_its_augmentation():
     config, data_set = job(), Digits("train")
     found = data_report.batch_of(config, data_set, 1, 3)
-    loader = StepLoader(data_set, data_report.plan_of(config, data_set), seed=config.training.seed)
+    loader = StepLoader(data_set, sample_plan(config, data_set), seed=config.training.seed)
     wanted = next(loader.batches(1, 3)).micro_batches
     assert len(found) == len(wanted) == 8
     assert all(torch.equal(mine[0], part.data[0]) for mine, part in zip(found, wanted))
@@ -124,7 +104,8 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
     )
     plain = data_report.SetFacts("data.validation", "Rows", 1, None, None)
     names = [f"{n} (x/{n}.jpg)" for n in range(4)]
-    step = data_report.StepFacts(1, 2, 9, "rank", [{0: names, 1: ["5"] * 20}, {}])
+    first = {0: names, 1: ["5"] * 20}
+    step = data_report.StepFacts(1, 2, 9, 2, [first, first, {}, {1: ["7"], 2: ["8"]}])
     text = data_report.describe([many, plain], step).splitlines()
     assert text[:3] == [
         "data.train: Photos (1,200 samples)",
@@ -135,9 +116,11 @@ def test_the_text_is_a_histogram_and_a_list_of_readers():
     assert text[26:28] == ["data.validation: Rows (1 sample)", "  it shows no labels"]
     assert text[29:] == [
         "step 2 of 9 in epoch 1",
-        "  rank 0       k0   0 (x/0.jpg), 1 (x/1.jpg) and 2 more",
+        "  ranks 0, 1   k0   0 (x/0.jpg), 1 (x/1.jpg) and 2 more",
         f"               k1   {', '.join(['5'] * 12)} and 8 more",
-        "  rank 1       nothing",
+        "  rank 2       nothing",
+        "  rank 3       k1   7",
+        "               k2   spare: 8",
     ]
     table = data_report.as_table([many], step)
     assert table["step"]["reads"][0][0] == names and table["sets"][0]["classes"]["a"] == 200

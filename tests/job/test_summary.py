@@ -1,17 +1,20 @@
 """The output of --dry-run: numbers that agree with the sample plan, and a plot of the learning rate."""
 
 import pytest
+from torch import nn
 
-from lockstep.job.summary import Facts, describe, plot, sample_plan
+from lockstep.job.assemble import sample_plan
+from lockstep.job.summary import Facts, describe, plot
+from lockstep.text import plural
 
 
 @pytest.fixture
 def text(load):
-    def describe_job(*options, **facts):
+    def describe_job(*options, samples=1438, model=None, **facts):
         config = load("training.global_batch=64", "training.micro_batches=8", *options)
-        return describe(
-            config, Facts(**{"samples": 1438, "parameters": 12345, "ranks": 3, **facts}), "runs/work-001"
-        )
+        plan = sample_plan(config, range(samples), model or nn.Linear(1, 1))
+        given = {"plan": plan, "parameters": 12345, "devices": 3, **facts}
+        return describe(config, Facts(**given), "runs/work-001")
 
     return describe_job
 
@@ -43,18 +46,31 @@ def test_servers_compute_no_micro_batches(text, mode, server):
     assert sum(int(row[-2]) for row in rows if row[2] != "none:") == 64
 
 
-def test_where_the_machine_decides_several_world_sizes_are_shown(text):
-    rows = [
-        line.split()[0] for line in text(ranks=None).splitlines() if line[:5].strip() in ("1", "2", "4", "8")
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        (["strategy=fsdp"], ["0, 2, 4, 6 32 16", "1, 3, 5, 7 32 14"]),
+        (["strategy=pipeline"], ["0 to 7 64 30", "0 to 7 64 30"]),
+        (["strategy=dp"], ["0 to 7 64 30"]),
+        (["strategy=hybrid", "mesh=data=1,layers=2"], ["0 to 7 64 30"]),
+        (["strategy=hybrid", "mesh=tensor=1,data=2"], ["0 to 3 32 16", "4 to 7 32 14"]),
+    ],
+)
+def test_ranks_compute_what_their_strategy_gives_them(text, options, rows):
+    said = text(*(f"training.{option}" for option in options), devices=2)
+    found = [
+        line.split() for line in said.partition("micro-batches k ")[2].splitlines()[1:] if line[:5].strip()
     ]
-    assert [rows.count(size) for size in ("1", "2", "4", "8")] == [1, 2, 4, 8]
+    shown = [" ".join(row[2:]) for row in found if row[0] == str(len(rows))]
+    assert shown[: len(rows)] == rows
+    assert f"({plural(len(rows), 'rank')} of 1 thread," in said
 
 
 def test_dropped_samples_are_told(text, load):
     assert "left out  30 samples per epoch" in text("training.drop_last=true")
-    assert "left out  1 samples per epoch" in text(samples=641, batch_norm=True)
+    assert "left out  1 sample per epoch" in text(samples=641, model=nn.BatchNorm1d(1))
     assert "left out" not in text(samples=641)
-    assert sample_plan(load(), Facts(samples=129, batch_norm=True)).steps_per_epoch == 1
+    assert sample_plan(load(), range(129), nn.BatchNorm1d(1)).steps_per_epoch == 1
 
 
 def test_the_level_of_equality_is_told(text):
@@ -79,7 +95,7 @@ def test_a_torch_scheduler_is_named_instead(text):
 
 def test_files_are_told(text, tmp_path):
     said = text("checkpoint.every_steps=5", "checkpoint.keep=2", f"checkpoint.resume={tmp_path}")
-    assert "runs/work-001/step-*, every 1 epoch(s), every 5 steps; the last 2 and the best are kept" in said
+    assert "runs/work-001/step-*, every 1 epoch, every 5 steps; the last 2 and the best are kept" in said
     assert f"resumes      {tmp_path}" in said
 
 

@@ -15,7 +15,7 @@ class Recorder:
     def begin(self, epoch, *, epochs, start, steps):
         self._call("begin")
 
-    def log(self, step, values):
+    def log(self, step, values, so_far=None):
         self._call("log")
 
     def epoch(self, epoch, step, values):
@@ -47,7 +47,7 @@ def test_a_logger_that_fails_is_named_once_and_the_others_go_on(call, caplog):
 
 def test_an_interrupt_is_not_taken_for_a_broken_logger():
     class Interrupted(MultiLogger):
-        def log(self, step, values):
+        def log(self, step, values, so_far=None):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,6 +11,7 @@ from tests.trainer.test_trainer import records, trainer
 from torch import nn
 
 from lockstep.core.world import World
+from lockstep.loggers import MultiLogger
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.trainer import Meter
 
@@ -133,10 +134,29 @@ def test_the_log_of_an_epoch_is_what_its_outputs_give_by_hand_for_every_interval
         assert logged(tmp_path / f"{log_every}", "epoch") == of_epochs
 
 
+class Bar(MultiLogger):
+    """Notes what a progress bar is told of the epoch so far, by step."""
+
+    def __init__(self, job):
+        super().__init__([job._logger])
+        self.shown = {}
+        job._logger = self
+
+    def log(self, step, values, so_far=None):
+        super().log(step, values, so_far)
+        self.shown[step] = so_far["loss"], so_far["accuracy"]
+
+
 @pytest.mark.parametrize("step", [1, 6])
-def test_a_stop_within_an_epoch_changes_no_record(tmp_path, step):
-    trainer(World(), tmp_path / "whole", log_every=3, epochs=EPOCHS).fit()
+def test_a_stop_within_an_epoch_changes_no_record_and_nothing_in_the_progress_bar(tmp_path, step):
+    job = trainer(World(), tmp_path / "whole", log_every=3, epochs=EPOCHS)
+    whole = Bar(job).shown
+    job.fit()
+    for number, record in enumerate(logged(tmp_path / "whole", "epoch")):
+        assert whole[STEPS * (number + 1)] == (record["loss"], record["accuracy"])
+    assert sorted(whole) == [3, 4, 6, 8]
     job = trainer(World(), tmp_path / "cut", log_every=3, epochs=EPOCHS)
+    before = Bar(job).shown
     train_step = job.train_step
 
     def asked_to_stop(batch):
@@ -149,7 +169,10 @@ def test_a_stop_within_an_epoch_changes_no_record(tmp_path, step):
         job.fit()
     job._logger.close()
     job.run.close()
-    trainer(World(), tmp_path / "cut", log_every=3, epochs=EPOCHS, resume="auto").fit()
+    job = trainer(World(), tmp_path / "cut", log_every=3, epochs=EPOCHS, resume="auto")
+    after = Bar(job).shown
+    job.fit()
+    assert {**before, **after} == whole
     for kind in ("step", "epoch"):
         assert logged(tmp_path / "cut", kind) == logged(tmp_path / "whole", kind)
 

@@ -1,6 +1,5 @@
 """Checkpoints that are complete or absent, verified before use, and free of any process layout."""
 
-from lockstep.checkpoint.atomic import clean
 from lockstep.checkpoint.background import BackgroundWriter
 from lockstep.checkpoint.folder import Best, committed, prune, read_best, write_best
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
@@ -14,6 +13,7 @@ from lockstep.checkpoint.state import (
     require_same_model,
 )
 from lockstep.checkpoint.writer import export, prepare, write
+from lockstep.core.atomic import clean
 
 __all__ = [
     "BackgroundWriter",

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.atomic import folder_aside
 from lockstep.checkpoint.manifest import FileEntry, file_names
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order, not_written, prepare, require_dense, write_tensors
+from lockstep.core.atomic import folder_aside
 from lockstep.errors import CheckpointError, LockstepError
 
 Exchange = Callable[[Any], list[Any]]

@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     sets = data_report.data_sets(config)
     training = sets["data.train"]
-    step = data_report.look_at_step(config, training, devices.count, arguments.epoch, arguments.step)
+    step = data_report.look_at_step(config, training, len(devices.names), arguments.epoch, arguments.step)
     workers = config.data.loader_processes(config.run.threads, 1)
     found = [
         data_report.look_at_set(name, each, workers=workers, reads=not arguments.quick)

@@ -12,57 +12,40 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sized
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.world import World
+from lockstep.data import adopt
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
-from lockstep.job.assemble import build_model
+from lockstep.job.assemble import build_model, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.job.run_folder import choose_run_folder, planned_run_folder
 from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
-from lockstep.launch.options import Devices
 from lockstep.launch.rank_process import end_process, run_target
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 
 
-def print_plan(config: JobConfig, devices: Devices) -> None:
-    """Prints what the job would do on these devices, without writing a file or starting a process."""
+def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
+    """Prints what the job would do on this many devices, without writing a file or starting a process."""
     importable_from(config.code)
-    facts = _facts(config, ranks=devices.count)
-    sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
-
-
-def _facts(config: JobConfig, ranks: int) -> Facts:
-    """Builds the data sets and the model of the job, and returns their sizes."""
-    validation = config.data.validation
-    model = build_model(config.model)
-    return Facts(
-        samples=_length(config.data.train, "data.train"),
-        validation_samples=None if validation is None else _length(validation, "data.validation"),
+    model, validation = build_model(config.model), config.data.validation
+    held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset
+    facts = Facts(
+        plan=sample_plan(config, instantiate(config.data.train, name="data.train"), model),
+        validation_samples=None if held_out is None else len(held_out),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        batch_norm=any(isinstance(module, _BatchNorm) for module in model.modules()),
-        ranks=ranks,
+        devices=devices,
+        hosts=hosts,
     )
-
-
-def _length(component: Component, name: str) -> int:
-    dataset = instantiate(component, name=name)
-    if not isinstance(dataset, Sized):
-        raise ConfigError(
-            f"{name}: {component.target} has no length, so the number of steps is unknown. Define __len__."
-        )
-    return len(dataset)
+    sys.stdout.write(describe(config, facts, str(planned_run_folder(config))) + "\n")
 
 
 _LAST_WRITE_SECONDS = 2.5

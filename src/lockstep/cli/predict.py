@@ -144,7 +144,7 @@ def _out(folder: Path, asked: str | None) -> Path:
         raise ConfigError(f"--out {path}: the folder {path.parent} does not exist.")
     if path.suffix.lower() == ".parquet" and find_spec("pyarrow") is None:
         raise ConfigError("--out in Parquet needs pyarrow. Install it (pip install pyarrow), or write .csv.")
-    return path.resolve()
+    return path
 
 
 COMMANDS = {"predict": (add_arguments, main)}

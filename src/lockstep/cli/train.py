@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from lockstep.cli.in_process import print_plan
 
-        print_plan(config, devices)
+        print_plan(config, len(devices.names) * hosts, hosts)
         return EXIT_DONE
     return _supervise(config, devices, arguments)
 

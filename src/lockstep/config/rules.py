@@ -15,14 +15,17 @@ from lockstep.config.checks import KeyPath, Problem, device_request, refuse
 from lockstep.config.components import Component
 from lockstep.config.strategy_options import (
     ELEMENTWISE,
+    ONE_PROCESS,
     OWN_EXCHANGE,
     SYNC_BATCH_NORM,
     WHOLE_MODELS,
+    devices_per_process,
     mesh_of,
     shares_rows_out,
     steps_parts,
 )
 from lockstep.core.mesh import Mesh, hybrid_mesh
+from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,13 +152,30 @@ def _ranks_have_micro_batches(options: RunSettings, machine: AvailableDevices) -
 
 
 def data_parallel_holders(options: RunSettings, count: int) -> int:
-    """Number of processes, or groups of them with one model, that share the micro-batches of a step."""
-    if options.strategy == "hybrid":
-        mesh = Mesh.parse(options.mesh)
-        return mesh.size("data") * mesh.size("fsdp")
-    if options.strategy == "parameter_server":
-        return max(1, count - options.parameter_server.servers)
-    return count if options.strategy in ("dp", "ddp", "fsdp") else 1
+    """Number of devices, or groups of them with one model, that share the micro-batches of a step."""
+    return count if options.strategy == "dp" else planned_shares(options, count)[0].holders
+
+
+def planned_shares(options: RunSettings, count: int) -> list[Share]:
+    """The share of each process, by rank, in the micro-batches of a step on ``count`` devices.
+
+    The strategies make their own from their process groups; this says the same before there are any.
+    """
+    if options.strategy in (*ONE_PROCESS, "single"):
+        return [Share()]
+    mesh = mesh_of(options.strategy, options.mesh, count // devices_per_process(options.mesh))
+    table = options.parameter_server
+    if options.strategy == "parameter_server" and mesh.ranks > table.servers:
+        workers = mesh.ranks - table.servers
+        numbers = range(-table.servers, workers) if table.mode == "asynchronous" else range(mesh.ranks)
+        return [Share(holders=workers, holder=n if 0 <= n < workers else None) for n in numbers]
+    is_sharded, is_piped = mesh.size("fsdp") > 1, mesh.size("pipeline") > 1
+    axis = "fsdp" if is_sharded else "data"
+    rounds = (is_sharded and not is_piped) or (options.sync_batch_norm and mesh.size("data") > 1)
+    return [
+        Share(holders=mesh.size(axis), holder=mesh.coordinate(axis, rank), rounds=rounds)
+        for rank in range(mesh.ranks)
+    ]
 
 
 @_rule(RULES, "a mesh fits the devices", "mesh")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import http.client
-import os
 import shutil
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.core.atomic import file_aside
 from lockstep.data.images.image_cache import lock_file
 from lockstep.errors import ConfigError, DataError
 from lockstep.text import format_bytes
@@ -148,31 +148,26 @@ def _is_there(target: Path, archive: Archive, tell: Callable[[str], None]) -> bo
 
 
 def _fetch(archive: Archive, url: str, target: Path, timeout: float) -> None:
-    """Writes the file under a hidden name, which only the holder of the lock does, and renames it once it is right."""
-    aside = target.with_name(f".{target.name}.partial")
+    """Writes the file aside, which only the holder of the lock does; it gets its name once it is right."""
     digest, size = hashlib.sha256(), 0
     try:
-        with aside.open("wb") as file:
-            with closing(_blocks(url, archive.size + 1, timeout)) as blocks:
+        with file_aside(target, alone=True) as aside:
+            with aside.open("wb") as file, closing(_blocks(url, archive.size + 1, timeout)) as blocks:
                 for block in blocks:
                     digest.update(block)
                     size += len(block)
                     file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        if digest.hexdigest() != archive.sha256:
-            shown = f"more than {archive.size:,}" if size > archive.size else f"{size:,}"
-            raise DataError(
-                f"{url} is not the published file: {shown} bytes came, with SHA-256 {digest.hexdigest()}, instead of "
-                f"{archive.size:,} with {archive.sha256}. They were removed. Try again, or give another --mirror."
-            )
-        aside.replace(target)
+            if digest.hexdigest() != archive.sha256:
+                shown = f"more than {archive.size:,}" if size > archive.size else f"{size:,}"
+                raise DataError(
+                    f"{url} is not the published file: {shown} bytes came, with SHA-256 {digest.hexdigest()}, instead "
+                    f"of {archive.size:,} with {archive.sha256}. They were removed. Try again, or give another "
+                    "--mirror."
+                )
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written: {error.strerror}. Make room, or give another folder."
         ) from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _blocks(url: str, most: int, timeout: float) -> Generator[bytes, None, None]:

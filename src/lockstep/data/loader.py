@@ -190,7 +190,7 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         self.micro_batch_size = micro_batch_size
         self.count = -(-self._samples // micro_batch_size)
         """Micro-batches of the set, over all ranks."""
-        self._held = share.of(self.count)
+        self.share, self._held = share, share.of(self.count)
         super().__init__(open_reading(dataset, prefetch=prefetch * options.get("workers", 0), **options))
 
     def __len__(self) -> int:

@@ -120,8 +120,13 @@ def register_env_rendezvous(world: World) -> None:
 
     def meet(url: str, **settings: Any) -> Iterator[tuple[Store, int, int]]:
         store = open_store(world, settings.get("timeout", _DEFAULT_TIMEOUT).total_seconds())
-        yield PrefixStore("script", store), world.rank, world.world_size
+        try:
+            yield PrefixStore("script", store), world.rank, world.world_size
+        finally:  # at the end of init_process_group
+            kept.append(dist.group.WORLD)
 
+    # Gloo's destructor waits for a thread, and that one for Python's lock, which a script that drops its group holds.
+    kept: list[object] = []
     _rendezvous_handlers["env"] = meet
 
 

@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from lockstep.explain.drawing import box_element, document, text_element
+from lockstep.explain.drawing import box_element, document, line_element, text_element
 
 COLOURS = ("#2f6db5", "#b8621b", "#39803d", "#7e45a0", "#b53a4a", "#22797e", "#8a7212", "#5f5f5f")
-_STROKE = 1.6
 INK, PALE = "#222222", "#d4d4d4"
 
 
@@ -46,6 +45,7 @@ class Curve:
 
     points: tuple[tuple[float, float], ...]
     colour: str
+    width: float = 1.6
 
 
 Shape = Rectangle | Label | Curve
@@ -68,9 +68,8 @@ def svg(picture: Chart) -> str:
             look = f'fill="{shape.colour}"'
             elements.append(box_element(shape.x, shape.y, shape.width, shape.height, look))
         elif isinstance(shape, Curve):
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
-            look = f'fill="none" stroke="{shape.colour}" stroke-width="{_STROKE}" stroke-linejoin="round"'
-            elements.append(f'<polyline {look} points="{points}"/>')
+            look = f'fill="none" stroke="{shape.colour}" stroke-width="{shape.width}" stroke-linejoin="round"'
+            elements.append(line_element(shape.points, look))
         else:
             look = f'fill="{INK}"'
             elements.append(text_element(shape.x, shape.y, shape.text, look, size=shape.size, at=shape.at))
@@ -90,7 +89,7 @@ def png(picture: Chart, factor: int = 2) -> bytes:
             draw.rectangle(corners, fill=shape.colour)
         elif isinstance(shape, Curve):
             points = [(x * factor, y * factor) for x, y in shape.points]
-            draw.line(points, fill=shape.colour, width=round(_STROKE * factor), joint="curve")
+            draw.line(points, fill=shape.colour, width=round(shape.width * factor), joint="curve")
         else:
             font = ImageFont.load_default(shape.size * factor)
             anchor = {"start": "lm", "middle": "mm", "end": "rm"}[shape.at]

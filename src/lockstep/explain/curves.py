@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -195,15 +196,22 @@ def _panel(
             Label(x, top + _HEIGHT + 15, f"{number * along:g}", size=11),
         ]
     shapes.append(Label(left + _WIDTH / 2, top + _HEIGHT + 32, name, size=11))
-    for run, points in curves.items():
+    drawn: list[Shape] = []
+    alike: Counter[tuple[Point, ...]] = (
+        Counter()
+    )  # a curve that others cover is wide enough to be seen below them
+    for run, points in reversed(list(curves.items())):
         placed = tuple(
             (left + x / unit / across * _WIDTH, top + (high - y) / (high - low) * _HEIGHT) for x, y in points
         )
+        extra, colour = 3.2 * alike[placed], colours[run]
         if len(placed) == 1:
-            shapes.append(Rectangle(placed[0][0] - 2, placed[0][1] - 2, 4, 4, colours[run]))
+            side = 4 + extra
+            drawn.append(Rectangle(placed[0][0] - side / 2, placed[0][1] - side / 2, side, side, colour))
         else:
-            shapes.append(Curve(placed, colours[run]))
-    return shapes
+            drawn.append(Curve(placed, colour, 1.6 + extra))
+        alike[placed] += 1
+    return shapes + drawn[::-1]
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float, float]:

@@ -151,9 +151,8 @@ class Drawing:
         """A line through (x, y) points; the style is ``edge``, ``strong-edge`` or ``dashed``."""
         for x, y in points:
             self._reach(x, y)
-        path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
         end = ' marker-end="url(#arrow)"' if arrow else ""
-        self._shapes.append(f'<polyline class="{style}" points="{path}"{end}/>')
+        self._shapes.append(line_element(points, f'class="{style}"{end}'))
 
     def svg(self) -> str:
         """The contents of the file."""
@@ -186,6 +185,12 @@ def box_element(x: float, y: float, width: float, height: float, look: str, *, r
     end = f' rx="{radius}"' if radius else ""
     where = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
     return f"<rect {look} {where}{end}/>"
+
+
+def line_element(points: Sequence[tuple[float, float]], look: str) -> str:
+    """A line through (x, y) points; ``look`` is further attributes."""
+    path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+    return f'<polyline {look} points="{path}"/>'
 
 
 def text_element(x: float, y: float, words: str, look: str, *, size: int, at: str) -> str:

@@ -18,9 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep.config.components import Component
 from lockstep.config.job import DataConfig, JobConfig
 from lockstep.config.job_file import with_lengths
+from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.core.seeding import derive_seed
 from lockstep.core.world import World
-from lockstep.data import SkipBroken, StepLoader, check_labels
+from lockstep.data import SkipBroken, StepLoader, adopt, check_labels
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
@@ -124,6 +125,26 @@ def balance(run: Run, model: nn.Module, training_set: Any) -> None:
     if problem:
         raise ConfigError(problem)
     strategy.partition.points = points
+
+
+def sample_plan(config: JobConfig, data_set: Any, model: nn.Module | None = None) -> SamplePlan:
+    """The sample plan of a job's training set.
+
+    The model decides over a last micro-batch of one sample; it is made where that matters and none is given.
+    """
+    source, training = adopt(data_set), config.training
+    shape = BatchShape(global_batch=training.global_batch, micro_batches=training.micro_batches)
+    samples, smallest = len(source.dataset), 1
+    if samples % shape.micro_batch_size == 1:
+        smallest = smallest_micro_batch(model if model is not None else build_model(config.model))
+    return SamplePlan(
+        samples=samples,
+        shape=shape,
+        seed=training.seed,
+        shuffle=source.shuffle is not False,
+        drop_last=training.drop_last or bool(source.drop_last),
+        smallest_micro_batch=smallest,
+    )
 
 
 def _first_inputs(run: Run, compute: ForwardPass, training_set: Any) -> tuple[Any, ...]:

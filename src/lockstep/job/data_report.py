@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lockstep.config.job import JobConfig
-from lockstep.config.rules import data_parallel_holders
-from lockstep.core.plan import BatchShape, SamplePlan, Share
+from lockstep.config.rules import planned_shares
 from lockstep.data import EvaluationLoader, SkipBroken, StepLoader
 from lockstep.data.naming import known_classes, known_labels, sample_error
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
+from lockstep.job.assemble import sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
-from lockstep.text import plural, shorten
+from lockstep.text import numbered, plural, shorten
 
 _AT_ONCE = 16
 _BAR = 40
@@ -56,10 +56,11 @@ class StepFacts:
     position: int
     """Within the epoch."""
     steps_per_epoch: int
-    who: str
-    """``rank``, or ``replica`` where several ranks hold one model."""
+    micro_batches: int
+    """Micro-batches of the step that are not empty. Those with higher numbers are spares: a rank whose forward pass
+    is collective runs the samples of micro-batch 0 again, and they count for nothing."""
     reads: list[dict[int, list[str]]]
-    """For each of them the numbers of the samples, with their files where they are known, by micro-batch."""
+    """For each rank the numbers of the samples, with their files where they are known, by micro-batch."""
 
 
 def data_sets(config: JobConfig) -> dict[str, Any]:
@@ -114,39 +115,25 @@ class _Tried(Dataset[str]):
         return ""
 
 
-def plan_of(config: JobConfig, data_set: Any) -> SamplePlan:
-    """The sample plan of a job's training set."""
-    training = config.training
-    return SamplePlan(
-        samples=len(data_set),
-        shape=BatchShape(global_batch=training.global_batch, micro_batches=training.micro_batches),
-        seed=training.seed,
-        shuffle=not getattr(data_set, "keeps_order", False),
-        drop_last=training.drop_last,
-    )
-
-
 def look_at_step(config: JobConfig, data_set: Any, devices: int, epoch: int, position: int) -> StepFacts:
     """Who reads which samples of a step. ``ConfigError`` where there is no such step."""
-    plan = plan_of(config, data_set)
+    plan = sample_plan(config, data_set)
     if not 0 <= position < plan.steps_per_epoch:
         raise ConfigError(
             f"--step {position} does not exist: the steps of an epoch are 0 to {plan.steps_per_epoch - 1}."
         )
-    holders = data_parallel_holders(config.settings, devices)
-    share = Share(holders=holders, interleaved=config.training.strategy == "fsdp")
     step, named = plan.step(epoch, position), SkipBroken(data_set).named
+    names = [
+        [named(plan.seed, epoch, i).removeprefix("sample ") for i in part.tolist()] for part in step.indices
+    ]
     return StepFacts(
         epoch=epoch,
         position=position,
         steps_per_epoch=plan.steps_per_epoch,
-        who="rank" if holders == devices else "replica",
+        micro_batches=step.leaves,
         reads=[
-            {
-                k: [named(plan.seed, epoch, i).removeprefix("sample ") for i in step.indices[k].tolist()]
-                for k in share.of(step.leaves, holder)
-            }
-            for holder in range(holders)
+            {k: names[k if k < step.leaves else 0] for k in share.of(step.leaves)}
+            for share in planned_shares(config.settings, devices)
         ],
     )
 
@@ -155,7 +142,7 @@ def batch_of(config: JobConfig, data_set: Any, epoch: int, position: int) -> lis
     """The micro-batches of a step, augmented, as the workers of a run read them."""
     if config.data.on_bad_sample == "skip":
         data_set = SkipBroken(data_set)
-    loader = StepLoader(data_set, plan_of(config, data_set), seed=config.training.seed, prefetch=1)
+    loader = StepLoader(data_set, sample_plan(config, data_set), seed=config.training.seed, prefetch=1)
     try:
         return [part.data for part in next(loader.batches(epoch, position)).micro_batches]
     finally:
@@ -229,13 +216,20 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
                 lines.append(f"    and {rest:,} more")
         lines.append("")
     lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}")
-    for holder, reads in enumerate(step.reads):
-        for place, (k, names) in enumerate(reads.items()):
-            lead = f"{step.who} {holder}" if not place else ""
+    alike: dict[
+        tuple[int, ...], list[int]
+    ] = {}  # ranks that read the same, such as the stages of one pipeline
+    for rank, reads in enumerate(step.reads):
+        alike.setdefault(tuple(reads), []).append(rank)
+    for ranks in alike.values():
+        lead, reads = numbered("rank", ranks), step.reads[ranks[0]]
+        for k, names in reads.items():
             most = _MOST_FILES if "(" in "".join(names) else _MOST_NUMBERS
-            lines.append(f"  {lead:<12} k{k:<3} {shorten(names, most)}")
+            again = "spare: " if k >= step.micro_batches else ""
+            lines.append(f"  {lead:<12} k{k:<3} {again}{shorten(names, most)}")
+            lead = ""
         if not reads:
-            lines.append(f"  {step.who} {holder:<{11 - len(step.who)}} nothing")
+            lines.append(f"  {lead:<12} nothing")
     return "\n".join(lines)
 
 

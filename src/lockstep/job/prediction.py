@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.checkpoint.atomic import write_whole
 from lockstep.checkpoint.folder import step_of
 from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
+from lockstep.core.atomic import write_whole
 from lockstep.core.world import World
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.atomic import write_whole
 from lockstep.config.job import JobConfig
 from lockstep.config.options import mention_unused_options
 from lockstep.config.strategy_options import Level
+from lockstep.core.atomic import write_whole
 from lockstep.core.plan import Share
 from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json

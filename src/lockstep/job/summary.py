@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.config.job import JobConfig, ScheduleConfig
-from lockstep.core.plan import BatchShape, SamplePlan, StepPlan, share
+from lockstep.config.rules import planned_shares
+from lockstep.core.plan import BatchShape, SamplePlan, Share, StepPlan
+from lockstep.text import plural, shorten
 
 _PLOT_WIDTH = 60
 _PLOT_HEIGHT = 8
+_MOST_NUMBERS = 4
 _LEVELS = {"ring": "B (tolerance)", "bf16": "B (tolerance)", "powersgd": "C (statistical)"}
 
 
@@ -17,34 +20,27 @@ _LEVELS = {"ring": "B (tolerance)", "bf16": "B (tolerance)", "powersgd": "C (sta
 class Facts:
     """The facts about a job that its data and model tell."""
 
-    samples: int
-    """Samples that are trained on."""
+    plan: SamplePlan
+    """Of the training."""
     validation_samples: int | None = None
     """Samples that are evaluated on; None: no evaluation."""
     parameters: int = 0
     """Numbers in the model's parameters."""
-    batch_norm: bool = False
-    """True for a model with BatchNorm, which cannot be computed from one sample."""
-    ranks: int | None = None
-    """Processes of the run; None where the machine decides."""
+    devices: int
+    """Devices of all hosts together."""
+    hosts: int = 1
 
 
 def describe(config: JobConfig, facts: Facts, folder: str) -> str:
-    """Describes the work of a job as lines of text.
-
-    Args:
-        config: the checked job.
-        facts: sizes of its data and model.
-        folder: where its files would go.
-    """
-    plan = sample_plan(config, facts)
+    """Describes the work of a checked job, whose files would go to ``folder``, as lines of text."""
+    plan, shares = facts.plan, planned_shares(config.settings, facts.devices)
     return "\n".join(
         [
-            *_work(config, facts, plan),
+            *_work(config, facts, len(shares)),
             "",
             *_steps(config, plan),
             "",
-            *_shares(config, facts, plan),
+            *_shares(plan, shares),
             "",
             *_learning_rate(config, plan),
             "",
@@ -53,36 +49,26 @@ def describe(config: JobConfig, facts: Facts, folder: str) -> str:
     )
 
 
-def sample_plan(config: JobConfig, facts: Facts) -> SamplePlan:
-    """The sample plan of the job's training."""
-    training = config.training
-    return SamplePlan(
-        samples=facts.samples,
-        shape=BatchShape(global_batch=training.global_batch, micro_batches=training.micro_batches),
-        seed=training.seed,
-        drop_last=training.drop_last,
-        smallest_micro_batch=2 if facts.batch_norm else 1,
-    )
-
-
-def _work(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
-    training, run = config.training, config.run
-    ranks = "as many as there are devices" if facts.ranks is None else str(facts.ranks)
-    level, workers = _level(config), config.data.loader_processes(run.threads, facts.ranks or 1)
+def _work(config: JobConfig, facts: Facts, ranks: int) -> list[str]:
+    training, run, plan = config.training, config.run, facts.plan
+    level, workers = _level(config), config.data.loader_processes(run.threads, ranks // facts.hosts)
     evaluated = "none" if facts.validation_samples is None else f"{facts.validation_samples:,} samples"
     rows = [
         ("job", config.job),
         ("model", f"{config.model.target}, {facts.parameters:,} parameters"),
-        ("data", f"{config.data.train.target}, {facts.samples:,} samples; evaluation: {evaluated}"),
+        ("data", f"{config.data.train.target}, {plan.samples:,} samples; evaluation: {evaluated}"),
         ("recipe", f"seed {training.seed}, {training.precision}, {config.optimizer.target}"),
         (
             "devices",
-            f"{run.devices} ({ranks} ranks of {run.threads} thread(s), {workers} loader workers)",
+            f"{run.devices} ({plural(ranks, 'rank')} of {plural(run.threads, 'thread')}, "
+            f"{plural(workers, 'loader worker')})",
         ),
         ("strategy", f"{training.strategy}, gradients {training.reduce}, equality level {level}"),
     ]
     if plan.dropped_samples:
-        rows.append(("left out", f"{plan.dropped_samples} samples per epoch, of the batch that is not full"))
+        rows.append(
+            ("left out", f"{plural(plan.dropped_samples, 'sample')} per epoch, of the batch that is not full")
+        )
     return [f"{name:9} {text}" for name, text in rows]
 
 
@@ -111,7 +97,7 @@ def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
 
 def _tail(last: StepPlan, shape: BatchShape) -> str:
     full = sum(len(part) == shape.micro_batch_size for part in last.indices)
-    parts = [f"{full} full micro-batches"] if full else []
+    parts = [plural(full, "full micro-batch")] if full else []
     if full < last.leaves:
         parts.append(f"one of {len(last.indices[-1])}")
     if last.leaves < shape.micro_batches:
@@ -119,30 +105,24 @@ def _tail(last: StepPlan, shape: BatchShape) -> str:
     return ", ".join(parts)
 
 
-def _shares(config: JobConfig, facts: Facts, plan: SamplePlan) -> list[str]:
-    leaves, size = plan.shape.micro_batches, plan.shape.micro_batch_size
+def _shares(plan: SamplePlan, shares: Sequence[Share]) -> list[str]:
     last = plan.step(0, plan.steps_per_epoch - 1)
-    choices = [facts.ranks] if facts.ranks else [n for n in (1, 2, 4, 8) if n <= leaves]
+    full = [plan.shape.micro_batch_size] * plan.shape.micro_batches
     lines = ["ranks  rank  micro-batches k   samples per step  in the last step"]
-    for ranks in choices:
-        holders, first = _workers(config, ranks)
-        for rank in range(ranks):
-            if not 0 <= rank - first < holders:
-                lines.append(f"{ranks:5}  {rank:4}  none: holds parameters")
-                continue
-            mine, ending = share(leaves, holders, rank - first), share(last.leaves, holders, rank - first)
-            tail = sum(len(last.indices[k]) for k in ending)
-            held = f"{mine.start}" if len(mine) == 1 else f"{mine.start} to {mine.stop - 1}"
-            lines.append(f"{ranks:5}  {rank:4}  {held:<16}  {len(mine) * size:16}  {tail:16}")
+    for rank, share in enumerate(shares):
+        lead = f"{len(shares):5}  {rank:4}"
+        if share.holder is None:
+            lines.append(f"{lead}  none: holds parameters")
+            continue
+        samples, ending = (
+            sum(sizes[k] for k in share.of(len(sizes)) if k < len(sizes))
+            for sizes in (full, [len(part) for part in last.indices])
+        )
+        mine = [k for k in share.of(len(full)) if k < len(full)]
+        consecutive = len(mine) > 1 and mine[-1] - mine[0] < len(mine)
+        held = f"{mine[0]} to {mine[-1]}" if consecutive else shorten(mine, _MOST_NUMBERS)
+        lines.append(f"{lead}  {held:<16}  {samples:16}  {ending:16}")
     return lines
-
-
-def _workers(config: JobConfig, ranks: int) -> tuple[int, int]:
-    """The number of ranks that compute micro-batches, and the first of them."""
-    servers = config.parameter_server.servers
-    if config.training.strategy != "parameter_server" or ranks <= servers:
-        return ranks, 0
-    return ranks - servers, servers if config.parameter_server.mode == "asynchronous" else 0
 
 
 def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
@@ -177,8 +157,8 @@ def plot(values: Sequence[float], height: int = _PLOT_HEIGHT) -> list[str]:
 
 def _files(config: JobConfig, folder: str) -> list[str]:
     checkpoint = config.checkpoint
-    moments = [f"every {checkpoint.every_epochs} epoch(s)"] if checkpoint.every_epochs else []
-    moments += [f"every {checkpoint.every_steps} steps"] if checkpoint.every_steps else []
+    moments = [f"every {plural(checkpoint.every_epochs, 'epoch')}"] if checkpoint.every_epochs else []
+    moments += [f"every {plural(checkpoint.every_steps, 'step')}"] if checkpoint.every_steps else []
     kept = f"{', '.join(moments) or 'at the end'}; the last {checkpoint.keep} and the best are kept"
     lines = [f"run folder   {folder}", f"checkpoints  {folder}/step-*, {kept}"]
     if checkpoint.resume:

@@ -11,7 +11,7 @@ from lockstep.text import format_duration
 
 
 class Console:
-    """Shows loss, accuracy, samples per second and the time left.
+    """Shows loss and accuracy of the epoch so far, samples per second and the time left.
 
     Args:
         stream: where to write, standard error unless given. On a terminal a bar moves through the epoch;
@@ -35,10 +35,11 @@ class Console:
         if self._stream.isatty():
             self._bar = _open_bar(self._stream, f"epoch {epoch + 1}/{epochs}", steps)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Moves the bar to ``step`` and shows the metrics beside it."""
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
+        """Moves the bar to ``step``; beside it are the loss and accuracy of the epoch so far, and the latest speed."""
         if self._bar is not None:
-            self._bar.set_postfix_str(", ".join(_shown(values)), refresh=False)
+            means = {name: value for name, value in (so_far or {}).items() if name in ("loss", "accuracy")}
+            self._bar.set_postfix_str(", ".join(_shown({**values, **means})), refresh=False)
             self._bar.update(step - self._start - self._bar.n)
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Any
 
+from lockstep.core.atomic import file_aside
+
 
 class MetricsFile(ABC):
     """Appends a record per call and flushes it at once.
@@ -39,7 +41,7 @@ class MetricsFile(ABC):
         self._epoch = epoch
         self._began = monotonic() if self._began is None else self._began
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Appends a record of kind ``step``."""
         self._append("step", step, self._epoch, values)
 
@@ -74,14 +76,12 @@ class MetricsFile(ABC):
 
     def _replace(self, records: Iterable[dict[str, Any]]) -> None:
         """Replaces the file by one that has these records."""
-        aside = self._path.with_name(f".{self._path.name}.partial")
-        try:
-            with aside.open("w", encoding="utf-8", newline="") as file:
-                file.write(self._head())
-                file.writelines(map(self._line, records))
-            aside.replace(self._path)
-        finally:
-            aside.unlink(missing_ok=True)
+        with (
+            file_aside(self._path, alone=True) as aside,
+            aside.open("w", encoding="utf-8", newline="") as file,
+        ):
+            file.write(self._head())
+            file.writelines(map(self._line, records))
 
     def _is_to_come(self, record: dict[str, Any]) -> bool:
         ends_open_epoch = record.get("kind") == "epoch" and record.get("epoch") == self._open_epoch

@@ -32,8 +32,8 @@ class Logger(Protocol):
             steps: steps of this epoch.
         """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Metrics after ``step`` steps, such as ``loss``, ``accuracy``, ``samples_per_second``."""
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
+        """Metrics of the steps since the last call, such as ``loss``; ``so_far``, where known, those of the epoch."""
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """The results of a finished epoch."""
@@ -58,9 +58,9 @@ class MultiLogger:
         """Tells every logger that an epoch begins or goes on."""
         self._each(lambda logger: logger.begin(epoch, epochs=epochs, start=start, steps=steps))
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Forwards metrics to every logger."""
-        self._each(lambda logger: logger.log(step, values))
+        self._each(lambda logger: logger.log(step, values, so_far))
 
     def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
         """Forwards the results of an epoch to every logger."""

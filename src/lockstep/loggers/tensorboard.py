@@ -27,7 +27,7 @@ class TensorBoard:
     def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
         """Does nothing: TensorBoard's axis is the step."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Writes each metric under ``train/``."""
         self._write("train", step, values)
 

@@ -54,15 +54,14 @@ class EvaluationStop:
         self._strategy, self._heartbeat = strategy, heartbeat
         self._last, self._next, self._since = 0, 1, time.monotonic()
 
-    def agree(self, round_number: int, result: torch.Tensor) -> None:
+    def agree(self, round_number: int) -> None:
         """Called before each round from 0 on, on every rank. Collective where an agreement is due.
 
-        The ``result`` of the round before, of any shape, is waited for. ``EvaluationStopped`` is raised on every rank
-        where some rank has been asked to stop.
+        ``EvaluationStopped`` is raised on every rank where some rank has been asked to stop.
         """
         if round_number < self._next:
             return
-        result.sum().item()  # a device may be behind, and its time counts
+        torch.zeros(1, device=self._strategy.device).item()  # the device may be behind, and its time counts
         seconds = (time.monotonic() - self._since) / (round_number - self._last)
         said = [float(self._heartbeat.stop_reason), seconds]
         row = self._strategy.all_reduce_max(
@@ -91,6 +90,14 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
+
+    def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
+        """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
+        spare = self.loader.share.longest(self.loader.count) - len(self.loader)
+        for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
+            if self.stop is not None:
+                self.stop.agree(number)
+            yield number, micro_batch
 
 
 @contextmanager
@@ -121,6 +128,8 @@ def evaluation(
     stop = EvaluationStop(run.strategy, heartbeat) if repeatable and can_stop else None
     loader = run._loaders.evaluation(data, workers)
     try:
+        if loader.count == 0:
+            raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
         with evaluating(evaluated):
             yield OpenEvaluation(loader, output_and_target, stop, forward is not None)
     except EvaluationStopped as stopped:
@@ -156,18 +165,11 @@ def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], strategy: St
     Raises:
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
-    loader, stop = opened.loader, opened.stop
-    if loader.count == 0:
-        raise ConfigError(
-            "run.evaluate was given an empty data set, which has no mean. Look at how it was split."
-        )
-    share = strategy.evaluation_share or strategy.share
+    loader, share = opened.loader, opened.loader.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
-    for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
-        if stop is not None:
-            stop.agree(place, rows[place - 1])
+    for place, micro_batch in opened.rounds():
         if micro_batch is None:
             continue
         output, target = opened.forward(micro_batch)
@@ -217,16 +219,10 @@ def predict(
         RankError: a process was lost, and its outputs with it.
         EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
     """
-    loader, stop = opened.loader, opened.stop
-    if loader.count == 0:
-        raise ConfigError("run.predict was given an empty data set. Look at how it was split.")
-    share = strategy.evaluation_share or strategy.share
-    longest, found = share.longest(loader.count), [torch.empty(0)] * loader.count
-    dtype, shape = "", list[int]()
+    loader, share = opened.loader, opened.loader.share
+    found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
-    for place, micro_batch in enumerate(chain(loader, repeat(None, longest - len(loader)))):
-        if stop is not None:
-            stop.agree(place, row)
+    for place, micro_batch in opened.rounds():
         output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is

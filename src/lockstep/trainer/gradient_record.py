@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.checkpoint.atomic import write_whole
+from lockstep.core.atomic import write_whole
 from lockstep.core.fingerprint import combine, differing, digest_tensor
 from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch

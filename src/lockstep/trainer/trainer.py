@@ -86,7 +86,7 @@ class Trainer(Callback):
             self._samples += batch.plan.samples
             if (batch.plan.step + 1) % self._log_every == 0 or batch.plan.position == last:
                 with run.span("log"):
-                    self._logger.log(batch.plan.step + 1, self._read())
+                    self._logger.log(batch.plan.step + 1, self._read(), self._meter.means())
             every = self._saving.every_steps
             if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
                 self._save(batch.plan.step + 1)

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +75,7 @@ def open_index(shards: Sequence[Path], index_file: Path) -> TarIndex:
             return found
     index = _scanned(shards, names, state)
     # without the lock of a file beside the shards; in a folder that cannot be written to, the index stays in memory
-    with suppress(OSError), writing(index_file, uuid4().hex) as writer:
+    with suppress(OSError), writing(index_file, alone=False) as writer:
         writer.finish(vars(index))
     return index
 

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.core.atomic import file_aside
 from lockstep.data.images.decoding import Photo, Pixels, pixels_digest, reduced, reduction
 from lockstep.data.images.transforms import CenterCrop, ImageTransform, Resize, Squeeze, Transform, cut_into
 
@@ -111,25 +112,17 @@ class RecordWriter:
 
 
 @contextmanager
-def writing(path: Path, aside_as: str = "partial") -> Iterator[RecordWriter]:
+def writing(path: Path, *, alone: bool = True) -> Iterator[RecordWriter]:
     """Writes the file ``path`` anew; it appears if the block ends after ``finish``, and else stays as it was.
 
-    Args:
-        path: the file.
-        aside_as: ends the hidden name that it has until then. Only one process at a time may write to one name: hold
-            ``lock_file``, or give each its own.
+    ``alone`` is False where several processes may write it at once, without ``lock_file``.
     """
-    aside = path.with_name(f".{path.name}.{aside_as}")
-    try:
+    with file_aside(path, alone=alone) as aside:
         with aside.open("wb") as file:
             writer = RecordWriter(file)
             yield writer
-            file.flush()
-            os.fsync(file.fileno())
-        if writer.finished:
-            aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+        if not writer.finished:
+            aside.unlink()
 
 
 def _index(content: Bytes, path: Path) -> dict[str, npt.NDArray[Any]]:

@@ -55,16 +55,21 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def file_aside(path: Path) -> Iterator[Path]:
-    """Yields a hidden name to write to; afterwards the file is made durable and renamed to ``path``."""
-    aside = hidden(path)
-    aside.touch(0o666, exist_ok=False)
+def file_aside(path: Path, *, alone: bool = False) -> Iterator[Path]:
+    """Yields an empty hidden file to write to; unless the caller fails or removes it, it is then renamed to ``path``.
+
+    ``alone`` says that no other process writes this file now: the hidden name is always the same, so that what a
+    killed process left there is overwritten.
+    """
+    aside = path.with_name(f".{path.name}.partial") if alone else hidden(path)
+    aside.touch(0o666, exist_ok=alone)
     with _held(aside):
         try:
             yield aside
-            make_durable(aside)
-            aside.replace(path)
-            make_durable(path.parent)
+            if aside.exists():
+                make_durable(aside)
+                aside.replace(path)
+                make_durable(path.parent)
         finally:
             aside.unlink(missing_ok=True)
 

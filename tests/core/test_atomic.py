@@ -5,14 +5,13 @@ import time
 
 import pytest
 
-from lockstep.checkpoint import write
-from lockstep.checkpoint.atomic import clean, file_aside, folder_aside, hidden, remove_folder, write_whole
+from lockstep.core.atomic import clean, file_aside, folder_aside, hidden, remove_folder, write_whole
 
 
 def entry_of_dead_process(path):
     """A hidden name as a process that has ended would have left it."""
     code = (
-        "import sys; from pathlib import Path; from lockstep.checkpoint.atomic import hidden; "
+        "import sys; from pathlib import Path; from lockstep.core.atomic import hidden; "
         "print(hidden(Path(sys.argv[1])))"
     )
     out = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
@@ -38,14 +37,6 @@ def test_entries_of_dead_processes_go_and_all_others_stay(tmp_path):
         (tmp_path / name).mkdir()
     assert set(clean(tmp_path)) == {dead, dead_file}
     assert {path.name for path in tmp_path.iterdir()} == {*others, own.name}
-
-
-@pytest.mark.fault("K1")
-def test_the_next_save_cleans_up_after_a_killed_one(tmp_path, state_of):
-    dead = entry_of_dead_process(tmp_path / "step-00000007")
-    dead.mkdir()
-    write(tmp_path, state_of(8), step=8)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
 
 def test_a_process_that_got_the_pid_of_a_dead_one_is_not_taken_for_it(tmp_path):
