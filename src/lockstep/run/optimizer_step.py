@@ -188,12 +188,7 @@ class PreparedOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, gradients: GradientState) -> None:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
-                "optimizer that steps from gradients, such as SGD or AdamW."
-            )
+        require_steps(optimizer)
         self.wrapped = optimizer
         self._gradients = gradients
         self.step_was_skipped = False
@@ -266,6 +261,16 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
+
+
+def require_steps(optimizer: Optimizer) -> None:
+    """Raises ``ConfigError`` for an optimizer that does not step from gradients alone."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
+            "optimizer that steps from gradients, such as SGD or AdamW."
+        )
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

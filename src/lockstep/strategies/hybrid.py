@@ -49,6 +49,7 @@ from lockstep.distributed.collectives import (
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
 from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.pipeline.stage import Stage
 from lockstep.strategies.sharding import (
@@ -68,7 +69,7 @@ class ShardedPipeline(Pipeline):
     """
 
     name = "hybrid"
-    elementwise_only = True
+    steps = Unit.ELEMENT
     axis = "fsdp"
     _rows: Sequence[StageRows] = ()
 

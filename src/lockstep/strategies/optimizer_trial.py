@@ -1,8 +1,8 @@
 """Finds out by trying what an optimizer needs to see at once: single elements, whole parameters, or all of them.
 
-A copy of the optimizer, as it is configured, steps small parameters of the same number types: whole, cut into rows as
-for two and three ranks, and one at a time. What gives the same bits decides. Its class would say less: ``fused=True`` on
-a CPU, and SGD on bf16, round an element otherwise where it lies in the last few of a tensor.
+A copy of the optimizer, as it is configured, steps small parameters of the same number types: whole, one at a time, and
+cut into rows as for 2, 3 and 16 ranks. What gives the same bits decides. Its class would say less: ``fused=True`` on a
+CPU, and SGD on bf16, round an element otherwise where it lies in the last few of a tensor.
 """
 
 from __future__ import annotations
@@ -76,6 +76,22 @@ def try_optimizer(optimizer: Optimizer, device: torch.device) -> Trial:
     return max(found, key=lambda trial: trial.unit)
 
 
+def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> ConfigError:
+    """The error of an optimizer that has to see more than a process of the strategy holds."""
+    parts = "some of the parameters" if trial.unit is Unit.MODEL else "rows of parameters"
+    remedy = "Use an optimizer that updates each element from that element alone, such as SGD or AdamW"
+    if trial.unit is Unit.PLACE:
+        remedy = "Keep the parameters in float32 and train with precision='bf16'"
+        if any(group.get("fused") for group in optimizer.param_groups):
+            remedy = "Use fused=False"
+    elif trial.unit is Unit.MODEL:
+        remedy = "Use an optimizer that updates each parameter by itself and draws nothing"
+    return ConfigError(
+        f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__} {trial.reason}, so the "
+        f"result would not have the bits of one device. {remedy}, or strategy 'ddp'."
+    )
+
+
 def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int) -> Trial:
     """What becomes of the same steps on rows, as ``ranks`` processes have them."""
     rows = [[each.rows(ranks, rank) for each in members for rank in range(ranks)] for members in groups]
@@ -91,7 +107,11 @@ def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: 
             if not _agree(pieces, expected, nearly=True):
                 return Trial(Unit.PARAMETER, "updates an element by others of its parameter")
             if not _agree(pieces, expected):
-                how = "with fused=True" if optimizer.param_groups[number].get("fused") else f"of {example.values.dtype}"
+                how = (
+                    "with fused=True"
+                    if optimizer.param_groups[number].get("fused")
+                    else f"of {example.values.dtype}"
+                )
                 worst = Trial(Unit.PLACE, f"rounds an element {how} by its place in the tensor")
     return worst
 
@@ -198,7 +218,9 @@ class _Copy:
 
 
 def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parameter]]) -> dict[str, Any]:
-    values = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    values = {
+        key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")
+    }
     names = {"param_names": [str(number) for number in range(len(members))]} if "param_names" in group else {}
     return {"params": [own for _, own in members], **values, **names}
 
@@ -235,7 +257,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 @contextmanager
 def _own_randomness() -> Iterator[Any]:
     """Keeps all generators as they are; gives a function that tells whether numbers were drawn in between."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's stub
     before = random.getstate(), np.random.get_state()
 
     def states() -> list[Any]:

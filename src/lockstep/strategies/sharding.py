@@ -122,21 +122,6 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) in known or bool(getattr(optimizer, "elementwise", False))
 
 
-def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
-    """Raises ``ConfigError`` for an optimizer that is not known to be elementwise.
-
-    A class of one's own that is says so with an attribute ``elementwise = True``.
-    """
-    if is_elementwise(optimizer):
-        return
-    known = ", ".join(sorted(ELEMENTWISE))
-    raise ConfigError(
-        f"Strategy {strategy!r} steps the optimizer on parts of parameters, and {type(optimizer).__name__} is not "
-        f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
-        "class if it does, or use strategy 'ddp'."
-    )
-
-
 class AbsentParameter(nn.Parameter):
     """Stands in a module for a parameter whose values this process has freed: its shape and type, without values."""
 

@@ -26,6 +26,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
     require_rows,
@@ -50,7 +51,8 @@ class FullyShardedDataParallel(Strategy):
 
     name = "fsdp"
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    _gathered: Sequence[object] = ()
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class FullyShardedDataParallel(Strategy):
             dtype=_TYPES.get(options.mixed_precision),
             offload=options.cpu_offload,
         )
+        self._gathered = (self._gathering, *self._gathering.blocks)
         self._parameters = self._gathering.parameters
         self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
@@ -130,7 +133,7 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, self._gathering, *self._gathering.blocks)
+        drop_process_groups(self, *self._gathered)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters."""

@@ -24,6 +24,7 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
 from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
@@ -43,7 +44,8 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     level = Level.BITWISE
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    keeps_whole = True
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class ParameterServer(Strategy):
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
+        if servers == 1:
+            self.steps = Unit.MODEL
         self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
         self._bytes_sent = 0
@@ -66,7 +70,7 @@ class ParameterServer(Strategy):
         self._model = model.to(self.device)
         self._buffers = RunningBuffers(self._model, self._declared)
         server = dist.get_rank(self._group) - self.share.holders
-        self._shards = ParameterShards(self._model, self._servers, server)
+        self._shards = ParameterShards(self._model, self._servers, server, self.whole_parameters)
         self._names, self._own = list(self._shards.parameters), self._shards.own
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(

@@ -30,6 +30,7 @@ from lockstep.distributed.process_group import Groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
@@ -109,6 +110,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    steps = Unit.PARAMETER
     axis = "data"
     """The axis of the mesh over which micro-batches are shared out."""
 
