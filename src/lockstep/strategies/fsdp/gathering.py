@@ -15,7 +15,7 @@ it wants next, and all serve what any rank wants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class Gathering:
         keep: True to free blocks after the backward pass only.
         dtype: to gather, and compute, floating-point parameters in; None for their own.
         offload: True to keep rows in the CPU's memory.
+        whole: parameters that one rank holds, the one that has least of them so far.
     """
 
     def __init__(
@@ -57,16 +58,24 @@ class Gathering:
         keep: bool = False,
         dtype: torch.dtype | None = None,
         offload: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
         self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
         modules = find_blocks(model)
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
+        loads = [0] * ranks
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
-            rows = rows_of(parameter.shape[0], ranks, dist.get_rank(group))
-            each = ShardedParameter(name, parameter, users[parameter], rows, ranks, dtype, offload)
+            rows = [rows_of(parameter.shape[0], ranks, rank) for rank in range(ranks)]
+            if name in whole:
+                owner = loads.index(min(loads))
+                loads[owner] += parameter.numel()
+                rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
+            each = ShardedParameter(
+                name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload
+            )
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
         self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
