@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.strategies.gradients import require_one_dense, thawed
-from lockstep.strategies.sharding import AbsentParameter
+from lockstep.strategies.sharding import Absence, AbsentParameter
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
@@ -40,6 +40,7 @@ class ShardedParameter:
         rank: this one.
         dtype: to gather and compute in; None for the parameter's own.
         offload: True to keep the rows in the CPU's memory.
+        absence: why no process holds it, for messages.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ShardedParameter:
         rank: int,
         dtype: torch.dtype | None,
         offload: bool,
+        absence: Absence,
     ) -> None:
         self.name, self.shape, self.users, self.rows = name, parameter.shape, users, rows
         width = prod(self.shape[1:])
@@ -67,7 +69,7 @@ class ShardedParameter:
             self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
         for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
-        self.absent = AbsentParameter(self.whole, name, self.held)
+        self.absent = AbsentParameter(self.whole, name, self.held, absence)
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False

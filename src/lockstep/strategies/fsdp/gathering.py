@@ -28,7 +28,7 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.numerics.randomness import in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
-from lockstep.strategies.sharding import rows_of, users_of_parameters
+from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
 
 _NOTHING = -1
@@ -65,6 +65,7 @@ class Gathering:
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
         loads = [0] * ranks
+        absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
@@ -74,7 +75,7 @@ class Gathering:
                 loads[owner] += parameter.numel()
                 rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
             each = ShardedParameter(
-                name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload
+                *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
             )
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
