@@ -172,6 +172,8 @@ class PreparedModel:
     """Further names of tied tensors."""
     members: list[list[list[str]]]
     """Names of the whole model's parameters in each group of each optimizer."""
+    parameters: dict[str, nn.Parameter]
+    """As the user sees them between steps, without values where this process has none."""
 
 
 def prepare_model(
@@ -213,7 +215,8 @@ def prepare_model(
         module.to(device)
     for optimizer, own in zip(parts.optimizers, members):
         _point(optimizer, own, strategy)
-    return PreparedModel(trained, randomness, smallest, tensors, aliases, members)
+    seen = dict(trained.named_parameters())
+    return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen)
 
 
 def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:

@@ -54,21 +54,25 @@ class Trial:
     """What the optimizer does that needs more than single elements, as the end of a sentence; empty for elements."""
 
 
-def try_optimizer(optimizer: Optimizer, device: torch.device) -> Trial:
+def try_optimizer(
+    optimizer: Optimizer, device: torch.device, members: Sequence[Sequence[Tensor]] | None = None
+) -> Trial:
     """Finds out what an optimizer needs to see at once, on a few small parameters.
 
     Args:
         optimizer: as the user made it; neither it nor its parameters, nor any generator, is changed.
         device: where it will step.
+        members: the parameters of each group, if the optimizer holds parts of them.
     """
-    groups = [list(_examples(group["params"], device)) for group in optimizer.param_groups]
+    given = members if members is not None else [group["params"] for group in optimizer.param_groups]
+    groups = [list(_examples(parameters, device)) for parameters in given]
     with _own_randomness() as draws:
         whole = _Copy(optimizer, groups)
         failed = whole.step()
         if failed or draws():
             return Trial(Unit.MODEL, failed or "draws random numbers in its step")
-        for number, members in enumerate(groups):
-            for place, example in enumerate(members):
+        for number, examples in enumerate(groups):
+            for place, example in enumerate(examples):
                 alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])
                 if alone.step() or not _agree([alone.found[number][0]], whole.found[number][place]):
                     return Trial(Unit.MODEL, "updates a parameter by what it finds in others")

@@ -320,6 +320,38 @@ class AbsentBuffer(AbsentTensor):
         """See ``__new__``."""
 
 
+class GradientElsewhere(AbsentTensor):
+    """Stands for the gradient of a parameter that a process has, where servers have the gradient."""
+
+    holder: nn.Parameter | None
+
+    def __new__(
+        cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence
+    ) -> GradientElsewhere:
+        """Makes one like ``whole``, without memory of its own; ``holder`` has this process's part, if any."""
+        values = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        made = torch.Tensor._make_subclass(cls, values, False)
+        made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
+        made.holder = holder
+        return made
+
+    def __init__(self, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> None:
+        """See ``__new__``."""
+
+    @property
+    def held_part(self) -> Tensor | None:
+        """See ``AbsentTensor``."""
+        return None if self.holder is None else self.holder.grad
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return self.absence.gradient(names)
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: it needs no graph."""
+        return self if asked in ("get data", "detach", "detach_") else NotImplemented
+
+
 def _has_tensors(values: Sequence[Any]) -> bool:
     """Returns whether some value is a tensor of more than one number, whose numbers would have to be cut too."""
     return any(isinstance(each, Tensor) and each.numel() != 1 for each in _flat(values))

@@ -85,12 +85,21 @@ class ParameterShards:
         servers: how many.
         server: this rank's number among them; negative for a worker.
         whole: parameters that one server holds, however large.
+        apart: True to give the server's optimizer parameters of its own, which share the memory of the model's.
 
     Raises:
         ConfigError: nothing is trained, or values of several number types.
     """
 
-    def __init__(self, model: nn.Module, servers: int, server: int, whole: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        servers: int,
+        server: int,
+        whole: Collection[str] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
         named = dict(model.named_parameters())
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         """All that are trained, whole, by name."""
@@ -98,7 +107,7 @@ class ParameterShards:
         sizes = {n: Size(p.shape[0] if p.dim() else 1, p.nbytes) for n, p in self.parameters.items()}
         self.keys: Sequence[Sequence[Key]] = spread(sizes, servers, whole)
         """Of each server."""
-        self.server = server
+        self.server, self._apart = server, apart
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.own = {key.name: self._held(key) for key in self.own_keys}
@@ -108,6 +117,13 @@ class ParameterShards:
     def own_keys(self) -> Sequence[Key]:
         """The keys of this server; none on a worker."""
         return self.keys[self.server] if self.server >= 0 else ()
+
+    def follow(self) -> None:
+        """Lets the server's parameters share the model's memory again, where that has got other tensors."""
+        for key in self.own_keys:
+            values = key.of(self.parameters[key.name].detach())
+            if self.own[key.name].data_ptr() != values.data_ptr():
+                self.own[key.name].data = values
 
     def numel(self, server: int) -> int:
         """Number of values that a server holds."""
@@ -163,7 +179,7 @@ class ParameterShards:
 
     def _held(self, key: Key) -> nn.Parameter:
         parameter = self.parameters[key.name]
-        return parameter if key.rows is None else nn.Parameter(key.of(parameter.detach()))
+        return parameter if key.rows is None and not self._apart else nn.Parameter(key.of(parameter.detach()))
 
 
 def _require_storable(parameters: Sequence[nn.Parameter]) -> None:
