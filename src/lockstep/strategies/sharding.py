@@ -150,11 +150,13 @@ class Absence:
     """Who has them, as the end of "under strategy 'fsdp' ..."."""
     has_gradients: bool = False
     """True once there has been a backward pass, where nothing is held here that says more."""
+    is_computing: bool = False
+    """True within a step, where every process runs micro-batches of its own, so that changes would not agree."""
 
-    def values(self, names: str) -> ConfigError:
+    def values(self, names: str, kind: str = "parameter") -> ConfigError:
         """The error of code that needs values."""
         return ConfigError(
-            f"The parameter {names!r} is used outside of the forward pass of its module, where under strategy "
+            f"The {kind} {names!r} is used outside of the forward pass of its module, where under strategy "
             f"{self.strategy!r} {self.where}. Return what is needed from that module's forward, write the weights with "
             "run.save(), or use strategy 'ddp'."
         )
@@ -208,7 +210,8 @@ class AbsentTensor(torch.Tensor):
                 return found
             if key in _METADATA:
                 return func(*args, **(kwargs or {}))
-            if key in _SCALED and len(absent) == 1 and args[0] is first and not _has_tensors(args[1:]):
+            may_change = key in _SCALED and not first.absence.is_computing
+            if may_change and len(absent) == 1 and args[0] is first and not _has_tensors(args[1:]):
                 if first.held_part is not None:
                     with torch.no_grad():
                         func(first.held_part, *args[1:], **(kwargs or {}))
@@ -272,6 +275,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
                 return None  # as p.grad *= 0.5 does
             raise self.absence.gradient(self.parameter_name)
         if asked == "set data":
+            if args[1] is self:
+                return None  # as p.data *= 0.5 does
             raise self.refusal(self.parameter_name)
         return NotImplemented
 
@@ -318,6 +323,10 @@ class AbsentBuffer(AbsentTensor):
 
     def __init__(self, whole: Tensor, name: str, absence: Absence) -> None:
         """See ``__new__``."""
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return self.absence.values(names, "buffer")
 
 
 class GradientElsewhere(AbsentTensor):
