@@ -131,7 +131,8 @@ class ShardedPipeline(Pipeline):
     def _make_sums(
         self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
     ) -> StepSums:
-        rows = StageRows(stage, self._line, Absence(self.name, "no process holds it whole"))
+        self._absences.append(Absence(self.name, "no process holds it whole"))
+        rows = StageRows(stage, self._line, self._absences[-1])
         self._rows = (*self._rows, rows)
         sums = super()._make_sums(stage, local, rows.held)
         rows.free()

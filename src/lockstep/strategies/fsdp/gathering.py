@@ -65,7 +65,7 @@ class Gathering:
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
         loads = [0] * ranks
-        absence = Absence("fsdp", "no process holds it whole")
+        self._absence = absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
@@ -104,6 +104,7 @@ class Gathering:
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
+        self._absence.is_computing = True
         self.free()
         self._steps += 1
         self._step = self._steps
@@ -131,6 +132,7 @@ class Gathering:
 
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
+        self._absence.is_computing = False
         self._step = 0
         return {name: total for block in self.blocks for name, total in block.take().items()}
 

@@ -236,6 +236,8 @@ class Pipeline(Strategy):
         self._losses = torch.zeros(
             2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
         )
+        for absence in self._absences:
+            absence.is_computing = True
         frozen = self._frozen()
         kinds = [(frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
@@ -264,7 +266,7 @@ class Pipeline(Strategy):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
         for absence in self._absences:
-            absence.has_gradients = True
+            absence.has_gradients, absence.is_computing = True, False
         return self._finish(len(mine), stop)
 
     def _frozen(self) -> int:
