@@ -234,11 +234,13 @@ class PreparedOptimizer(Optimizer):
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's state."""
+        """The user's optimizer's state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("state_dict")
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives the user's optimizer its state."""
+        """Gives the user's optimizer its state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("load_state_dict")
         self.wrapped.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -252,6 +254,14 @@ class PreparedOptimizer(Optimizer):
             self.wrapped.add_param_group(param_group)
         else:
             self._shared.add(param_group)
+
+    def _require_whole(self, method: str) -> None:
+        if self._shared is not None and not self._shared.is_whole:
+            raise ConfigError(
+                f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
+                "optimizer. Write and load it with run.save() and resume=True, load it before run.prepare, or use "
+                "strategy 'ddp'."
+            )
 
     def __repr__(self) -> str:
         return f"Prepared{self.wrapped!r}"

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.gradients import thawed
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
 
 
@@ -38,7 +37,8 @@ class SharedGroups:
         self._optimizer, self._members, self._parameters = optimizer, members, parameters
         self._strategy = strategy
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+        self.is_whole = strategy.replicated
+        """True if the optimizer holds the very parameters that the user sees."""
 
     @classmethod
     def of(
@@ -48,20 +48,26 @@ class SharedGroups:
         parameters: Mapping[str, Tensor],
         strategy: Strategy,
     ) -> SharedGroups | None:
-        """The groups of an optimizer; None where it holds what the user sees."""
-        if strategy.replicated or isinstance(strategy, IndependentStrategy):
-            return None
-        return cls(optimizer, members, parameters, strategy)
+        """The groups of an optimizer; None where processes are independent, which see their own parts."""
+        return (
+            None
+            if isinstance(strategy, IndependentStrategy)
+            else cls(optimizer, members, parameters, strategy)
+        )
 
     def groups(self) -> list[Any]:
         """The groups, with the prepared model's parameters."""
+        if self.is_whole:
+            return self._optimizer.param_groups
         return [
             ParameterGroup(own, tuple(self._parameters[name] for name in names))
             for own, names in zip(self._optimizer.param_groups, self._members)
         ]
 
-    def state(self) -> SharedState:
+    def state(self) -> Any:
         """The state, by the prepared model's parameters."""
+        if self.is_whole:
+            return self._optimizer.state
         held = self._strategy.trainable()
         return SharedState(self._optimizer, {self._parameters[name]: held[name] for name in held})
 
@@ -69,14 +75,12 @@ class SharedGroups:
         """Adds a group; see ``PreparedOptimizer.add_param_group``."""
         given = group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
-        names = [each[0] if isinstance(each, tuple) else self._name(each) for each in given]
+        names = [self._name(each[1] if isinstance(each, tuple) else each) for each in given]
         known = {name for names in self._members for name in names}
-        held = self._strategy.trainable()
+        held = self._parameters if self.is_whole else self._strategy.trainable()
         for name in names:
             if name in known:
                 raise ConfigError(f"{name!r} is in a group of the optimizer already.")
-            if name in self._frozen:
-                raise thawed(name)
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         self._optimizer.add_param_group({**own, "params": [held[name] for name in names if name in held]})
         self._members.append(names)
@@ -86,8 +90,9 @@ class SharedGroups:
         name = self._names.get(id(parameter))
         if name is None:
             raise ConfigError(
-                f"add_param_group was given a tensor of shape {list(parameter.shape)} that is no parameter of the "
-                "prepared model. Give it parameters of the model that run.prepare returned."
+                f"add_param_group was given a tensor of shape {list(parameter.shape)} that was no parameter of the "
+                "model when it was prepared, so nobody would sum its gradient over the ranks. Put the module into the "
+                "model before run.prepare, and give add_param_group parameters of the model that it returned."
             )
         return name
 

@@ -239,7 +239,7 @@ class Pipeline(Strategy):
         for absence in self._absences:
             absence.is_computing = True
         frozen = self._frozen()
-        kinds = [(frozen, *kind_of(each.data)) for each in batch.micro_batches]
+        kinds = [("trained", frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
