@@ -1,6 +1,7 @@
 """Runs a program under many layouts: every one has the bits of ``single``, or is refused in a sentence.
 
-A program is a function of ``(world, settings)`` at module level that trains and returns tensors by name.
+A program is a function of ``(world, settings)`` at module level that trains and returns tensors by name, or a class of
+which each object has such a method ``train``.
 """
 
 import logging
@@ -65,6 +66,22 @@ def outcomes(programs, layout, timeout=120):
     return everyone[0]
 
 
+def require_ends(programs, expected, found, layout, refused):
+    """Asserts equal bits for each program, or the words of ``refused`` in its refusal."""
+    for program, wanted, outcome in zip(programs, expected, found, strict=True):
+        case = f"{program.__name__}, {layout}"
+        assert not outcome.fault, f"{case}: {outcome.fault}"
+        if program in refused:
+            assert outcome.refusal, f"{case}: not refused"
+            assert refused[program] in outcome.refusal, f"{case}: {outcome.refusal}"
+            continue
+        assert not outcome.refusal, f"{case}: {outcome.refusal}"
+        assert not wanted.refusal and not wanted.fault, f"{case}, single: {wanted.refusal}{wanted.fault}"
+        names = {*wanted.digests, *outcome.digests}
+        different = sorted(name for name in names if wanted.digests.get(name) != outcome.digests.get(name))
+        assert not different, f"{case}: {len(different)} of {len(names)} differ, first {different[:4]}"
+
+
 def _run_all(world, programs, settings):
     postpone_compiler()
     logging.getLogger("lockstep").setLevel(logging.ERROR)
@@ -73,7 +90,8 @@ def _run_all(world, programs, settings):
 
 def _run(world, program, settings):
     try:
-        return Outcome(digest_tensors(program(world, settings)))
+        train = program().train if isinstance(program, type) else program
+        return Outcome(digest_tensors(train(world, settings)))
     except LockstepError as error:
         return Outcome({}, refusal=f"{type(error).__name__}: {error}")
     except Exception:

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from tests.sameness.layouts import outcomes
+from tests.sameness.layouts import outcomes, require_ends
 from tests.strategies.test_optimizer_trial import Coupled, Noisy, Normalized
 from torch import nn, optim
 from torch.utils.data import TensorDataset
@@ -155,15 +155,4 @@ def alone():
     "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each not in SHORT)) for each in REFUSED]
 )
 def test_an_optimizer_steps_as_on_one_device_or_is_refused(layout):
-    for program, expected, found in zip(PROGRAMS, alone(), outcomes(PROGRAMS, layout)):
-        case = f"{program.__name__}, {layout}"
-        assert not expected.fault and not found.fault, f"{case}: {expected.fault}{found.fault}"
-        words = REFUSED[layout].get(program)
-        if words:
-            assert words in found.refusal, f"{case}: {found.refusal or 'not refused'}"
-        else:
-            assert not found.refusal, f"{case}: {found.refusal}"
-            different = [
-                name for name in expected.digests if found.digests.get(name) != expected.digests[name]
-            ]
-            assert not different and set(found.digests) == set(expected.digests), f"{case}: {different}"
+    require_ends(PROGRAMS, alone(), outcomes(PROGRAMS, layout), layout, REFUSED[layout])
