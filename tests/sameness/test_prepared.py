@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from tests.sameness.layouts import outcomes
+from tests.sameness.layouts import outcomes, require_ends
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

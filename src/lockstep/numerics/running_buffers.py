@@ -82,8 +82,8 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
             if key in model.get_submodule(path)._non_persistent_buffers_set:
                 raise ConfigError(
                     f"running_buffers has {name!r}, which was registered with persistent=False: neither fingerprint "
-                    "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it with "
-                    "persistent=True."
+                    "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it "
+                    "with persistent=True."
                 )
         groups += [BufferGroup([buffers[name]]) for name in matched if name not in found]
         found.update(matched)
