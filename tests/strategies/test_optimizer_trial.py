@@ -47,7 +47,7 @@ class Coupled(optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         own = [parameter for group in self.param_groups for parameter in group["params"]]
-        largest = max(float(parameter.grad.abs().max()) for parameter in own if parameter.numel())
+        largest = max((float(each.grad.abs().max()) for each in own if each.numel()), default=1.0)
         for parameter in own:
             parameter.grad.div_(largest)
         super().step(closure)
