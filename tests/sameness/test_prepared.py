@@ -254,6 +254,48 @@ class ModuleAdded(Loop):
         self.optimizer.add_param_group({"params": nn.Linear(4, 4).parameters()})
 
 
+class Replaced(Loop):
+    """A layer is replaced by another."""
+
+    def prepared(self):
+        torch.manual_seed(9)
+        self.model[7] = nn.Linear(53, 4)
+
+
+class Method(Loop):
+    """Attributes and methods of the user's own class."""
+
+    class Net(nn.Sequential):
+        rate = 0.5
+
+        def ends(self):
+            return self[0], self[7]
+
+        def train(self, mode=True):
+            super().train(mode)
+            self[3].eval()
+            return self
+
+    def make(self):
+        return self.Net(*layers())
+
+    def begin(self, step):
+        self.model.eval()
+        self.model.train()
+        for layer in self.model.ends():
+            layer.bias.requires_grad_(self.model.rate < 1)
+        self.found[f"{[m.training for m in self.model]} {bool(self.model)}"] = NOTHING
+
+
+class Constrained(Loop):
+    """Layers are told apart by type, and their weights bounded."""
+
+    def stepped(self, step):
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data.clamp_(min=-0.1)
+
+
 class MomentumChanged(Loop):
     def stepped(self, step):
         for state in self.optimizer.state.values():
@@ -348,7 +390,7 @@ class Logged(Loop):
 WORK = (
     *(Named, Freezing, FreezingAtOnce, FreezingStart, FreezingOnce, Scaled, ScaledByName, ScaledInGroups),
     *(ClippedByValue, Cleared, Shrunk, Clamped, Reset, RatesChanged, Scheduled, GroupAdded),
-    *(MomentumChanged, MomentumForgotten),
+    *(MomentumChanged, MomentumForgotten, Method, Constrained),
 )
 """Equal bits in every layout."""
 WHOLE = (
@@ -360,6 +402,7 @@ NEVER = {
     FreezingAll: "Every parameter of the model is frozen",
     Thawing: "was frozen at run.prepare and requires a gradient now",
     ThawingOne: "'7.bias' was frozen at run.prepare and requires a gradient now",
+    Replaced: "of the model was replaced, added or taken out after run.prepare",
     ModuleAdded: "that was no parameter of the model when it was prepared",
 }
 PROGRAMS = (*WORK, *WHOLE, *NEVER)

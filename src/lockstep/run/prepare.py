@@ -175,6 +175,19 @@ class PreparedModel:
     parameters: dict[str, nn.Parameter]
     """As the user sees them between steps, without values where this process has none."""
 
+    def require_own_parameters(self) -> None:
+        """Raises ``ConfigError`` naming a parameter that was put into the model, or taken out, after ``prepare``."""
+        found = dict(self.module.named_parameters())
+        known, now = ({id(p): name for name, p in each.items()} for each in (self.parameters, found))
+        if known.keys() == now.keys():  # they may have other names, as pruning and parametrizations give them
+            return
+        changed = [name for each, name in {**known, **now}.items() if each not in known or each not in now]
+        raise ConfigError(
+            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so nobody "
+            "would sum its gradient over the ranks. Change modules before run.prepare, and values in place "
+            "(parameter.copy_ under torch.no_grad)."
+        )
+
 
 def prepare_model(
     parts: Parts, options: RunOptions, strategy: Strategy, precision: Precision, device: torch.device

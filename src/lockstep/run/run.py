@@ -366,7 +366,9 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts = self.require_prepared().state.parts
+        state = self.require_prepared().state
+        parts = state.parts
+        state.model.require_own_parameters()
         with self.span("fingerprint"):
             digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
             if (group := self._session.group) is not None:

@@ -121,9 +121,22 @@ class PlacedPipeline(nn.Module):
         return self.__deepcopy__({})
 
     def train(self, mode: bool = True) -> PlacedPipeline:
-        """Sets the mode, of the user's own object too."""
-        vars(self)["_model"].training = mode
-        return super().train(mode)
+        """Sets the mode, as the user's own class does it."""
+        vars(self)["_model"].train(mode)
+        self.training = mode
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(vars(self)["_model"])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(vars(self)["_model"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_model"][key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
