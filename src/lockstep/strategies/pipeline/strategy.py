@@ -138,6 +138,9 @@ class PlacedPipeline(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return vars(self)["_model"][key]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        vars(self)["_model"][key] = value
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
         kind = (self.training, *kind_of((args, kwargs)))
