@@ -78,6 +78,14 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
         matched = [name for name in buffers if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(f"running_buffers: no buffer of the model matches {pattern!r}.")
+        for name in matched:
+            path, _, key = name.rpartition(".")
+            if key in model.get_submodule(path)._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"running_buffers has {name!r}, which was registered with persistent=False: neither fingerprint "
+                    "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it "
+                    "with persistent=True."
+                )
         groups += [BufferGroup([buffers[name]]) for name in matched if name not in found]
         found.update(matched)
     averaged = [location for group in groups for location in group.locations]

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
 
@@ -32,6 +33,7 @@ class GradientState:
         strategy: knows who else holds a part of the gradients.
         scaler: of the loss; None where the precision needs none.
         frozen: parameters that required no gradient when the run was prepared, with their names.
+        trained: those that did.
     """
 
     def __init__(
@@ -40,9 +42,10 @@ class GradientState:
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
         frozen: Sequence[tuple[str, Tensor]] = (),
+        trained: Sequence[Tensor] = (),
     ) -> None:
         self._optimizers, self._strategy, self._scaler = list(optimizers), strategy, scaler
-        self._frozen = frozen
+        self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
         self._reduced = self._stepping = self._scale_outdated = False
         self.skipped = 0
@@ -73,6 +76,11 @@ class GradientState:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise thawed(name)
+        if self._trained and not any(parameter.requires_grad for parameter in self._trained):
+            raise ConfigError(
+                "Every parameter of the model is frozen, so run.backward has nothing to compute gradients for. Leave "
+                "some unfrozen, or call the model or run.evaluate instead."
+            )
         if self._scaler is None:
             return
         if not self._optimizers:
@@ -182,31 +190,29 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the user's optimizer.
         gradients: of the run.
+        shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
 
     Raises:
         ConfigError: the optimizer cannot step from gradients alone.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: GradientState) -> None:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
-                "optimizer that steps from gradients, such as SGD or AdamW."
-            )
+    def __init__(
+        self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None
+    ) -> None:
+        require_steps(optimizer)
         self.wrapped = optimizer
-        self._gradients = gradients
+        self._gradients, self._shared = gradients, shared
         self.step_was_skipped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The user's groups."""
-        return self.wrapped.param_groups
+        """The user's groups; their parameters are those of the prepared model."""
+        return self.wrapped.param_groups if self._shared is None else self._shared.groups()
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """The user's state."""
-        return self.wrapped.state
+        """The user's state, by parameters of the prepared model; of each this process's part."""
+        return self.wrapped.state if self._shared is None else self._shared.state()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
@@ -228,16 +234,34 @@ class PreparedOptimizer(Optimizer):
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's state."""
+        """The user's optimizer's state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("state_dict")
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives the user's optimizer its state."""
+        """Gives the user's optimizer its state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("load_state_dict")
         self.wrapped.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the user's optimizer."""
-        self.wrapped.add_param_group(param_group)
+        """Adds a group of the prepared model's parameters. Every rank must call this.
+
+        Raises:
+            ConfigError: they were frozen at ``run.prepare``, or the optimizer would have to see more of them than a
+                process holds.
+        """
+        if self._shared is None:
+            self.wrapped.add_param_group(param_group)
+        else:
+            self._shared.add(param_group)
+
+    def _require_whole(self, method: str) -> None:
+        if self._shared is not None and not self._shared.is_whole:
+            raise ConfigError(
+                f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
+                "optimizer. Write and load it with run.save() and resume=True, load it before run.prepare, or use "
+                "strategy 'ddp'."
+            )
 
     def __repr__(self) -> str:
         return f"Prepared{self.wrapped!r}"
@@ -266,6 +290,16 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
+
+
+def require_steps(optimizer: Optimizer) -> None:
+    """Raises ``ConfigError`` for an optimizer that does not step from gradients alone."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
+            "optimizer that steps from gradients, such as SGD or AdamW."
+        )
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

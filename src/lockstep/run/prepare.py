@@ -7,7 +7,7 @@ Blocks are compiled one by one, so that the keyed randomness between them stays 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import hyperparameters, implementation
+from lockstep.run.optimizer_step import hyperparameters, implementation, require_steps
 from lockstep.run.session import RunSession
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.sharding import require_elementwise
+from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,21 @@ class PreparedModel:
     """Further names of tied tensors."""
     members: list[list[list[str]]]
     """Names of the whole model's parameters in each group of each optimizer."""
+    parameters: dict[str, nn.Parameter]
+    """As the user sees them between steps, without values where this process has none."""
+
+    def require_own_parameters(self) -> None:
+        """Raises ``ConfigError`` naming a parameter that was put into the model, or taken out, after ``prepare``."""
+        found = dict(self.module.named_parameters())
+        known, now = ({id(p): name for name, p in each.items()} for each in (self.parameters, found))
+        if known.keys() == now.keys():  # they may have other names, as pruning and parametrizations give them
+            return
+        changed = [name for each, name in {**known, **now}.items() if each not in known or each not in now]
+        raise ConfigError(
+            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so nobody "
+            "would sum its gradient over the ranks. Change modules before run.prepare, and values in place "
+            "(parameter.copy_ under torch.no_grad)."
+        )
 
 
 def prepare_model(
@@ -189,9 +204,11 @@ def prepare_model(
             f"its weights, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or "
             "leave it out."
         )
-    if strategy.elementwise_only:
-        for optimizer in parts.optimizers:
-            require_elementwise(optimizer, strategy.name)
+    names = parameter_names(model)
+    for optimizer in parts.optimizers:
+        require_steps(optimizer)
+        if strategy.steps < Unit.MODEL:
+            strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
@@ -199,7 +216,6 @@ def prepare_model(
     smallest = smallest_micro_batch(model)
     whole, aliases = model_state(model)
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
-    names = parameter_names(model)
     members = [
         [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         for optimizer in parts.optimizers
@@ -212,7 +228,18 @@ def prepare_model(
         module.to(device)
     for optimizer, own in zip(parts.optimizers, members):
         _point(optimizer, own, strategy)
-    return PreparedModel(trained, randomness, smallest, tensors, aliases, members)
+    seen = dict(trained.named_parameters())
+    return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen)
+
+
+def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
+    """The parameters that the strategy must keep whole for an optimizer; ``ConfigError`` where that cannot be."""
+    trial = try_optimizer(optimizer, strategy.device)
+    if trial.unit <= strategy.steps:
+        return set()
+    if not strategy.keeps_whole or trial.unit is Unit.MODEL:
+        raise refused_optimizer(optimizer, trial, strategy.name)
+    return {names[p] for group in optimizer.param_groups for p in group["params"]}
 
 
 def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:

@@ -32,6 +32,7 @@ from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
+from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import RunState
 from lockstep.run.step import (
     DeferredResults,
@@ -146,8 +147,20 @@ class Run:
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        gradients = GradientState(parts.optimizers, self.strategy, self._precision.scaler, parts.frozen)
-        wrapped = {id(each): PreparedOptimizer(each, gradients) for each in parts.optimizers}
+        frozen = {name for name, _ in parts.frozen}
+        gradients = GradientState(
+            parts.optimizers,
+            self.strategy,
+            self._precision.scaler,
+            [(name, each) for name, each in placed.parameters.items() if name in frozen],
+            [each for name, each in placed.parameters.items() if name not in frozen],
+        )
+        wrapped = {
+            id(each): PreparedOptimizer(
+                each, gradients, SharedGroups.of(each, own, placed.parameters, self.strategy)
+            )
+            for each, own in zip(parts.optimizers, placed.members)
+        }
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
         self._writer.join(state)
         if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
@@ -367,7 +380,9 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts = self.require_prepared().state.parts
+        state = self.require_prepared().state
+        parts = state.parts
+        state.model.require_own_parameters()
         with self.span("fingerprint"):
             digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
             if (group := self._session.group) is not None:

@@ -29,7 +29,7 @@ from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 
 logger = logging.getLogger(__name__)
-_MOST_NUMBERS = 4096
+_MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 
 

@@ -31,6 +31,7 @@ from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.optimizer_trial import Unit
 
 
 class Compute(Protocol):
@@ -103,8 +104,12 @@ class Strategy(ABC):
     replicated: bool = True
     """True if every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
     of the user's own need."""
-    elementwise_only: bool = False
-    """True if optimizers step on parts of parameters, and so must update each element from that element alone."""
+    steps: Unit = Unit.MODEL
+    """The most that an optimizer sees of a model in one process, or has to see, for the bits that are promised."""
+    keeps_whole: bool = False
+    """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
+    whole_parameters: frozenset[str] = frozenset()
+    """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     events: StepEvents = NO_EVENTS

@@ -15,7 +15,7 @@ it wants next, and all serve what any rank wants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.numerics.randomness import in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
-from lockstep.strategies.sharding import rows_of, users_of_parameters
+from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
 
 _NOTHING = -1
@@ -47,6 +47,7 @@ class Gathering:
         keep: True to free blocks after the backward pass only.
         dtype: to gather, and compute, floating-point parameters in; None for their own.
         offload: True to keep rows in the CPU's memory.
+        whole: parameters that one rank holds, the one that has least of them so far.
     """
 
     def __init__(
@@ -58,16 +59,25 @@ class Gathering:
         keep: bool = False,
         dtype: torch.dtype | None = None,
         offload: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
         self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
         modules = find_blocks(model)
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
+        loads = [0] * ranks
+        self._absence = absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
-            rows = rows_of(parameter.shape[0], ranks, dist.get_rank(group))
-            each = ShardedParameter(name, parameter, users[parameter], rows, ranks, dtype, offload)
+            rows = [rows_of(parameter.shape[0], ranks, rank) for rank in range(ranks)]
+            if name in whole:
+                owner = loads.index(min(loads))
+                loads[owner] += parameter.numel()
+                rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
+            each = ShardedParameter(
+                *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
+            )
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
         self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
@@ -105,6 +115,7 @@ class Gathering:
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
+        self._absence.is_computing = True
         self.free()
         self._steps += 1
         self._step = self._steps
@@ -132,6 +143,7 @@ class Gathering:
 
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
+        self._absence.is_computing = False
         self._step = 0
         return {name: total for block in self.blocks for name, total in block.take().items()}
 

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import fold_rows
+from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
     require_rows,
-    rows_of,
     squares_of_rows,
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
@@ -51,7 +51,9 @@ class FullyShardedDataParallel(Strategy):
 
     name = "fsdp"
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    keeps_whole = True
+    _gathered: Sequence[object] = ()
 
     def __init__(
         self,
@@ -87,7 +89,9 @@ class FullyShardedDataParallel(Strategy):
             keep=not options.reshard_after_forward,
             dtype=_TYPES.get(options.mixed_precision),
             offload=options.cpu_offload,
+            whole=self.whole_parameters,
         )
+        self._gathered = (self._gathering, *self._gathering.blocks)
         self._parameters = self._gathering.parameters
         self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
@@ -131,18 +135,28 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, self._gathering, *self._gathering.blocks)
+        drop_process_groups(self, *self._gathered)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """This rank's rows of each trained parameter, as ordinary parameters."""
-        return {each.name: each.held for each in self._trained}
+        """This rank's rows of each trained parameter, as ordinary parameters; none of one that another rank holds."""
+        rank = dist.get_rank(self._group)
+        return {each.name: each.held for each in self._trained if each.owner in (None, rank)}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""
         trained = sorted(self._trained, key=lambda each: each.name)
-        rows = [each.shape[0] for each in trained]
-        sums = squares_of_rows([each.held.grad for each in trained], rows, self.device, self._group)
-        return torch.stack(sums or [torch.zeros((), dtype=torch.float64, device=self.device)])
+        cut = [each for each in trained if each.owner is None]
+        alone = [each for each in trained if each.owner is not None]
+        rows = [each.shape[0] for each in cut]
+        sums = squares_of_rows([each.held.grad for each in cut], rows, self.device, self._group)
+        found = dict(zip((each.name for each in cut), sums))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        if alone:
+            gradients = [each.held.grad for each in alone]
+            own = torch.stack([zero if each is None else sum_of_squares(each).to(zero) for each in gradients])
+            dist.all_reduce(own, group=self._group)  # of each entry, all but one are zero
+            found |= dict(zip((each.name for each in alone), own))
+        return torch.stack([found[each.name] for each in trained] or [zero])
 
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
@@ -169,7 +183,11 @@ class FullyShardedDataParallel(Strategy):
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter where it has some; what has none at all, and buffers, on rank 0."""
         first = dist.get_rank(self._group) == 0
-        found = {n: p.held.detach() for n, p in self._parameters.items() if first or p.held.numel()}
+        found = {
+            name: each.held.detach()
+            for name, each in self._parameters.items()
+            if each.held.numel() or (first and not each.whole.numel())
+        }
         buffers = dict(self._model.named_buffers(remove_duplicate=False)) if first else {}
         return found | {name: buffers[name] for name in self._first_names if name in buffers}
 
@@ -185,12 +203,19 @@ class FullyShardedDataParallel(Strategy):
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``."""
+        owner = self._parameters[name].owner
+        if owner is not None:
+            found = torch.empty(self._shapes[name], dtype=dtype, device=self.device)
+            if part is not None and dist.get_rank(self._group) == owner:
+                found.copy_(part)
+            dist.broadcast(found, dist.get_process_group_ranks(self._group)[owner], self._group)
+            return found
         assert part is not None, f"every rank holds rows of {name!r}"
         return gather_rows(part.to(self.device), self._shapes[name], self._group)
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows."""
-        return whole[rows_of(whole.shape[0], self.share.holders, dist.get_rank(self._group))]
+        return whole[self._parameters[name].rows[dist.get_rank(self._group)]]
 
     @property
     def bytes_sent(self) -> int:

@@ -32,6 +32,7 @@ from lockstep.distributed.network import data_address
 from lockstep.distributed.rendezvous import meeting_address
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.asynchronous_participant import Participant
 from lockstep.strategies.parameter_server.asynchronous_server import Server
 from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
@@ -66,7 +67,7 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     name = "parameter_server"
     level = Level.STATISTICAL
-    elementwise_only = True
+    steps = Unit.PLACE
 
     def __init__(
         self,

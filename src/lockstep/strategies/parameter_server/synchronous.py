@@ -24,8 +24,9 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
-from lockstep.strategies.sharding import load_model_state
+from lockstep.strategies.sharding import Absence, GradientElsewhere, load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -43,7 +44,8 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     level = Level.BITWISE
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    keeps_whole = True
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class ParameterServer(Strategy):
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
+        if servers == 1:
+            self.steps = Unit.MODEL
         self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
         self._bytes_sent = 0
@@ -66,8 +70,15 @@ class ParameterServer(Strategy):
         self._model = model.to(self.device)
         self._buffers = RunningBuffers(self._model, self._declared)
         server = dist.get_rank(self._group) - self.share.holders
-        self._shards = ParameterShards(self._model, self._servers, server)
+        self._shards = ParameterShards(
+            *(self._model, self._servers, server, self.whole_parameters), apart=self._servers > 1
+        )
         self._names, self._own = list(self._shards.parameters), self._shards.own
+        absence = Absence(self.name, "the servers share it")
+        several = self._shards.parameters if self._servers > 1 else {}
+        self._elsewhere = {
+            name: GradientElsewhere(p, name, self._own.get(name), absence) for name, p in several.items()
+        }
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
@@ -77,6 +88,9 @@ class ParameterServer(Strategy):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Workers compute and push; servers add. See ``Strategy.backward``."""
         leaves = batch.plan.leaves
+        self._shards.follow()
+        for name in self._elsewhere:
+            self._shards.parameters[name].grad = None
         prior = [(p, p.grad) for p in self._own.values() if p.grad is not None]
         values = self._buffers.new_rows(self.share.longest(self._micro_batches))
         self._buffers.begin_step()
@@ -89,6 +103,8 @@ class ParameterServer(Strategy):
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+        for name, gradient in self._elsewhere.items():
+            self._shards.parameters[name].grad = gradient
         self._buffers.refuse_changed_others()
         finite &= losses.sum().isfinite()
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(everyone), finite)

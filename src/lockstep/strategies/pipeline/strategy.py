@@ -27,9 +27,11 @@ from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
+from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
@@ -39,8 +41,35 @@ from lockstep.strategies.pipeline.stage import (
     Stage,
     refusing_backward,
 )
-from lockstep.strategies.sharding import explain_missing_parameters
+from lockstep.strategies.sharding import (
+    Absence,
+    AbsentBuffer,
+    AbsentParameter,
+    explain_missing_parameters,
+)
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their first names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
+    """Puts tensors without values in place of those of a module."""
+    made: dict[int, Any] = {}
+    for inner in module.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None and not isinstance(parameter, AbsentParameter):
+                name = names[id(parameter)]
+                absent = made.get(id(parameter))
+                if absent is None:
+                    absent = AbsentParameter(parameter, name, None, absence)
+                inner._parameters[key] = made[id(parameter)] = absent
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and not isinstance(buffer, AbsentBuffer):
+                inner._buffers[key] = AbsentBuffer(buffer, names[id(buffer)], absence)
 
 
 def kind_of(value: Any) -> tuple[object, ...]:
@@ -51,12 +80,14 @@ def kind_of(value: Any) -> tuple[object, ...]:
 
 
 class PlacedPipeline(nn.Module):
-    """Runs all stages in order, for evaluation; holds the parameters of this rank's stages only.
+    """Runs all stages in order, for evaluation; to all else it is the user's model.
 
-    Every rank of the pipeline must call it with the same inputs, and gets the output. One micro-batch is in the
+    Modules, parameters and buffers are the model's own, by their names there, those of other ranks' stages without
+    values. Every rank of the pipeline must call it with the same inputs, and gets the output. One micro-batch is in the
     pipeline at a time.
 
     Args:
+        model: the user's.
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
@@ -65,14 +96,50 @@ class PlacedPipeline(nn.Module):
 
     def __init__(
         self,
+        model: nn.Module,
         passes: dict[int, Passes],
         answers: dict[int, PipelineChannel],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
-        for number, each in passes.items():
-            self.add_module(f"stage{number}", each.stage)
+        vars(self).update(_model=model, training=model.training)  # not a child: its children are
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._passes, self._answers, self._whole = passes, answers, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_model"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedPipeline:
+        """Refuses a copy, which would have the values of some stages only."""
+        raise ConfigError(
+            "The model was copied or pickled, and no process has the values of all stages. Copy it before run.prepare, "
+            "write the weights with run.save(), or use strategy 'ddp'."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        return self.__deepcopy__({})
+
+    def train(self, mode: bool = True) -> PlacedPipeline:
+        """Sets the mode, as the user's own class does it."""
+        vars(self)["_model"].train(mode)
+        self.training = mode
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(vars(self)["_model"])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(vars(self)["_model"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_model"][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        vars(self)["_model"][key] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
@@ -109,6 +176,7 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    steps = Unit.PARAMETER
     axis = "data"
     """The axis of the mesh over which micro-batches are shared out."""
 
@@ -144,6 +212,8 @@ class Pipeline(Strategy):
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
         self._note_state(model, modules)
+        self._absences: list[Absence] = []
+        self._frozen_seen: dict[tuple[bool, ...], int] = {}
         self._passes: dict[int, Passes] = {}
         self._sums: dict[int, StepSums] = {}
         self._trainable: dict[str, nn.Parameter] = {}
@@ -152,11 +222,23 @@ class Pipeline(Strategy):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
-            self._held |= {n: tensor.detach() for n, tensor in stage.state_dict(keep_vars=True).items()}
+            self._held |= self._held_of(stage)
         for number, others in enumerate(modules):
-            for module in others if number not in mine else ():
-                module.to("meta")
-        return PlacedPipeline(self._passes, self._answers, self._whole_stages)
+            if number not in mine:
+                absence = Absence(
+                    self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
+                )
+                self._absences.append(absence)
+                names_of = {id(tensor): name for name, tensor in _tensors(model)}
+                for module in others:
+                    _empty(module, names_of, absence)
+        placed = PlacedPipeline(model, self._passes, self._answers, self._whole_stages)
+        self._whole_parameters = list(placed.parameters())
+        return placed
+
+    def _held_of(self, stage: Stage) -> dict[str, Tensor]:
+        """What is held here of a stage by name; assignments to ``.data`` are seen, so these are the very tensors."""
+        return dict(stage.state_dict(keep_vars=True))
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -170,7 +252,10 @@ class Pipeline(Strategy):
         self._losses = torch.zeros(
             2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
         )
-        kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
+        for absence in self._absences:
+            absence.is_computing = True
+        frozen = self._frozen()
+        kinds = [("trained", frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -196,7 +281,15 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+        for absence in self._absences:
+            absence.has_gradients, absence.is_computing = True, False
         return self._finish(len(mine), stop)
+
+    def _frozen(self) -> int:
+        """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = tuple(not parameter.requires_grad for parameter in self._whole_parameters)
+        return self._frozen_seen.setdefault(frozen, len(self._frozen_seen))
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
@@ -234,7 +327,8 @@ class Pipeline(Strategy):
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """The tensors of this rank's stages, from the first of their replicas."""
-        return self._held if self._groups.coordinate(self.axis) == 0 else {}
+        held = self._held if self._groups.coordinate(self.axis) == 0 else {}
+        return {name: tensor.detach() for name, tensor in held.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into this rank's stages."""

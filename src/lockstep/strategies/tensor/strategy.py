@@ -28,6 +28,7 @@ from lockstep.distributed.process_group import Groups
 from lockstep.errors import ReplicaError
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter
 from lockstep.strategies.tensor.plans import check_plan, plan_of
@@ -47,7 +48,7 @@ class TensorParallel(Replicated):
 
     name = "tensor"
     replicated = False
-    elementwise_only = True
+    steps = Unit.PLACE
 
     def __init__(
         self,
