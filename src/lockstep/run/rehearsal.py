@@ -34,6 +34,7 @@ from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
+from lockstep.run.means import Deviation, deviation
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -55,12 +56,21 @@ class _RehearsalCompute(StepCompute):
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The number of each micro-batch in that step."""
+    deviations: list[Deviation] | None = None
+    """Gets what kind of mean the loss of each micro-batch is; None: nobody asks."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         super().begin(self._numbered(micro_batch))
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         super().resume(self._numbered(micro_batch), phase)
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        result = super().loss(output, target, micro_batch)
+        if self.deviations is not None and micro_batch.k < self.plan.leaves:
+            with generators_kept(), self.autocast():
+                self.deviations.append(deviation(self.function, output, target, len(micro_batch)))
+        return result
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
@@ -74,6 +84,8 @@ class Findings:
     """Modules that were called and do not belong to the prepared model, with what is wrong with them."""
     written: list[str] = field(default_factory=list)
     """Parameters that the forward or backward pass wrote to."""
+    deviation: str = ""
+    """Why the loss is no mean over samples."""
     losses_differ: bool = False
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
@@ -88,6 +100,7 @@ class Findings:
         whole = cls()
         for each in everyone:
             whole.losses_differ |= each["losses_differ"]
+            whole.deviation = whole.deviation or each["deviation"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
             for name in ("written", "gradients", "drew"):
@@ -125,6 +138,15 @@ class Rehearsals:
         alone = options.micro_batches == 1 and group is None
         self._is_on = options.checks != "off" and not alone
         self._warned: set[str] = set()
+        self._checks = options.checks != "off"
+        self._metrics: set[Any] = set()
+
+    def is_new_metric(self, function: Callable[..., Any]) -> bool:
+        """True for a metric that should be checked and was not asked about before."""
+        code = code_of(function)
+        seen = code in self._metrics
+        self._metrics.add(code)
+        return self._checks and not seen
 
     def begin(
         self,
@@ -158,7 +180,7 @@ class Rehearsals:
             return
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         everyone = gather_records(self._strategy, vars(findings), self._group)
-        self._judge(Findings.of_all(everyone))
+        self._judge(Findings.of_all(everyone), _words(loss))
 
     def _rehearse(
         self,
@@ -172,13 +194,13 @@ class Rehearsals:
         trained = strategy.trainable()
         prior = {parameter: parameter.grad for parameter in trained.values()}
         sent, buffers = strategy.bytes_sent, _Buffers((model, prepared.compute.model))
-        words = getattr(loss, "__qualname__", type(loss).__qualname__)
-        roots = {"": model, f"the loss {words}": loss}
+        roots = {"": model, f"the loss {_words(loss)}": loss}
         if compute.forward is not None:
             roots["forward="] = compute.forward
         before = Snapshot(roots, buffers.tensors)
         called, findings = _CalledModules(prepared, before, roots), Findings()
         short, rehearsal = _shortened(batch, compute, strategy.share)
+        deviations: list[Deviation] = []
         for parameter in prior:
             parameter.grad = None
         try:
@@ -190,7 +212,7 @@ class Rehearsals:
                     name for name, value in _values(model).items() if value != values[name]
                 ] + sorted(written)
                 after = Snapshot(roots, buffers.tensors, restorable=False)
-                second = self._pass(short, rehearsal, scale)
+                second = self._pass(short, replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
         finally:
             before.restore()
@@ -199,6 +221,7 @@ class Rehearsals:
                 parameter.grad = gradient
             self.bytes_sent += strategy.bytes_sent - sent
         findings.foreign = called.wrong
+        findings.deviation = next((each.reason for each in deviations if each.reason), "")
         findings.losses_differ = first.losses != second.losses
         findings.gradients = [name for name in trained if first.gradients[name] != second.gradients[name]]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
@@ -238,7 +261,7 @@ class Rehearsals:
             parameter.grad = None
         return _Result(result.losses.view(torch.int64).tolist(), gradients)
 
-    def _judge(self, found: Findings) -> None:
+    def _judge(self, found: Findings, words: str) -> None:
         """Raises or warns; what was found is that of all ranks."""
         for name, why in found.foreign.items():
             raise ConfigError(
@@ -261,6 +284,13 @@ class Rehearsals:
             )
         if found.losses_differ or found.gradients:
             self._refuse_other_bits(found)
+        if found.deviation and words not in self._warned and self._is_main:
+            logger.warning(
+                "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
+                words,
+                found.deviation,
+            )
+        self._warned.add(words)
         new = {name: pair for name, pair in found.changed.items() if name not in self._warned}
         self._warned |= new.keys()
         if new and self._is_main:
@@ -377,6 +407,10 @@ def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch,
     given = {each.name: getattr(compute, each.name) for each in fields(compute)}
     rehearsal = _RehearsalCompute(**{**given, "plan": short}, numbers=dict(enumerate(first)))
     return Batch(short, own), rehearsal
+
+
+def _words(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _copied(value: Any) -> Any:

@@ -25,7 +25,7 @@ from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluate_whole, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.prepare import Parts, describe, prepare_model
@@ -286,7 +286,7 @@ class Run:
     def evaluate(
         self,
         data: Any,
-        metric: Metric | Mapping[str, Metric],
+        metric: Metric | SetMetric | Mapping[str, Metric | SetMetric],
         *,
         model: nn.Module | None = None,
         forward: Callable[[Any], Any] | None = None,
@@ -297,7 +297,9 @@ class Run:
 
         Args:
             data: a map-style data set or a DataLoader.
-            metric: a function of (output, target), or several by name; see ``backward`` for what it may return.
+            metric: a function of (output, target), or several by name; see ``backward`` for what it may return. An
+                object with ``update(output, target)``, ``compute()`` and ``reset()``, such as a metric of torchmetrics,
+                is given all samples in their order on the main process.
             model: another model than the trained one, such as a moving average of its weights.
             forward: as in ``backward``.
             workers: as in ``batches``.
@@ -307,10 +309,23 @@ class Run:
 
         Returns:
             A float, or floats by name.
+
+        Raises:
+            ConfigError: a metric is neither a mean over samples nor such an object.
         """
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        with self.span("evaluate"), evaluation(self, data, model, forward, workers, repeatable) as opened:
-            values = evaluate(opened, metrics, self.strategy)
+        whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
+        means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
+        unchecked = {name for name, each in means.items() if self.rehearsals.is_new_metric(each)}
+        strategy, group, values = self.strategy, self._session.group, dict.fromkeys(metrics, 0.0)
+        with self.span("evaluate"):
+            how = self, data, model, forward, workers, repeatable
+            if means:
+                with evaluation(*how) as opened:
+                    values |= evaluate(opened, means, strategy, group, unchecked)
+            if whole:
+                with evaluation(*how) as opened:
+                    values |= evaluate_whole(opened, whole, strategy, group, is_main=self.is_main)
         results = values if isinstance(metric, Mapping) else values["metric"]
         for call in self._events.evaluation:
             call(self.position.step, results)
