@@ -48,7 +48,7 @@ bench:
 bench-photos: $(VENV)/.test
 	for b in images notes; do $(BIN)/python benchmarks/$$b/run.py --data "$(PHOTOS)" || exit 1; done
 
-# The three curves of the notes on photos, in about five minutes of one core: make curves PHOTOS=flower_photos
+# The three curves of the notes on photos, in about seven minutes of one core: make curves PHOTOS=flower_photos
 RUNS ?= runs/curves
 CURVE = $(BIN)/lockstep train benchmarks/notes/curves.toml --data "$(PHOTOS)" --set run.directory="$(RUNS)" --set run.name
 curves: $(VENV)/.train

@@ -149,6 +149,7 @@ def test_without_a_gpu_the_public_script_says_so_and_the_rank_and_line_are_named
 
 
 @public
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_public_script_trains_under_every_launcher_to_the_same_bits(started, ranks, tmp_path):
     found = []
