@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
 from lockstep.verify.rank import coarsest_type, nudge_inputs, watch_script
-from lockstep.verify.trace import Trace
+from lockstep.verify.trace import Trace, refusal
 
 OWN_LOOP = """
 import torch
@@ -123,6 +124,17 @@ def test_a_script_that_fails_fails(watched):
     with pytest.raises(SystemExit):
         watched("raise SystemExit(3)", "exiting", steps=1)
     assert requested.get() is None
+
+
+def test_the_sentence_of_a_refusal_is_kept(watched, tmp_path):
+    text = OWN_LOOP.replace(
+        "        run.backward",
+        "        raise lockstep.errors.ConfigError('It has two.')\n        run.backward",
+    )
+    with pytest.raises(ConfigError):
+        watched(text, "refusing", steps=1)
+    assert refusal(tmp_path / "refusing") == "It has two."
+    assert refusal(tmp_path) == ""
 
 
 def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():

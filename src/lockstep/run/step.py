@@ -302,6 +302,8 @@ class StepCompute:
                 values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
                 total = torch.stack([value.double().sum() for value in values]).sum()
                 return total, torch.zeros_like(total)
+            for call in self.events.output:
+                call(micro_batch, output)
             self.randomness.begin_loss()
             return sum_and_weight(self.function(output, target), len(micro_batch.indices))
 

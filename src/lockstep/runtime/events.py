@@ -4,6 +4,7 @@
     step_begin                                                      one batch of run.batches
       backward_begin                                                run.backward
         micro_batch_begin  (micro_batch_resume)  micro_batch_end    for each micro-batch of this process
+          output                                                    between its forward pass and its loss
         bucket_start                                                buckets of gradients, while backward goes on
         exchange_begin  exchange_end                                waiting for the other ranks
       backward_end                                                  reduced gradients are set, still with the loss scale
@@ -60,6 +61,9 @@ class Callback:
 
         It was begun earlier in this step; ``phase`` is ``forward`` or ``backward``.
         """
+
+    def on_output(self, micro_batch: Any, output: Any) -> None:
+        """Called with what the model gave for a ``MicroBatch``, before its loss; where the loss is computed."""
 
     def on_micro_batch_end(self, micro_batch: Any) -> None:
         """Called after the backward pass of a ``MicroBatch`` in this process."""
@@ -220,6 +224,7 @@ class StepEvents:
         self.backward_begin = _overriding(given, Callback.on_backward_begin)
         self.micro_batch_begin = _overriding(given, Callback.on_micro_batch_begin)
         self.micro_batch_resume = _overriding(given, Callback.on_micro_batch_resume)
+        self.output = _overriding(given, Callback.on_output)
         self.micro_batch_end = _overriding(given, Callback.on_micro_batch_end)
         self.bucket_start = _overriding(given, Callback.on_bucket_start)
         self.exchange_begin = _overriding(given, Callback.on_exchange_begin)
