@@ -39,8 +39,8 @@ with the step and the place; where the diagnosis has no word for a mistake it sa
 _RUNS = """
 ## In runs of Lockstep
 
-The same for mistakes in the model, the loss or the loop of a run on 2 ranks (`test_runs.py`). The checks of the first steps
-refuse some of these programs; `verify` then ends with the sentence of the refusal. What it says without these checks:
+The same for mistakes in the model, the loss or the loop of a run on 2 ranks (`test_runs.py`). The checks of the first
+steps refuse some of these programs; `verify` then ends with the sentence of the refusal. What it says without them:
 
 | mistake | what verify says | right |
 |---|---|---|
