@@ -73,10 +73,12 @@ class GradientState:
             ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
                 which would not be summed over the ranks.
         """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise thawed(name)
-        if self._trained and not any(parameter.requires_grad for parameter in self._trained):
+        with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
+            unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+            trains = not self._trained or any(parameter.requires_grad for parameter in self._trained)
+        if unfrozen:
+            raise thawed(unfrozen[0])
+        if not trains:
             raise ConfigError(
                 "Every parameter of the model is frozen, so run.backward has nothing to compute gradients for. Leave "
                 "some unfrozen, or call the model or run.evaluate instead."

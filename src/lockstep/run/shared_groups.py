@@ -82,7 +82,10 @@ class SharedGroups:
             if name in known:
                 raise ConfigError(f"{name!r} is in a group of the optimizer already.")
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        self._optimizer.add_param_group({**own, "params": [held[name] for name in names if name in held]})
+        here = [name for name in names if name in held]
+        has_names = any("param_names" in each for each in self._optimizer.param_groups)
+        parts = [(name, held[name]) if has_names else held[name] for name in here]
+        self._optimizer.add_param_group({**own, "params": parts})
         self._members.append(names)
         self._require_parts(names)
 

@@ -129,6 +129,9 @@ def value_of(parameter: Tensor) -> tuple[int, int]:
     return parameter._version, int(sum_of_bits(parameter))
 
 
+_ALWAYS_KNOWN = _METADATA - _WHERE.keys() - {"grad"}
+"""Those that are the same wherever the values are."""
+
 _SCALED = frozenset(
     {
         "mul_",
@@ -203,19 +206,24 @@ class AbsentTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answers what needs no values; raises ``ConfigError`` otherwise."""
-        asked = getattr(func, "__name__", "")
+        asked = key = getattr(func, "__name__", "")
         if asked in ("__get__", "__set__", "__delete__"):
-            asked = f"{asked.strip('_')} {getattr(func, '__self__', func).__name__}"
+            key = getattr(func, "__self__", func).__name__
+            asked = f"{asked.strip('_')} {key}"
+        if key in _ALWAYS_KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is nn.init.constant_ and kwargs is not None:
+            func, asked, args, kwargs = torch.Tensor.fill_, "fill_", (kwargs["tensor"], kwargs["val"]), {}
+            key = asked
         absent = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, AbsentTensor)]
-        first, key = absent[0], asked.rpartition(" ")[2]
+        first = absent[0]
         with torch._C.DisableTorchFunctionSubclass():
             if key in _WHERE:
                 return _WHERE[key](first.parameter_device)
             found = first.answer(asked, args) if args and args[0] is first else NotImplemented
             if found is not NotImplemented:
                 return found
-            if key in _METADATA:
-                return func(*args, **(kwargs or {}))
             may_change = key in _SCALED and not first.absence.is_computing
             if may_change and len(absent) == 1 and args[0] is first and not _has_tensors(args[1:]):
                 if first.held_part is not None:

@@ -94,11 +94,13 @@ class ShardedParameter:
 
     def take_memory(self) -> None:
         """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
-        if self.absent.requires_grad and not self.held.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = self.absent.requires_grad
+        if trained and not self.held.requires_grad:
             raise thawed(self.name)
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-        if self.whole.requires_grad != self.absent.requires_grad:  # frozen after run.prepare
-            self.whole.requires_grad_(self.absent.requires_grad)
+        if self.whole.requires_grad != trained:  # frozen after run.prepare
+            self.whole.requires_grad_(trained)
 
     def free(self) -> None:
         """Takes the whole one's memory back."""
