@@ -96,7 +96,8 @@ def hold(world):
         del first
         kept = 2 * found["own"].nbytes
         found["placed"] = live_bytes() - kept
-        found["shapes"] = {n.split(".", 1)[1]: tuple(p.shape) for n, p in model.named_parameters()}
+        found["shapes"] = {name: tuple(rows.shape) for name, rows in run.strategy.trainable().items()}
+        found["names"] = {name: tuple(p.shape) for name, p in model.named_parameters()}
     data = words(24)
     for _ in run.epochs(1):
         for number, batch in enumerate(run.batches(data)):
@@ -127,6 +128,7 @@ def test_a_rank_holds_its_rows_of_its_stage_and_gives_the_whole():
         start = {"0.weight": (20, WIDTH), "1.weight": (24, WIDTH), "1.bias": (24,)}
         end = {"2.weight": (24, WIDTH), "2.bias": (24,), "3.weight": (rows, WIDTH), "3.bias": (rows,)}
         assert found["shapes"] == (end if rank % 2 else start)
+        assert found["names"] == {name: tuple(p.shape) for name, p in reader().named_parameters()}
         assert torch.equal(found["own"], found["still"]), "a parameter that the user has kept"
         for name in outcome:
             assert (

@@ -38,8 +38,8 @@ class Parts:
     schedulers: tuple[Any, ...] = ()
     modules: tuple[nn.Module, ...] = ()
     """Not trained by gradients but kept beside the model, such as a moving average of its weights."""
-    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
-    """The model's parameters that required no gradient."""
+    frozen: frozenset[str] = frozenset()
+    """The names of the model's parameters that required no gradient."""
 
     @classmethod
     def of(cls, model: Any, others: Sequence[Any]) -> Parts:
@@ -55,7 +55,7 @@ class Parts:
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
-        frozen = tuple((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         return cls(model, optimizers, schedulers, modules, frozen)
 
     def digests(self) -> dict[str, str]:

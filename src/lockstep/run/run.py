@@ -147,7 +147,7 @@ class Run:
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        frozen = {name for name, _ in parts.frozen}
+        frozen = parts.frozen
         gradients = GradientState(
             parts.optimizers,
             self.strategy,
