@@ -72,6 +72,8 @@ def test_changes_by_a_factor_or_a_bound_reach_the_rows():
     assert torch.equal(rows, (values * 0.9).clamp(-0.2, 0.2) * 0.5)
     nn.init.zeros_(parameter)
     assert not rows.any()
+    nn.init.constant_(parameter, 0.5)
+    assert torch.equal(rows, torch.full((3, 4), 0.5))
     parameter.grad = None
     assert rows.grad is None and parameter.grad is None
 
