@@ -96,7 +96,9 @@ def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers
                 where.append(number)
                 keys.append(key.encode())
             if ending in seen:
-                raise DataError(f"{shard} holds {name!r} twice in a row, so its sample is ambiguous.")
+                raise DataError(
+                    f"{shard} holds {name!r} twice in a row, so its sample is ambiguous. Pack each file once."
+                )
             seen.add(ending)
             members.append((kinds.setdefault(ending, len(kinds)), offset, size))
     table = np.array(members, dtype=np.int64).reshape(-1, 3)
