@@ -224,6 +224,8 @@ class ReadingOptions(TypedDict, total=False):
     """Seconds (120) to wait for one answer of a worker: a micro-batch, or its part of a step that is read together."""
     clock: ReadTrace | None
     """Notes when each micro-batch is read."""
+    checks: bool
+    """Reads samples of the first micro-batch twice, to see that they are equal (False)."""
 
 
 def open_reading(
@@ -243,7 +245,8 @@ def open_reading(
     workers, pin_memory = options.get("workers", 0), options.get("pin_memory", False)
     if workers < 0:
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
-    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
+    checks = options.get("checks", False)
+    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock, checks=checks)
     if workers == 0 or reader.in_memory:
         return InlineReading(
             reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
@@ -252,7 +255,7 @@ def open_reading(
         -(-per_step // workers) if reader.rows_independent else 1
     )  # then each worker answers once a step
     return WorkerReading(
-        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
+        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock, checks=checks),
         workers=workers,
         prefetch=max(2, -(-prefetch // (workers * at_a_time))),
         at_a_time=at_a_time,

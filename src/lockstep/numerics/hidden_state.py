@@ -240,6 +240,8 @@ class Snapshot:
             if child is not None:
                 self._value(child, f"{name}.{key}" if name else key)
         words = name or "the model"
+        if self._restorable:
+            self._remember(functools.partial(_rebind, module._buffers, dict(module._buffers), frozenset()))
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 self._value(buffer, f"the buffer {key!r} of {words}")

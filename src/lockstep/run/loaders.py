@@ -145,6 +145,7 @@ class LoaderCache:
             pin_memory=on_gpu and source.pin_memory is not False,
             timeout=source.timeout or self._options.loader_timeout,
             clock=self.clocks[-1] if self.clocks else None,
+            checks=self._options.checks != "off",
         )
 
     @property

@@ -20,6 +20,7 @@ from lockstep.checkpoint import model_state, parameter_names
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, device_model, digest_tensors
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.run.loaders import smallest_micro_batch
@@ -223,6 +224,8 @@ def prepare_model(
     precision.prepare(model)
     units = compile_blocks(model) if options.compile else None
     randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices)
+    if draws_globally(model):
+        randomness.key_global_generators()
     trained = strategy.setup_model(model)
     for module in parts.modules:
         module.to(device)

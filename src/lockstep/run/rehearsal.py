@@ -133,8 +133,6 @@ class Rehearsals:
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
-        self.bytes_sent = 0
-        """By this process, in rehearsals."""
         alone = options.micro_batches == 1 and group is None
         self._is_on = options.checks != "off" and not alone
         self._warned: set[str] = set()
@@ -192,7 +190,8 @@ class Rehearsals:
     ) -> Findings:
         strategy, model = self._strategy, prepared.state.parts.model
         trained = strategy.trainable()
-        prior = {parameter: parameter.grad for parameter in trained.values()}
+        # Copies: a gradient that was kept may lie in memory that the reducer uses again.
+        prior = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in trained.values()}
         sent, buffers = strategy.bytes_sent, _Buffers((model, prepared.compute.model))
         roots = {"": model, f"the loss {_words(loss)}": loss}
         if compute.forward is not None:
@@ -212,14 +211,17 @@ class Rehearsals:
                     name for name, value in _values(model).items() if value != values[name]
                 ] + sorted(written)
                 after = Snapshot(roots, buffers.tensors, restorable=False)
+                buffers.restore()  # the next step would begin from new running statistics
                 second = self._pass(short, replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
         finally:
             before.restore()
             buffers.restore()
-            for parameter, gradient in prior.items():
+            for parameter, (gradient, values_before) in prior.items():
                 parameter.grad = gradient
-            self.bytes_sent += strategy.bytes_sent - sent
+                if gradient is not None and values_before is not None:
+                    gradient.copy_(values_before)
+            strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
         findings.deviation = next((each.reason for each in deviations if each.reason), "")
         findings.losses_differ = first.losses != second.losses

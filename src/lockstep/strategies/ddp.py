@@ -123,8 +123,8 @@ class Replicated(Strategy):
         load_model_state(self._model, state)
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``."""
         return 0 if self._reducer is None else self._reducer.bytes_sent
 
 

@@ -112,6 +112,8 @@ class Strategy(ABC):
     """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
+    rehearsed_bytes: int = 0
+    """Bytes that were given to others in rehearsals of steps."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
 
@@ -215,8 +217,14 @@ class Strategy(ABC):
     @property
     def bytes_sent(self) -> int:
         """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
-        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count.
+        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count,
+        nor do rehearsals.
         """
+        return self.all_bytes_sent - self.rehearsed_bytes
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """See ``bytes_sent``; with rehearsals."""
         return 0
 
 

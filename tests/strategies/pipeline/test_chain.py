@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -119,3 +120,39 @@ def test_the_mode_of_a_model_stays():
     model[0].eval()
     chain(model)
     assert model.training and not model[0].training
+
+
+class Keeps(nn.Module):
+    """A chain whose forward counts, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.calls, self.seen = nn.Linear(2, 2), nn.Linear(2, 2), 0, []
+        self.last.times = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.last.times += 1
+        self.seen.append(x)
+        self.features = self.first(x)
+        return self.last(self.features)
+
+
+def test_reading_a_forward_leaves_no_trace():
+    model = Keeps()
+    assert [link.name for link in chain(model)] == ["first", "last"]
+    assert (model.calls, model.last.times, model.seen, hasattr(model, "features")) == (0, 0, [], False)
+
+
+def test_a_forward_that_draws_from_numpy_stays_whole():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.last(self.first(x) if np.random.rand() < 2 else x)
+
+    state = np.random.get_state()[2]
+    assert [link.name for link in chain(Skips())] == [""]
+    assert np.random.get_state()[2] == state

@@ -218,8 +218,8 @@ class FullyShardedDataParallel(Strategy):
         return whole[self._parameters[name].rows[dist.get_rank(self._group)]]
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``: gradients, and parameters that are gathered."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: gradients, and parameters that are gathered."""
         return self._gathering.bytes_sent
 
     def _finish(

@@ -247,7 +247,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         return self._connected.summary()
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients that a worker has pushed, or of values that a server has sent."""
         return self._participant.bytes_sent if self._participant is not None else 0
 

@@ -168,7 +168,7 @@ class ParameterServer(Strategy):
         return self._shards.local_shard(name, whole)
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients that a worker has pushed, or of parameters that a server has given."""
         return self._bytes_sent
 

@@ -15,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+
+from lockstep.numerics.hidden_state import Snapshot
 
 _FUNCTIONS = (
     torch.flatten,
@@ -113,7 +116,8 @@ class _OneLevel(fx.Tracer):
 
 def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
     """The chain that a forward is in this mode; None if it is none, or if it draws while it is read."""
-    mode, numbers, draws = module.training, torch.get_rng_state(), random.getstate()
+    before, numbers, draws = Snapshot({"": module}), torch.get_rng_state(), random.getstate()
+    legacy = np.random.get_state(legacy=False)
     module.training = training
     try:
         nodes = list(_OneLevel().trace(module).nodes)
@@ -121,9 +125,11 @@ def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
         # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
         return None
     finally:
-        module.training = mode
         drew = random.getstate() != draws or not torch.equal(torch.get_rng_state(), numbers)
+        drew = drew or str(np.random.get_state(legacy=False)) != str(legacy)
+        before.restore()
         torch.set_rng_state(numbers)
+        np.random.set_state(legacy)
         random.setstate(draws)
     return None if drew else _as_chain(module, nodes)
 

@@ -350,8 +350,8 @@ class Pipeline(Strategy):
         return whole if self._is_mine(name) else None
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
         return self._channels.bytes_sent + sum(reducer.bytes_sent for reducer in self._reducers)
 
     def _note_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> None:

@@ -110,9 +110,9 @@ class TensorParallel(Replicated):
         return whole if shard is None else shard.local_shard(whole)
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients given to others over ``data``, and of activations over ``tensor``."""
-        return super().bytes_sent + self._exchange.bytes_sent
+        return super().all_bytes_sent + self._exchange.bytes_sent
 
     def _move(self, model: nn.Module) -> nn.Module:
         """Splits the layers of the plan, then moves what is left to the device."""
