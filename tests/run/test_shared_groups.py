@@ -29,6 +29,7 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT):
         whole_parameters=frozenset(),
         device=torch.device("cpu"),
         name="fsdp",
+        before_step=lambda: None,
         after_step=lambda: None,
     )
     groups = SharedGroups(own, [names], seen, strategy)

@@ -215,6 +215,17 @@ class Clamped(Loop):
             parameter.data.clamp_(-0.2, 0.2)
 
 
+class Masked(Loop):
+    """Weights and gradients are pruned by masks that are drawn in the loop."""
+
+    def reduced(self, step):
+        for parameter in self.parameters:
+            if parameter.dim() == 2:
+                mask = (torch.rand(parameter.shape) > 0.5).float()
+                parameter.data.mul_(mask)
+                parameter.grad.mul_(mask)
+
+
 class Reset(Loop):
     """A layer is set back in the middle of the training."""
 
@@ -390,12 +401,12 @@ class Logged(Loop):
 WORK = (
     *(Named, Freezing, FreezingAtOnce, FreezingStart, FreezingOnce, Scaled, ScaledByName, ScaledInGroups),
     *(ClippedByValue, Cleared, Shrunk, Clamped, Reset, RatesChanged, Scheduled, GroupAdded),
-    *(MomentumChanged, MomentumForgotten, Method, Constrained),
+    *(MomentumChanged, MomentumForgotten, Method, Constrained, Loaded, Masked),
 )
 """Equal bits in every layout."""
 WHOLE = (
     *(ClippedByNorm, ClippedInGroups, GradientNoise, GradientSigns, Noise, NoiseInGroups, Assigned, Vector),
-    *(Copied, Stated, Loaded, OptimizerStated, Penalized, Logged),
+    *(Copied, Stated, OptimizerStated, Penalized, Logged),
 )
 """Equal bits where a process holds the whole model."""
 NEVER = {
@@ -414,7 +425,6 @@ SHARDED = {
     **NEVER,
     **dict.fromkeys((ClippedByNorm, ClippedInGroups, GradientNoise, GradientSigns, Logged), GRADIENT),
     **dict.fromkeys((Noise, NoiseInGroups, Assigned, Vector, Stated, Penalized, Copied), ABSENT),
-    Loaded: ABSENT,
     OptimizerStated: STATE,
 }
 PIPELINE = {**SHARDED, Copied: "no process has the values of all stages"}

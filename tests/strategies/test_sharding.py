@@ -78,12 +78,28 @@ def test_changes_by_a_factor_or_a_bound_reach_the_rows():
     assert rows.grad is None and parameter.grad is None
 
 
+def test_rows_are_taken_from_whole_tensors():
+    """As masks of pruning and ``load_state_dict`` give them."""
+    whole, mask = nn.Parameter(torch.randn(6, 4)), torch.rand(6, 4)
+    rows = nn.Parameter(torch.zeros(2, 4))
+    parameter = AbsentParameter(whole, "w", rows, Absence("fsdp", "elsewhere"), slice(3, 5))
+    module = nn.Module()
+    module.w = parameter
+    module.load_state_dict({"w": whole})
+    assert torch.equal(rows, whole[3:5])
+    parameter.data.mul_(mask)
+    assert torch.equal(rows, (whole * mask)[3:5])
+    rows.grad = torch.ones(2, 4)
+    parameter.grad.mul_(mask)
+    assert torch.equal(rows.grad, mask[3:5])
+
+
 USES = {
     "norm": lambda p: p.norm(),
     "data": lambda p: p.data.norm(),
     "noise": lambda p: p.data.add_(torch.randn_like(p)),
-    "copy into": lambda p: p.data.copy_(torch.zeros(6, 4)),
-    "scaled by a tensor": lambda p: p.data.mul_(torch.ones(6, 4)),
+    "copied from rows": lambda p: p.data.copy_(torch.zeros(4)),
+    "copied from itself": lambda p: p.data.copy_(p),
     "assigned": lambda p: setattr(p, "data", torch.zeros(6, 4)),
     "copied": copy.deepcopy,
     "compared": lambda p: p == p,

@@ -127,6 +127,7 @@ class GradientState:
                 "rank's own and were not summed over the ranks."
             )
         self._stepping, taken = True, True
+        self._strategy.before_step()
         try:
             if self._scaler is None:
                 optimizer.step()

@@ -38,7 +38,7 @@ from lockstep.run.means import Deviation, deviation
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
-from lockstep.strategies.sharding import AbsentParameter, value_of
+from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class _Buffers:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         holders = {id(m): m._buffers for model in models for m in model.modules()}
         self._kept = [
-            (holder, {k: (b, None if b is None or b.is_meta else b.clone()) for k, b in holder.items()})
+            (holder, {key: (buffer, _values_of(buffer)) for key, buffer in holder.items()})
             for holder in holders.values()
             if holder
         ]
@@ -398,6 +398,11 @@ class _Buffers:
                     holder[key] = buffer
                     if buffer is not None and values is not None:
                         buffer.detach().copy_(values)
+
+
+def _values_of(buffer: Tensor | None) -> Tensor | None:
+    """A copy of a buffer that is held here."""
+    return None if buffer is None or isinstance(buffer, AbsentTensor) or buffer.is_meta else buffer.clone()
 
 
 def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch, _RehearsalCompute]:

@@ -250,7 +250,7 @@ class StageRows:
         return _Parameter(
             whole,
             held,
-            AbsentParameter(whole, name, held, absence),
+            AbsentParameter(whole, name, held, absence, rows),
             -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:]),
             users,
         )

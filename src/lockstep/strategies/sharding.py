@@ -134,6 +134,7 @@ _ALWAYS_KNOWN = _METADATA - _WHERE.keys() - {"grad"}
 
 _SCALED = frozenset(
     {
+        "copy_",
         "mul_",
         "div_",
         "true_divide_",
@@ -181,12 +182,15 @@ class Absence:
 class AbsentTensor(torch.Tensor):
     """A tensor whose values are not in this process: answers what its shape, type and place do, and refuses the rest.
 
-    What is changed in place, by a factor or a bound, is changed in the part that is held here.
+    What is changed in place, by a factor, a bound or a whole tensor of its shape, is changed in the part that is held
+    here.
     """
 
     parameter_name: str
     parameter_device: torch.device
     absence: Absence
+    held_rows: slice = slice(None)
+    """The rows of it that ``held_part`` has."""
 
     @property
     def held_part(self) -> Tensor | None:
@@ -225,10 +229,10 @@ class AbsentTensor(torch.Tensor):
             if found is not NotImplemented:
                 return found
             may_change = key in _SCALED and not first.absence.is_computing
-            if may_change and len(absent) == 1 and args[0] is first and not _has_tensors(args[1:]):
+            if may_change and len(absent) == 1 and args and args[0] is first and _fit(args[1:], first.shape):
                 if first.held_part is not None:
                     with torch.no_grad():
-                        func(first.held_part, *args[1:], **(kwargs or {}))
+                        func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
                 return first
         raise first.refusal(", ".join([each.parameter_name for each in absent][:3]))
 
@@ -249,22 +253,35 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         name: of it.
         rows: those of this rank, which have the gradient; None for none.
         absence: for messages.
+        place: of ``rows`` in the whole.
     """
 
     parameter_rows: nn.Parameter | None
 
     def __new__(
-        cls, whole: nn.Parameter, name: str, rows: nn.Parameter | None, absence: Absence
+        cls,
+        whole: nn.Parameter,
+        name: str,
+        rows: nn.Parameter | None,
+        absence: Absence,
+        place: slice = slice(None),
     ) -> AbsentParameter:
         """Makes one like ``whole``."""
         values = torch.empty_like(whole, device="meta", requires_grad=False)
         made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
         made.__dict__.update(whole.__dict__)
         made.parameter_name, made.parameter_device = name, whole.device
-        made.parameter_rows, made.absence = rows, absence
+        made.parameter_rows, made.absence, made.held_rows = rows, absence, place
         return made
 
-    def __init__(self, whole: nn.Parameter, name: str, rows: nn.Parameter | None, absence: Absence) -> None:
+    def __init__(
+        self,
+        whole: nn.Parameter,
+        name: str,
+        rows: nn.Parameter | None,
+        absence: Absence,
+        place: slice = slice(None),
+    ) -> None:
         """See ``__new__``."""
 
     @property
@@ -305,6 +322,7 @@ class AbsentGradient(AbsentTensor):
         values = torch.empty_like(parameter, device="meta", requires_grad=False)
         made = torch.Tensor._make_subclass(cls, values, False)
         made.parameter, made.parameter_name = parameter, parameter.parameter_name
+        made.held_rows = parameter.held_rows
         made.parameter_device, made.absence = parameter.parameter_device, parameter.absence
         return made
 
@@ -375,9 +393,19 @@ class GradientElsewhere(AbsentTensor):
         return self if asked in ("get data", "detach", "detach_") else NotImplemented
 
 
-def _has_tensors(values: Sequence[Any]) -> bool:
-    """Returns whether some value is a tensor of more than one number, whose numbers would have to be cut too."""
-    return any(isinstance(each, Tensor) and each.numel() != 1 for each in _flat(values))
+def _fit(values: Sequence[Any], shape: torch.Size) -> bool:
+    """Returns whether all tensors among the values are single numbers or of this shape, so that rows can be taken."""
+    return all(each.numel() == 1 or each.shape == shape for each in values if isinstance(each, Tensor))
+
+
+def _rows(values: Sequence[Any], absent: AbsentTensor) -> list[Any]:
+    """The values for the rows of a tensor that are held here."""
+    return [
+        each[absent.held_rows]
+        if isinstance(each, Tensor) and each.shape == absent.shape and each.dim()
+        else each
+        for each in values
+    ]
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -148,7 +148,7 @@ REFUSED = {
     "loss of the model": (
         layers,
         {"decay": True},
-        r"The loss.* uses a parameter of another module.*'pipeline'",
+        r"The parameter '0\.weight' is used outside of the forward pass of its module.*'pipeline' rank 0 has its stage",
     ),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }

@@ -69,7 +69,7 @@ class ShardedParameter:
             self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
         for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
-        self.absent = AbsentParameter(self.whole, name, self.held, absence)
+        self.absent = AbsentParameter(self.whole, name, self.held, absence, rows[rank])
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False

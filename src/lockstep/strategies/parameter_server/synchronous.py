@@ -79,6 +79,8 @@ class ParameterServer(Strategy):
         self._elsewhere = {
             name: GradientElsewhere(p, name, self._own.get(name), absence) for name, p in several.items()
         }
+        for key in self._shards.own_keys if several else ():
+            self._elsewhere[key.name].held_rows = slice(*(key.rows or (None,)))
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
@@ -89,6 +91,7 @@ class ParameterServer(Strategy):
         """Workers compute and push; servers add. See ``Strategy.backward``."""
         leaves = batch.plan.leaves
         self._shards.follow()
+        self.before_step()
         for name in self._elsewhere:
             self._shards.parameters[name].grad = None
         prior = [(p, p.grad) for p in self._own.values() if p.grad is not None]
@@ -112,6 +115,12 @@ class ParameterServer(Strategy):
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers, shape (workers, n), on every rank. Collective."""
         return all_gather_rows(row, self._group)[: self.share.holders]
+
+    def before_step(self) -> None:
+        """See ``Strategy.before_step``: drops what the user has cleared with ``p.grad = None``."""
+        for name in self._elsewhere:
+            if name in self._own and self._shards.parameters[name].grad is None:
+                self._own[name].grad = None
 
     def after_step(self) -> None:
         """Gives the servers' new values to all. Collective."""
