@@ -156,10 +156,10 @@ class Strategy(ABC):
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
 
-    @abstractmethod
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
         """Called on every rank before an optimizer is stepped."""
 
+    @abstractmethod
     def after_step(self) -> None:
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""
 
