@@ -303,7 +303,7 @@ class StepCompute:
                 total = torch.stack([value.double().sum() for value in values]).sum()
                 return total, torch.zeros_like(total)
             for call in self.events.output:
-                call(micro_batch, output)
+                call(micro_batch, output, target)
             self.randomness.begin_loss()
             return sum_and_weight(self.function(output, target), len(micro_batch.indices))
 

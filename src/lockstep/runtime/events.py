@@ -62,8 +62,8 @@ class Callback:
         It was begun earlier in this step; ``phase`` is ``forward`` or ``backward``.
         """
 
-    def on_output(self, micro_batch: Any, output: Any) -> None:
-        """Called with what the model gave for a ``MicroBatch``, before its loss; where the loss is computed."""
+    def on_output(self, micro_batch: Any, output: Any, target: Any) -> None:
+        """Called with what the model gave for a ``MicroBatch`` and the target, where its loss is computed next."""
 
     def on_micro_batch_end(self, micro_batch: Any) -> None:
         """Called after the backward pass of a ``MicroBatch`` in this process."""

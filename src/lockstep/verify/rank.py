@@ -108,7 +108,7 @@ class Observer(Callback):
         run = self.run
         self.trace.milliseconds = 1000 * statistics.median(self._seconds)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        everyone = self._gather((memory, run.strategy.bytes_sent))
+        everyone = self._gather((memory, run.strategy.bytes_sent - run.rehearsals.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
         self.trace.sent = max(sent for _, sent in everyone) / len(self._seconds)
         state = run.state_dict()
@@ -121,7 +121,7 @@ class Observer(Callback):
         """Records the hyperparameters of the step."""
         self._noted, self._outputs = {"settings": hyperparameters(self._saved.parts.optimizers)}, {}
 
-    def on_output(self, micro_batch: MicroBatch, output: Any) -> None:
+    def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
         """Notes the output of the model for a micro-batch."""
         if not self.trace.independent:
             self._outputs[str(micro_batch.k)] = _digest(output)
