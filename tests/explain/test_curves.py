@@ -111,6 +111,15 @@ def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
     assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
 
 
+def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
+    path = write(tmp_path / "a", epochs=3) / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if json.loads(line)["kind"] == "epoch")
+    path.write_text("".join(lines[first + 1 :]))
+    (_, row) = final_table(read_logs([path.parent]))
+    assert (row[1], row[-1]) == ("3", "70 % (3)")
+
+
 def test_the_page_has_all_in_one_file(tmp_path):
     html = page(read_logs([write(tmp_path / "a")], ["a < b"]))
     assert "<svg" in html and "a &lt; b" in html

@@ -115,7 +115,11 @@ def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [head]
     for log in logs:
         seconds = log.records[-1].get("seconds")
-        cells = [log.name, str(len(log.ends)), "-" if seconds is None else format_duration(seconds)]
+        cells = [
+            log.name,
+            str(log.ends[-1]["epoch"] + 1 if log.ends else 0),
+            "-" if seconds is None else format_duration(seconds),
+        ]
         for metric in metrics:
             values = log.values(metric)
             cells.append(_shown(metric, values[-1][1]) if values else "-")

@@ -112,7 +112,7 @@ def _train(trainer: Trainer, config: JobConfig, warm_up: int, steps: int) -> dic
         "steps": observer.clock.steps[warm_up:],
         "steps_per_epoch": trainer.steps_per_epoch,
         "parameter_bytes": sum(p.nbytes for p in run.strategy.trainable().values()),
-        "bytes_sent": (run.strategy.bytes_sent - run.rehearsals.bytes_sent) / (warm_up + steps),
+        "bytes_sent": run.strategy.bytes_sent / (warm_up + steps),
         "micro_batches": config.training.micro_batches,
         "micro_batch_size": config.training.global_batch // config.training.micro_batches,
     }

@@ -182,8 +182,7 @@ class Trainer(Callback):
     def _bytes_per_step(self) -> float:
         """Bytes per step that the rank sends which sends most. Collective."""
         strategy = self.run.strategy
-        own = strategy.bytes_sent - self.run.rehearsals.bytes_sent
-        sent = torch.tensor([own], dtype=torch.float64, device=strategy.device)
+        sent = torch.tensor([strategy.bytes_sent], dtype=torch.float64, device=strategy.device)
         most = strategy.gather(strategy.all_reduce_max(sent)).max()
         return float(most) / max(1, self.run.position.step - self._first_step)
 

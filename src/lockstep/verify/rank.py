@@ -108,7 +108,7 @@ class Observer(Callback):
         run = self.run
         self.trace.milliseconds = 1000 * statistics.median(self._seconds)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        everyone = self._gather((memory, run.strategy.bytes_sent - run.rehearsals.bytes_sent))
+        everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
         self.trace.sent = max(sent for _, sent in everyone) / len(self._seconds)
         state = run.state_dict()
