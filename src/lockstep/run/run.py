@@ -176,7 +176,10 @@ class Run:
             profiled.handle = self.add_callback(profiled)
         for call in self._events.prepare_end:
             call(self)
-        return (placed.module, *(wrapped.get(id(each), each) for each in others)) if others else placed.module
+        returned = {**wrapped, **placed.averages}
+        return (
+            (placed.module, *(returned.get(id(each), each) for each in others)) if others else placed.module
+        )
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""

@@ -112,9 +112,18 @@ def require_rows(model: nn.Module, strategy: str) -> None:
                 "or use strategy 'ddp'."
             )
         if not parameter.is_contiguous():
+            channels_last = parameter.dim() == 4 and parameter.is_contiguous(
+                memory_format=torch.channels_last
+            )
+            found = "in channels-last order" if channels_last else f"with strides {parameter.stride()}"
+            remedy = (
+                "Use channels_last=False"
+                if channels_last
+                else "Make it of a contiguous copy, nn.Parameter(tensor.contiguous()), before the optimizer"
+            )
             raise ConfigError(
-                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} is stored in channels-last "
-                "order. Use channels_last=False, or strategy 'ddp'."
+                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} of shape {tuple(parameter.shape)} "
+                f"is stored {found}. {remedy}, or use strategy 'ddp'."
             )
 
 
@@ -440,4 +449,4 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     given = OrderedDict(state)
     # Without the version metadata, torch would take every module's state for one of its oldest format.
     given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
-    model.load_state_dict(given)
+    model.load_state_dict(given, strict=False)  # names were compared; extra state is the run's to load
