@@ -30,7 +30,7 @@ def test_single_numbers_and_channels_last_weights_are_refused():
     with pytest.raises(ConfigError, match=r"'scale' is a scalar.*\(1,\)"):
         require_rows(model, "fsdp")
     convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(ConfigError, match=r"'weight' is stored in channels-last.*'ddp'"):
+    with pytest.raises(ConfigError, match=r"'weight' of shape .* is stored in channels-last.*'ddp'"):
         require_rows(convolution, "fsdp")
 
 

@@ -132,8 +132,15 @@ class RunOptions(RunSettings):
         return cls(**{name: _read(name, value) for name, value in options.items()})
 
 
+_WHOLE = ("global_batch", "micro_batches", "seed", "threads", "evaluation_batch", "fingerprint_every", "keep")
+
+
 def _read(name: str, value: Any) -> Any:
-    """The options of a strategy from a dict; anything else as it is."""
+    """The options of a strategy from a dict, one pattern as a tuple of it; anything else as it is."""
+    if name == "running_buffers" and isinstance(value, str):
+        return (value,)
+    if name in _WHOLE and (isinstance(value, float | str) or (value is None and name == "seed")):
+        raise ConfigError(f"lockstep.init takes a whole number for {name}, and was given {value!r}.")
     kind = OPTIONS.get(name)
     if kind is None or isinstance(value, kind):
         return value

@@ -160,7 +160,26 @@ def known_classes(dataset: Any) -> tuple[str, ...]:
 
 
 def require_map_style(dataset: Any, user: str) -> None:
-    """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user."""
+    """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user.
+
+    So it does for what has both and is no data set: a path, a dict of data sets, a tuple of tensors.
+    """
+    if isinstance(dataset, str | bytes | PurePath):
+        raise ConfigError(
+            f"{user} was given the path {str(dataset)!r}, not a data set. Open it first, for example with "
+            "lockstep.data.ImageFolder(path)."
+        )
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"{user} was given a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:6]))}, "
+            "whose entries have no numbers. Give one of its values if they are data sets; of columns make a set: "
+            "torch.utils.data.TensorDataset(inputs, targets)."
+        )
+    if isinstance(dataset, tuple) and all(isinstance(each, torch.Tensor | np.ndarray) for each in dataset):
+        raise ConfigError(
+            f"{user} was given a tuple of {plural(len(dataset), 'array')}, which would be its samples. Make a data "
+            "set of their rows: torch.utils.data.TensorDataset(inputs, targets)."
+        )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
             f"{user} was given a {type(dataset).__name__}, which has no __len__ or no __getitem__. "

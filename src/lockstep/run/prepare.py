@@ -61,6 +61,8 @@ class Parts:
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
+        _require_trainable(model, optimizers)
+        _require_own_optimizers(schedulers, optimizers)
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         return cls(model, optimizers, schedulers, modules, frozen)
 
@@ -145,6 +147,27 @@ def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequenc
                 f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
                 f"not have, the first of shape {tuple(foreign[0].shape)}; their gradients would not be summed over the "
                 "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
+            )
+
+
+def _require_trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ConfigError`` where there are optimizers and nothing that they could train."""
+    if optimizers and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "No parameter of the model requires a gradient, so there is nothing to train. Call run.prepare while those "
+            "that will be trained require one: parameter.requires_grad_(True)."
+        )
+
+
+def _require_own_optimizers(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ConfigError`` where a scheduler sets the learning rate of another optimizer than those of the run."""
+    for number, scheduler in enumerate(schedulers):
+        other = getattr(scheduler, "optimizer", None)
+        if optimizers and isinstance(other, Optimizer) and not any(other is each for each in optimizers):
+            raise ConfigError(
+                f"Scheduler {number} ({type(scheduler).__name__}) sets the learning rate of another "
+                f"{type(other).__name__} than run.prepare was given, so it would change nothing. Make it of the "
+                "optimizer that is trained with."
             )
 
 

@@ -42,6 +42,7 @@ from lockstep.run.step import (
     exact,
     required_loss,
 )
+from lockstep.run.step_errors import note_data
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -267,7 +268,13 @@ class Run:
             rehearsals.begin(prepared, compute, batch, loss, scale)
         for begins in events.backward_begin:
             begins(batch, scale)
-        result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        try:
+            result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        except Exception as error:
+            note_data(error, batch, prepared.compute.model)
+            if self._session.group is not None:
+                gradients.fail(plan.step, error)
+            raise
         for ends in events.backward_end:
             ends(batch, result)
         randomness.end_step(plan.step)
@@ -283,7 +290,13 @@ class Run:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
 
         The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
+
+        Raises:
+            ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
         """
+        if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+            raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
+        self.require_prepared().gradients.require_computed("run.clip_gradients")
         return clip_gradients(self.strategy, max_norm)
 
     def evaluate(

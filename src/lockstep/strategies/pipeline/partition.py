@@ -185,12 +185,12 @@ def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
     name = max(lists, key=lambda each: _bytes(lists[each]))
     block = type(lists[name][0]).__name__
     return (
-        f" Its {len(lists[name])} blocks ({block}) are in {name!r}; what the forward does before and after them belongs "
-        "into modules of their own, each of which takes what the one before it returns:\n"
-        "    class Begin(nn.Module): ...  # embeddings: takes the input, returns the first block's input\n"
-        f"    class Block(nn.Module): ...  # calls a {block}, returns what the next one takes, such as its [0]\n"
+        f" Its {len(lists[name])} blocks ({block}) are in {name!r}. What the forward does before and after them "
+        "belongs into modules of their own, each of which takes what the one before it returns:\n"
+        "    class Begin(nn.Module): ...  # embeddings: takes the input, returns the input of the first block\n"
+        f"    class Layer(nn.Module): ...  # calls a {block}, returns what the next one takes, such as its [0]\n"
         "    class End(nn.Module): ...    # last norm and head: returns the output\n"
-        f"    model = nn.Sequential(Begin(model), *map(Block, model.{name}), End(model))"
+        f"    model = nn.Sequential(Begin(model), *map(Layer, model.{name}), End(model))"
     )
 
 
