@@ -97,7 +97,11 @@ def sparse_embedding(world, settings):
 
 def sparse_embedding_adam(world, settings):
     return train(
-        world, settings, [Embedded()], tokens(), optimizer=functools.partial(torch.optim.Adam, lr=0.01)
+        world,
+        settings,
+        lambda: [Embedded()],
+        tokens(),
+        optimizer=functools.partial(torch.optim.Adam, lr=0.01),
     )
 
 

@@ -50,7 +50,7 @@ class Recipe(CheckedOptions):
     sync_batch_norm: bool = False
     """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()
-    """Patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
+    """Patterns of buffers, beside BatchNorm's, that the forward pass changes: averaged, or added up if integer."""
     strategy: str = field(default="ddp", metadata={"check": one_of(*STRATEGIES)})
     """Layout of the work: single (one device), ddp (a process and a replica per device), ..."""
     mesh: str = ""

@@ -26,7 +26,7 @@ from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
-from lockstep.run.step_errors import explain_loss, no_value, require_graph, require_made
+from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
@@ -125,7 +125,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
     function is returned as it is; a torch loss that sums is refused (``ConfigError``).
     """
-    require_made(function)
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise no_instance(function)
     if isinstance(function, nn.Module) and getattr(function, "reduction", "") == "sum":
         raise ConfigError(
             f"{type(function).__name__}(reduction='sum') returns one number, which would be taken for the mean over a "
@@ -311,7 +312,8 @@ class StepCompute:
                 explain_loss(error, output, target)
                 raise
             total, weight = sum_and_weight(value, len(micro_batch.indices))
-            require_graph(total, output)
+            if not total.requires_grad:
+                raise no_gradient(output)
             return total, weight
 
 

@@ -2,7 +2,7 @@
 
 torch's own errors name neither the micro-batch nor the line to change. Where the cause is known, a ``ConfigError``
 says it, with torch's as its cause; to any other error a note is added that shows what the function was given. Nothing
-here is called in a step that succeeds, but ``require_graph``.
+here is called in a step that succeeds.
 """
 
 from __future__ import annotations
@@ -73,17 +73,15 @@ def explain_loss(error: Exception, output: Any, target: Any) -> None:
     )
 
 
-def require_graph(total: Tensor, output: Any) -> None:
-    """Raises ``ConfigError`` where a loss has no gradient."""
-    if total.requires_grad:
-        return
+def no_gradient(output: Any) -> ConfigError:
+    """The error of a loss without a gradient, computed from an output."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
     if any(value.requires_grad for value in tensors):
-        raise ConfigError(
+        return ConfigError(
             "The loss has no gradient, though the output of the model has one. Return the loss tensor itself, "
             "without detach(), item() or torch.no_grad(), and use no argmax, round or comparison in it."
         )
-    raise ConfigError(
+    return ConfigError(
         "The loss has no gradient, and neither has the output of the model: its parameters are all frozen, or its "
         "forward pass detaches the output, for example with detach(), numpy() or torch.no_grad()."
     )
@@ -105,11 +103,10 @@ def no_value(value: Any) -> ConfigError:
     )
 
 
-def require_made(function: Any) -> None:
-    """Raises ``ConfigError`` where a class of losses was given for a loss."""
-    if isinstance(function, type) and issubclass(function, nn.Module):
-        name = function.__name__
-        raise ConfigError(f"The loss is the class {name}. Make one of it: run.backward(batch, {name}()).")
+def no_instance(function: type) -> ConfigError:
+    """The error of a class of losses that was given for a loss."""
+    name = function.__name__
+    return ConfigError(f"The loss is the class {name}. Make one of it: run.backward(batch, {name}()).")
 
 
 def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
