@@ -336,6 +336,7 @@ def prepare_model(
     smallest = smallest_micro_batch(model)
     if options.shape.micro_batch_size < smallest and not options.sync_batch_norm:
         explain_single_values(model, options.global_batch, options.micro_batches)
+    encoded_extra_states(model, {})  # refuses what no checkpoint could hold
     whole, aliases = model_state(model)
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
     members = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ class Run:
         Raises:
             ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
         """
-        if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
             raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
         self.require_prepared().gradients.require_computed("run.clip_gradients")
         return clip_gradients(self.strategy, max_norm)
