@@ -158,6 +158,18 @@ def extra_state(world, settings):
     return train(world, settings, lambda: [Extra()])
 
 
+def transposed(world, settings):
+    layer = nn.Linear(6, 8)
+    layer.weight = nn.Parameter(torch.linspace(-1, 1, 48).view(6, 8).t())
+    return train(world, settings, lambda: [layer])
+
+
+def channels_last(world, settings):
+    """Convolution weights in channels-last order, of a model that was converted by hand."""
+    layers = [nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.Conv2d(4, 8, (1, 2)), nn.Flatten()]
+    return train(world, settings, lambda: [each.to(memory_format=torch.channels_last) for each in layers])
+
+
 def average(world, settings):
     return train(world, settings, lambda: [nn.Linear(6, 8), nn.BatchNorm1d(8)], average=AveragedModel)
 
@@ -179,12 +191,19 @@ EQUAL = (
     counters,
     counters_beside_batch_norm,
     extra_state,
+    transposed,
+    channels_last,
     average,
     moving_average_with_buffers,
 )
 REFUSED = {
     ("complex_weight", "server"): "stores values of one number type, and the model has 2",
     ("complex_weight", "servers"): "stores values of one number type, and the model has 2",
+    (
+        "transposed",
+        "fsdp-pipeline",
+    ): r"'0.weight' of shape \(8, 6\) is stored with strides \(1, 8\).*contiguous",
+    ("channels_last", "fsdp-pipeline"): "is stored in channels-last order",
 }
 """Cases that a layout refuses, and how."""
 QUICK = ("dp", "ddp", "fsdp-3", "pipeline", "servers")
@@ -282,16 +301,3 @@ def test_batch_norm_of_one_row_names_the_recipe(layout):
     (found,) = outcomes((one_row,), layout)
     said = "BatchNorm '1' got one value of each channel.*micro_batches=12 a micro-batch has one row"
     assert re.search(f"{said}. Use micro_batches=6", found.refusal), found
-
-
-def transposed(world, settings):
-    layer = nn.Linear(6, 8)
-    layer.weight = nn.Parameter(torch.ones(6, 8).t())
-    return train(world, settings, lambda: [layer])
-
-
-def test_a_transposed_weight_is_not_called_channels_last():
-    (found,) = outcomes((transposed,), "fsdp")
-    assert re.search(
-        r"'0.weight' of shape \(8, 6\) is stored with strides \(1, 8\).*contiguous", found.refusal
-    ), found

@@ -156,7 +156,11 @@ def _say_lost_peer(
     trace: TracebackType | None,
 ) -> None:
     """Prints an uncaught error; of a lost connection a line, since without a supervisor all ranks share a terminal."""
-    if isinstance(error, RuntimeError) and not isinstance(error, LockstepError) and LOST_PEER.is_in(str(error)):
+    if (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, LockstepError)
+        and LOST_PEER.is_in(str(error))
+    ):
         logger.error(_LOST_PEER, rank)
     else:
         former(kind, error, trace)

@@ -59,7 +59,7 @@ class ShardedParameter:
         self.counts: list[int] = [(each.stop - each.start) * width for each in rows]
         """Numbers that each rank holds."""
         values, trained = parameter.detach(), parameter.requires_grad
-        own = values[rows[rank]].clone()
+        own = values[rows[rank]].clone(memory_format=torch.contiguous_format)
         self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
         """An ordinary parameter with this rank's rows, for optimizers."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype

@@ -72,7 +72,7 @@ class FullyShardedDataParallel(Strategy):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shares the parameters out and frees the rest. Collective."""
-        require_rows(model, self.name)
+        require_rows(model, self.name, permuted=True)
         self._model = model.to(self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
