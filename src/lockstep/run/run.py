@@ -265,11 +265,11 @@ class Run:
         )
         stop, scale = int(heartbeat.stop_reason), gradients.scale
         rehearsals = self.rehearsals
-        if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
-            rehearsals.begin(prepared, compute, batch, loss, scale)
-        for begins in events.backward_begin:
-            begins(batch, scale)
         try:
+            if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
+                rehearsals.begin(prepared, compute, batch, loss, scale)
+            for begins in events.backward_begin:
+                begins(batch, scale)
             result = compute_gradients(batch, compute, scale=scale, stop=stop)
         except Exception as error:
             note_data(error, batch, prepared.compute.model)
