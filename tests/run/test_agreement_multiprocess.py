@@ -83,6 +83,10 @@ def other_models(rank, other):
     relu, dropout = Activation(rank), nn.Dropout(0.1)
     wordy = Activation(rank)
     wordy.words = ["word"] * 100 + ["other" if other else "same"]
+    listed, tensor = Activation(rank), Activation(rank)
+    listed.layers, tensor.noise = [nn.Linear(2, 2).requires_grad_(False)], torch.full((2,), float(other))
+    nn.init.constant_(listed.layers[0].weight, float(other))
+    nn.init.zeros_(listed.layers[0].bias)
     return {
         "nothing": (relu, dropout),
         "dropout": (relu, nn.Dropout(0.3 if other else 0.1)),
@@ -91,6 +95,8 @@ def other_models(rank, other):
         "nested": (Activation(rank, steps=(1, 3) if other else (1, 2)), dropout),
         "long": (wordy, dropout),
         "mode": (relu, nn.Dropout(0.1).train(not other)),
+        "listed": (listed, dropout),
+        "tensor": (tensor, dropout),
     }
 
 
@@ -129,11 +135,14 @@ def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path):
         "long": "1.words: ['word', ",
         "mode": "2.training: True on ranks 0, 1; False on rank 2",
         "source": "source of their_code: ",
+        "listed": "1.layers: [torch.nn.modules.linear.Linear with the values ",
+        "tensor": "1.noise: torch.Tensor with the values ",
     }
     for told in run_ranks(other_code, 3, tmp_path):
         for what, said in wanted.items():
             assert "do not run the same code" in told[what]
             assert said in told[what]
+            assert ("register_buffer" in told[what]) == (what in ("listed", "tensor"))
         assert told["nothing"] == told["one rank"] == "nothing", (
             "devices, paths and modules of one rank alone"
         )

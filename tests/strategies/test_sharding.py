@@ -30,8 +30,12 @@ def test_single_numbers_and_channels_last_weights_are_refused():
     with pytest.raises(ConfigError, match=r"'scale' is a scalar.*\(1,\)"):
         require_rows(model, "fsdp")
     convolution = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(ConfigError, match=r"'weight' is stored in channels-last.*'ddp'"):
-        require_rows(convolution, "fsdp")
+    with pytest.raises(ConfigError, match=r"'weight' of shape .* is stored in channels-last.*'ddp'"):
+        require_rows(convolution, "hybrid")
+    require_rows(convolution, "fsdp", permuted=True)
+    with pytest.raises(ConfigError, match=r"'weight' of shape \(4, 4, 3, 3\) is stored with strides"):
+        convolution.weight = nn.Parameter(torch.zeros(4, 4, 3, 6)[..., ::2])
+        require_rows(convolution, "fsdp", permuted=True)
 
 
 def absent():

@@ -40,7 +40,7 @@ from lockstep.data.batch import map_leaves, pinned
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
 from lockstep.data.keyed import SampleKeys, generators_kept, require_repeatable, seed_generators
-from lockstep.data.naming import sample_error, unwrap_subset
+from lockstep.data.naming import sample_error, sample_name, uncollatable, unwrap_subset
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
@@ -337,7 +337,7 @@ class SampleReader:
                 return self._read(keys)
         self._seen = [(tensor, tensor._version) for tensor in tensors] if self.rows_independent else []
         rows = torch.from_numpy(self._rows(keys))
-        return tuple(tensor.index_select(0, rows) for tensor in tensors)
+        return tuple(tensor.detach().index_select(0, rows) for tensor in tensors)
 
     def _read_whole(self, keys: SampleKeys) -> Any:
         get_batch = cast(Callable[[Indices, SampleKeys], Any], self._dataset.get_batch)
@@ -377,10 +377,16 @@ class SampleReader:
         try:
             data = (self._collate or default_collate)(samples)
         except Exception as error:
-            raise DataError(
-                f"{_named(keys)} cannot be collated into one micro-batch: {_told(error)}. "
-                "Give a transform that makes all samples of one shape, or a collate function that pads them."
-            ) from error
+            if self._collate is not None:
+                raise DataError(
+                    f"{_named(keys)} cannot be collated into one micro-batch: the collate function of the DataLoader "
+                    f"raised {_told(error)}"
+                ) from error
+            names = [sample_name(self._given, int(index)) for index in keys.indices]
+            why = (
+                uncollatable(names, samples) or f"{_told(error)}. Give a DataLoader with a collate function."
+            )
+            raise DataError(f"{_named(keys)} cannot be collated into one micro-batch: {why}") from error
         is_pair = self._collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
         return tuple(data) if is_pair else data
 

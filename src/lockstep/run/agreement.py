@@ -47,6 +47,7 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 """Folders of installed packages, which two hosts may have under paths of their own."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """Attributes in which every module keeps its parameters, buffers, children and hooks."""
+_VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
@@ -108,12 +109,17 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
     if lines:
+        hidden = (
+            " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
+        )
         more = [f"  and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
         raise ConfigError(
             "The ranks do not run the same code, so their results would not belong together:\n"
             + "\n".join([*lines[:_MOST_NAMES], *more])
             + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
             "differ, such as a rank, belongs outside of the model."
+            + hidden
+            * any(_VALUES in line for line in lines)
         )
 
 
@@ -139,7 +145,8 @@ def _digest_of_file(file: str) -> str:
 def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
-    Of other objects, such as devices, process groups and tensors, it is the type alone; so it is of absolute paths.
+    Tensors that are no buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
+    objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
     """
     found = {}
     for name, module in model.named_modules():
@@ -155,6 +162,12 @@ def _text(value: Any, depth: int = 4) -> str:
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, Tensor | nn.Module):
+        held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
+        known = {
+            name: each for name, each in held.items() if each.layout is torch.strided and not each.is_meta
+        }
+        return f"{_name_of(type(value))} {_VALUES} {combine(digest_tensors(known))[:8]}"
     inner = partial(_text, depth=depth - 1)
     if depth and isinstance(value, list | tuple):
         return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, value)))

@@ -48,6 +48,7 @@ class GradientState:
         self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
         self._reduced = self._stepping = self._scale_outdated = False
+        self._failure = ""
         self.skipped = 0
         """Steps that were skipped because a scaled gradient was not finite."""
         for optimizer in optimizers:
@@ -73,6 +74,12 @@ class GradientState:
             ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
                 which would not be summed over the ranks.
         """
+        if self._failure:
+            raise ConfigError(
+                f"{self._failure}, which was caught. The other ranks wait for the rest of that step, so this rank "
+                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
+                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
+            )
         with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
             unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
             trains = not self._trained or any(parameter.requires_grad for parameter in self._trained)
@@ -107,6 +114,18 @@ class GradientState:
                 self._share_overflows(self._scaler)
         self._reduced = True
         self._holding |= {id(o) for o in self._optimizers if has_gradients(o)}
+
+    def fail(self, step: int, error: Exception) -> None:
+        """Notes that the backward pass of a step raised on this rank, while other ranks may go on with it."""
+        self._failure = f"run.backward of step {step} raised {type(error).__name__} ({error})"
+
+    def require_computed(self, user: str) -> None:
+        """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
+        if not self._reduced and not self._holding:
+            raise ConfigError(
+                f"{user} was called before run.backward(batch, loss), so there is no gradient yet. Call it between "
+                "run.backward and optimizer.step()."
+            )
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""

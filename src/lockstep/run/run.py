@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from lockstep.run.step import (
     exact,
     required_loss,
 )
+from lockstep.run.step_errors import note_data
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -176,7 +178,10 @@ class Run:
             profiled.handle = self.add_callback(profiled)
         for call in self._events.prepare_end:
             call(self)
-        return (placed.module, *(wrapped.get(id(each), each) for each in others)) if others else placed.module
+        returned = {**wrapped, **placed.averages}
+        return (
+            (placed.module, *(returned.get(id(each), each) for each in others)) if others else placed.module
+        )
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
@@ -260,11 +265,17 @@ class Run:
         )
         stop, scale = int(heartbeat.stop_reason), gradients.scale
         rehearsals = self.rehearsals
-        if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
-            rehearsals.begin(prepared, compute, batch, loss, scale)
-        for begins in events.backward_begin:
-            begins(batch, scale)
-        result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        try:
+            if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
+                rehearsals.begin(prepared, compute, batch, loss, scale)
+            for begins in events.backward_begin:
+                begins(batch, scale)
+            result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        except Exception as error:
+            note_data(error, batch, prepared.compute.model)
+            if self._session.group is not None:
+                gradients.fail(plan.step, error)
+            raise
         for ends in events.backward_end:
             ends(batch, result)
         randomness.end_step(plan.step)
@@ -280,7 +291,13 @@ class Run:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
 
         The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
+
+        Raises:
+            ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
         """
+        if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
+            raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
+        self.require_prepared().gradients.require_computed("run.clip_gradients")
         return clip_gradients(self.strategy, max_norm)
 
     def evaluate(

@@ -26,6 +26,7 @@ from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
@@ -124,6 +125,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
     function is returned as it is; a torch loss that sums is refused (``ConfigError``).
     """
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise no_instance(function)
     if isinstance(function, nn.Module) and getattr(function, "reduction", "") == "sum":
         raise ConfigError(
             f"{type(function).__name__}(reduction='sum') returns one number, which would be taken for the mean over a "
@@ -170,9 +173,7 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         )
         return total.sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
-        raise ConfigError(
-            f"A loss or metric function should return a tensor or the pair (sum, weight), not {type(value).__name__}."
-        )
+        raise no_value(value)
     if value.dim() == 0:
         return value * samples, torch.tensor(float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
@@ -305,7 +306,15 @@ class StepCompute:
             for call in self.events.output:
                 call(micro_batch, output, target)
             self.randomness.begin_loss()
-            return sum_and_weight(self.function(output, target), len(micro_batch.indices))
+            try:
+                value = self.function(output, target)
+            except Exception as error:
+                explain_loss(error, output, target)
+                raise
+            total, weight = sum_and_weight(value, len(micro_batch.indices))
+            if not total.requires_grad:
+                raise no_gradient(output)
+            return total, weight
 
 
 class DeferredResults:

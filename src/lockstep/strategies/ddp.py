@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch
@@ -116,7 +117,7 @@ class Replicated(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own state."""
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors."""

@@ -103,19 +103,44 @@ def squares_of_rows(
     return [fold_rows(part.reshape(-1)[:count]) if count else part.sum() for part, count in zip(parts, rows)]
 
 
-def require_rows(model: nn.Module, strategy: str) -> None:
-    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows."""
+def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> None:
+    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows.
+
+    Args:
+        model: with whole parameters.
+        strategy: for the message.
+        permuted: whether a parameter may have its dimensions in another order in memory.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(
                 f"Strategy {strategy!r} shards parameters by rows, and {name!r} is a scalar. Give it the shape (1,), "
                 "or use strategy 'ddp'."
             )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} is stored in channels-last "
-                "order. Use channels_last=False, or strategy 'ddp'."
+        if not parameter.is_contiguous() and not (permuted and _has_no_gaps(parameter)):
+            channels_last = parameter.dim() == 4 and parameter.is_contiguous(
+                memory_format=torch.channels_last
             )
+            found = "in channels-last order" if channels_last else f"with strides {parameter.stride()}"
+            remedy = (
+                "Use channels_last=False"
+                if channels_last
+                else "Make it of a contiguous copy, nn.Parameter(tensor.contiguous()), before the optimizer"
+            )
+            raise ConfigError(
+                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} of shape {tuple(parameter.shape)} "
+                f"is stored {found}. {remedy}, or use strategy 'ddp'."
+            )
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """Returns whether a tensor has its elements in consecutive memory, with the dimensions in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
@@ -440,4 +465,4 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     given = OrderedDict(state)
     # Without the version metadata, torch would take every module's state for one of its oldest format.
     given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
-    model.load_state_dict(given)
+    model.load_state_dict(given, strict=False)  # names were compared; extra state is the run's to load

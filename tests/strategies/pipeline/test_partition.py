@@ -82,6 +82,28 @@ def tied():
     return nn.Sequential(*layers)
 
 
+class Blocks(nn.Module):
+    """As language models are written: a list of blocks between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_a_model_with_a_list_of_blocks_is_refused_with_the_lines_that_make_a_chain():
+    with pytest.raises(
+        ConfigError, match=r"Its 3 blocks \(Linear\) are in 'inner.layers'.*\n.*class Begin"
+    ) as refused:
+        split(chain(nn.ModuleDict({"inner": Blocks()})), 2)
+    assert "nn.Sequential(Begin(model), *map(Layer, model.inner.layers), End(model))" in str(refused.value)
+
+
 def test_a_weight_tied_across_a_named_cut_is_refused_with_a_cut_that_works():
     with pytest.raises(
         ConfigError, match=r"'3.weight' is also used in '1'.*stages 0 and 1.*Split at \['4'\]"

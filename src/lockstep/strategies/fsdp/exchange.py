@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
-from lockstep.strategies.gradients import require_one_dense, thawed
+from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -59,7 +59,7 @@ class ShardedParameter:
         self.counts: list[int] = [(each.stop - each.start) * width for each in rows]
         """Numbers that each rank holds."""
         values, trained = parameter.detach(), parameter.requires_grad
-        own = values[rows[rank]].clone()
+        own = values[rows[rank]].clone(memory_format=torch.contiguous_format)
         self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
         """An ordinary parameter with this rank's rows, for optimizers."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
@@ -115,7 +115,7 @@ class ShardedParameter:
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return
-        require_one_dense(self.name, gradient, is_first=not self.was_taken)
+        gradient = one_dense(self.name, gradient, is_first=not self.was_taken)
         self.gradient, self.was_taken = gradient, True
 
 

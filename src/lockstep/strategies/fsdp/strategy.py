@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
@@ -71,7 +72,7 @@ class FullyShardedDataParallel(Strategy):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shares the parameters out and frees the rest. Collective."""
-        require_rows(model, self.name)
+        require_rows(model, self.name, permuted=True)
         self._model = model.to(self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
@@ -254,5 +255,5 @@ class FullyShardedDataParallel(Strategy):
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     """The first name of the parameter under each name of the model's state; "" for a buffer."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {name: first.get(value, "") for name, value in model.state_dict(keep_vars=True).items()}
+    first: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first.get(value, "") for name, value in tensor_state(model).items()}

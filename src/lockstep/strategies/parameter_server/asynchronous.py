@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, ParameterServerOptions
 from lockstep.core.plan import Share
 from lockstep.core.world import World
@@ -210,7 +211,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         self.synchronize()
         if self._participant is not None:
             self._participant.barrier("state", None)
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors, on every rank."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
@@ -154,7 +155,7 @@ class ParameterServer(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's state, which every rank has after a pull."""
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors, on every rank."""

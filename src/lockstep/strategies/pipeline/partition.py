@@ -168,7 +168,29 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
     return (
         f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
         "that only calls its children one after the other without drawing random numbers itself. Make the model such a "
-        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'."
+        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'.{_chain_of_blocks(links)}"
+    )
+
+
+def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
+    """Lines that make a chain of a model whose blocks are in a ModuleList; empty where there is none."""
+    lists = {
+        ".".join(filter(None, (link.name, name))): module
+        for link in links
+        for name, module in link.module.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    }
+    if not lists:
+        return ""
+    name = max(lists, key=lambda each: _bytes(lists[each]))
+    block = type(lists[name][0]).__name__
+    return (
+        f" Its {len(lists[name])} blocks ({block}) are in {name!r}. What the forward does before and after them "
+        "belongs into modules of their own, each of which takes what the one before it returns:\n"
+        "    class Begin(nn.Module): ...  # embeddings: takes the input, returns the input of the first block\n"
+        f"    class Layer(nn.Module): ...  # calls a {block}, returns what the next one takes, such as its [0]\n"
+        "    class End(nn.Module): ...    # last norm and head: returns the output\n"
+        f"    model = nn.Sequential(Begin(model), *map(Layer, model.{name}), End(model))"
     )
 
 

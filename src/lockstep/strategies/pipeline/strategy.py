@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, PipelineOptions
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
@@ -238,7 +239,7 @@ class Pipeline(Strategy):
 
     def _held_of(self, stage: Stage) -> dict[str, Tensor]:
         """What is held here of a stage by name; assignments to ``.data`` are seen, so these are the very tensors."""
-        return dict(stage.state_dict(keep_vars=True))
+        return tensor_state(stage)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
@@ -362,7 +363,7 @@ class Pipeline(Strategy):
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
         }
-        state = model.state_dict(keep_vars=True)
+        state = tensor_state(model)
         self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
         self._specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
         self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.core.summation_tree import fold_rows
 from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 from lockstep.errors import ConfigError
@@ -212,7 +213,7 @@ class Splitter:
         for name, kind in plan.items():
             self._name = name
             _KINDS[kind](self, modules[name])
-        entries = self._model.state_dict(keep_vars=True).items()
+        entries = tensor_state(self._model).items()
         return {name: self._shards[id(value)][1] for name, value in entries if id(value) in self._shards}
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
