@@ -223,6 +223,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -340,6 +341,9 @@ def _train(p, model, optimizer):
 
     def at(place, indent):
         made = "\n".join(LINES[name].made for name in p.lines if LINES[name].kinds == place)
+        made = made.replace("(batch, CALL)", f"(batch, {call})").replace(
+            "(batch, loss_fn)", f"(batch, {call})"
+        )
         made = made.replace("(data, accuracy)", f"(data, {measured})")
         made = made.replace("(data, keep)", f"(data, keep{', ' if forward else ''}{forward})")
         return textwrap.indent(made, " " * indent)
@@ -366,6 +370,7 @@ def _train(p, model, optimizer):
         textwrap.indent(halves, "    "),
         f"    scheduler = {scheduler}" if scheduler else "",
         f"    average = {average}" if average else "",
+        at("made", 4),
         f"    {', '.join(given)} = run.prepare({', '.join(given)})",
         "    trained = model",
         at("prepared", 4),

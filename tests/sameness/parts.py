@@ -6,7 +6,7 @@
 A block is a class, or an expression, that maps (rows, D), (rows, D, H, H) or (rows, T, D) to the same shape, as its
 kinds say: v, i and t. A line's kind is the place in the loop where it stands:
 
-    model, prepared             before and after run.prepare
+    model, made, prepared       after the model is made, after the optimizer is, after run.prepare
     epoch, end                  at the beginning and the end of an epoch
     before, backward, after     before run.backward, after it, and after the step
     z                           where gradients are set to zero

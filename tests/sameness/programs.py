@@ -33,6 +33,7 @@ OPEN = frozenset(
         "closure",
         "counter",
         "counting",
+        "data_noise",
         "dropped_gradient",
         "hooked",
         "last_mean",

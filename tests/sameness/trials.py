@@ -158,7 +158,7 @@ def _rank(rank, ranks, folder, text, options, epochs, sender):
 
 def _is_own(error):
     """True where the innermost frame that is not torch's is of the program, or its backward pass cannot be run."""
-    if "modified by an inplace operation" in str(error):
+    if "modified by an inplace operation" in str(error) or "not implemented for '" in str(error):
         return True
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     for name in reversed(names):

@@ -12,7 +12,7 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -300,8 +300,15 @@ class StepCompute:
         """Sum and weight of the user's loss; of padding, a sum that depends on the output."""
         with self.autocast():
             if micro_batch.k >= self.plan.leaves:
-                values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-                total = torch.stack([value.double().sum() for value in values]).sum()
+                sums = [value.double().sum() for value in _tensors_of(output)]
+                if not sums:
+                    raise ConfigError(
+                        f"The model's output is a {type(output).__name__} in which Lockstep finds no tensors, and with "
+                        "this strategy a process runs a spare micro-batch, whose backward pass begins at them. Return "
+                        "tensors in a tuple, list, dict or dataclass, or choose micro_batches as a multiple of the "
+                        "number of processes."
+                    )
+                total = torch.stack(sums).sum()
                 return total, torch.zeros_like(total)
             for call in self.events.output:
                 call(micro_batch, output, target)
@@ -315,6 +322,17 @@ class StepCompute:
             if not total.requires_grad:
                 raise no_gradient(output)
             return total, weight
+
+
+def _tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors in an output, those in attributes of objects such as dataclasses included."""
+    for value in tree_leaves(output):
+        if isinstance(value, Tensor):
+            yield value.abs() if value.is_complex() else value
+        elif isinstance(held := getattr(value, "__dict__", None), dict) and not isinstance(
+            value, type | nn.Module
+        ):
+            yield from _tensors_of(list(held.values()))
 
 
 class DeferredResults:
