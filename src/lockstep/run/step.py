@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
@@ -271,7 +270,7 @@ class StepCompute:
         for call in self.events.micro_batch_resume:
             call(micro_batch, phase)
         self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
-        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
@@ -289,21 +288,20 @@ class StepCompute:
                 "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
                 "use strategy 'ddp' without sync_batch_norm."
             )
-        return self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        found = self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        self.randomness.end_inputs()
+        return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
         return self.compute.autocast()
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum and weight of the user's loss; of padding, a sum that depends on the output."""
+        """Sum and weight of the user's loss, which takes what the forward pass left for it also where it is padding."""
         with self.autocast():
-            if micro_batch.k >= self.plan.leaves:
-                values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-                total = torch.stack([value.double().sum() for value in values]).sum()
-                return total, torch.zeros_like(total)
-            for call in self.events.output:
-                call(micro_batch, output)
+            if micro_batch.k < self.plan.leaves:
+                for call in self.events.output:
+                    call(micro_batch, output)
             self.randomness.begin_loss()
             return sum_and_weight(self.function(output, target), len(micro_batch.indices))
 
