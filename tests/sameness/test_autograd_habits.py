@@ -195,7 +195,7 @@ class InPlace(Block):
     def forward(self, x):
         y = self.layer(x.mul_(0.5).add_(1.0))
         y[:, :3] = 0.25
-        return y.relu_()
+        return y.mul_(1.5)
 
 
 class Halves(nn.Module):

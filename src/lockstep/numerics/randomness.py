@@ -208,6 +208,11 @@ class KeyedRandomness:
         self._phase = "loss"
         self._begin("<loss>")
 
+    def leave(self) -> None:
+        """Ends the keys in the middle of a step, whose micro-batches may begin anew."""
+        self._require_units()
+        self._where = None
+
     def end_step(self, step: int) -> None:
         """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
         self._require_units()
