@@ -346,7 +346,8 @@ def prepare_model(
     buffer_names = [name for name, _ in model.named_buffers()]
     precision.prepare(model)
     units = compile_blocks(model) if options.compile else None
-    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices)
+    apart = strategy.separates_units
+    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices, apart)
     if draws_globally(model):
         randomness.key_global_generators()
     trained = strategy.setup_model(model)

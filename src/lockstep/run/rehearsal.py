@@ -255,6 +255,7 @@ class Rehearsals:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
         parts = tuple(replace(each, data=map_leaves(each.data, _copied)) for each in batch.micro_batches)
         result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
+        compute.randomness.leave()
         trained = self._strategy.trainable()
         gradients = {
             name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()

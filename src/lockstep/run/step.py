@@ -12,14 +12,13 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
@@ -272,7 +271,7 @@ class StepCompute:
         for call in self.events.micro_batch_resume:
             call(micro_batch, phase)
         self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
-        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
@@ -290,28 +289,20 @@ class StepCompute:
                 "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
                 "use strategy 'ddp' without sync_batch_norm."
             )
-        return self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        found = self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        self.randomness.end_inputs()
+        return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
         return self.compute.autocast()
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum and weight of the user's loss; of padding, a sum that depends on the output."""
+        """Sum and weight of the user's loss, which takes what the forward pass left for it also where it is padding."""
         with self.autocast():
-            if micro_batch.k >= self.plan.leaves:
-                sums = [value.double().sum() for value in _tensors_of(output)]
-                if not sums:
-                    raise ConfigError(
-                        f"The model's output is a {type(output).__name__} in which Lockstep finds no tensors, and with "
-                        "this strategy a process runs a spare micro-batch, whose backward pass begins at them. Return "
-                        "tensors in a tuple, list, dict or dataclass, or choose micro_batches as a multiple of the "
-                        "number of processes."
-                    )
-                total = torch.stack(sums).sum()
-                return total, torch.zeros_like(total)
-            for call in self.events.output:
-                call(micro_batch, output, target)
+            if micro_batch.k < self.plan.leaves:
+                for call in self.events.output:
+                    call(micro_batch, output, target)
             self.randomness.begin_loss()
             try:
                 value = self.function(output, target)
@@ -322,17 +313,6 @@ class StepCompute:
             if not total.requires_grad:
                 raise no_gradient(output)
             return total, weight
-
-
-def _tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in an output, those in attributes of objects such as dataclasses included."""
-    for value in tree_leaves(output):
-        if isinstance(value, Tensor):
-            yield value.abs() if value.is_complex() else value
-        elif isinstance(held := getattr(value, "__dict__", None), dict) and not isinstance(
-            value, type | nn.Module
-        ):
-            yield from _tensors_of(list(held.values()))
 
 
 class DeferredResults:

@@ -244,7 +244,7 @@ class GradientTree:
 
     def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or not self._merges:
+        if gradient is None or not self._merges or parameter is not slot.parameter:
             return
         gradient = one_dense(slot.name, gradient, is_first=slot.pushed <= self._leaf)
         parameter.grad = None

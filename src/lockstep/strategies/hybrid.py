@@ -46,6 +46,7 @@ from lockstep.distributed.collectives import (
     all_reduce_max,
     drop_process_groups,
 )
+from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
 from lockstep.strategies.gradients import StepSums, thawed
@@ -247,13 +248,10 @@ class StageRows:
         # Copies: the user may still look at the parameter that the model had.
         whole = nn.Parameter(values.clone(), requires_grad=trained)
         held = nn.Parameter(values[rows].clone(), requires_grad=trained)
-        return _Parameter(
-            whole,
-            held,
-            AbsentParameter(whole, name, held, absence, rows),
-            -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:]),
-            users,
-        )
+        absent = AbsentParameter(whole, name, held, absence, rows)
+        share_hooks(parameter, whole, held, absent)
+        padded = -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:])
+        return _Parameter(whole, held, absent, padded, users)
 
     def _gather(self, bucket: list[_Parameter]) -> None:
         sizes = [each.padded for each in bucket]

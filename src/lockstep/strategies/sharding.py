@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_map_only
 
 from lockstep.config.strategy_options import ELEMENTWISE
 from lockstep.core.fingerprint import sum_of_bits
@@ -42,6 +43,7 @@ _METADATA = frozenset(
         *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "has_names"),
         *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
     }
 )
 """The attributes and methods of a parameter that need no values."""
@@ -242,6 +244,11 @@ class AbsentTensor(torch.Tensor):
         if key in _ALWAYS_KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.autograd.grad:
+            args, kwargs = tree_map_only(
+                AbsentParameter, AbsentParameter.gathered, (args, dict(kwargs or {}))
+            )
+            return func(*args, **kwargs)
         if func is nn.init.constant_ and kwargs is not None:
             func, asked, args, kwargs = torch.Tensor.fill_, "fill_", (kwargs["tensor"], kwargs["val"]), {}
             key = asked
@@ -282,6 +289,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     """
 
     parameter_rows: nn.Parameter | None
+    parameter_whole: nn.Parameter | None
 
     def __new__(
         cls,
@@ -297,6 +305,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         made.__dict__.update(whole.__dict__)
         made.parameter_name, made.parameter_device = name, whole.device
         made.parameter_rows, made.absence, made.held_rows = rows, absence, place
+        made.parameter_whole = None if rows is None else whole
         return made
 
     def __init__(
@@ -308,6 +317,12 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         place: slice = slice(None),
     ) -> None:
         """See ``__new__``."""
+
+    def gathered(self) -> nn.Parameter:
+        """The whole parameter, which has values while it is used; ``ConfigError`` where it never has."""
+        if self.parameter_whole is None:
+            raise self.refusal(self.parameter_name)
+        return self.parameter_whole
 
     @property
     def held_part(self) -> Tensor | None:

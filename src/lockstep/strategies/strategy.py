@@ -15,7 +15,7 @@ strategy by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,12 +37,15 @@ from lockstep.strategies.optimizer_trial import Unit
 class Compute(Protocol):
     """The forward pass and the loss of micro-batches, whole or in parts."""
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The loss function, of (output, target)."""
+
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss; gives (sum of losses, weight), both 0-dim.
 
         Args:
-            micro_batch: one of this process's, or padding, whose result depends on the model's output and
-                counts for nothing.
+            micro_batch: one of this process's, or padding, which counts for nothing.
             model: a replica to be called instead of the prepared model.
         """
 
@@ -110,6 +113,8 @@ class Strategy(ABC):
     """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()
     """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
+    separates_units: bool = False
+    """True if units of one model run in several processes, so that only what is drawn within a unit has a key."""
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     rehearsed_bytes: int = 0

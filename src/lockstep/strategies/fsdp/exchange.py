@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
+from lockstep.numerics.hooks import share_hooks
 from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
 
@@ -34,7 +35,7 @@ class ShardedParameter:
 
     Args:
         name: its first name in the whole model.
-        parameter: the user's; its hooks go on at the whole one.
+        parameter: the user's; its hooks are those of the whole one and of what stands for it.
         users: the modules that have it, with its name there.
         rows: of each rank; all of them of one, where an optimizer must see the whole.
         rank: this one.
@@ -65,11 +66,8 @@ class ShardedParameter:
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         self.whole = nn.Parameter(values.to(dtype, copy=True), requires_grad=trained)
         self.whole.__dict__.update(parameter.__dict__)
-        for hook in (parameter._backward_hooks or {}).values():
-            self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
-        for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
         self.absent = AbsentParameter(self.whole, name, self.held, absence, rows[rank])
+        share_hooks(parameter, self.whole, self.absent)
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False
@@ -112,6 +110,8 @@ class ShardedParameter:
         self.gradient, self.was_taken = None, False
 
     def _take(self, whole: Tensor) -> None:
+        if whole is not self.whole:  # the user's parameter has the same hooks
+            return
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return

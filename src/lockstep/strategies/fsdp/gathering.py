@@ -94,6 +94,8 @@ class Gathering:
             block.free()
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
+            for inner in _inner_entrances(module):
+                self._watch(inner, block, is_inner=True)
         rest = {module for each in self._rest.parameters for module, _ in each.users}
         for module in {model: None, **dict.fromkeys(rest)}:
             self._watch(module, self._rest)
@@ -154,10 +156,10 @@ class Gathering:
         self._by_address.clear()
         self._recent.clear()
 
-    def _watch(self, module: nn.Module, block: ShardedBlock) -> None:
+    def _watch(self, module: nn.Module, block: ShardedBlock, *, is_inner: bool = False) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._enter(block)
-            if self._dtype is None:
+            if self._dtype is None or is_inner:
                 return None
             cast = {"dtype": self._dtype}
             args, kwargs = (
@@ -169,7 +171,7 @@ class Gathering:
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            aliases = any(self._is_of_parameter(each) for each in tree_leaves(output))
+            aliases = not is_inner and any(self._is_of_parameter(each) for each in tree_leaves(output))
             apart = tree_map_only(Tensor, self._apart, output) if aliases else None
             self._leave(block)
             return apart
@@ -182,6 +184,14 @@ class Gathering:
         if torch.is_grad_enabled():
             outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
             if outer is None or not (isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address):
+                if (
+                    reason := torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+                ) is not None:
+                    raise ConfigError(
+                        f"Strategy 'fsdp' frees parameters between forward and backward with saved_tensors_hooks, and "
+                        f"they are disabled around {block.name or 'the model'!r} ({reason}), as torch.func.grad and "
+                        "disable_saved_tensors_hooks do. Use strategy 'ddp', or leave that out."
+                    )
                 context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
                 context.__enter__()
         self._entered.append((block, context))
@@ -222,9 +232,7 @@ class Gathering:
         return output.clone() if self._is_of_parameter(output) else output
 
     def _is_of_parameter(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return False
-        return value.untyped_storage().data_ptr() in self._by_address
+        return isinstance(value, Tensor) and _address(value) in self._by_address
 
     def _free(self, block: ShardedBlock) -> None:
         for each in block.parameters:
@@ -265,17 +273,41 @@ def _called_by_some(steps: Sequence[int]) -> ConfigError:
     )
 
 
+def _inner_entrances(block: nn.Module) -> list[nn.Module]:
+    """Modules of a block, with parameters, that its code may call in backward, or under hooks on saved tensors."""
+    if type(block).__module__.startswith("torch.nn."):
+        return []
+    return [each for each in block.modules() if each is not block and each._parameters]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor is, also of one that torch.func has wrapped; 0 where there is none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+
+
 class _Pack:
-    """Saves a parameter with its block; hands other tensors on to the hooks around these."""
+    """Saves a parameter with its block; hands other tensors on to the hooks around these.
+
+    Hooks of the user get parameters too, as copies: what they keep must have values until backward.
+    """
 
     def __init__(self, blocks: Mapping[int, ShardedBlock], outer: Sequence[Any] | None) -> None:
         self.blocks, self._outer = blocks, outer
+        self._is_users = outer is not None and outer[0].__module__ != "torch.utils.checkpoint"
 
     def __call__(self, tensor: Tensor) -> tuple[str, Any, Any]:
-        if tensor.layout is torch.strided and tensor.numel():
-            block = self.blocks.get(tensor.untyped_storage().data_ptr())
-            if block is not None:
-                return "parameter", tensor.detach(), block
+        block = self.blocks.get(_address(tensor))
+        if block is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(
+                f"A transform of torch.func saves a parameter of {block.name or 'the model'!r}, which strategy 'fsdp' "
+                "frees before backward. Use strategy 'ddp'."
+            )
+        if block is not None and not self._is_users:
+            return "parameter", tensor.detach(), block
+        if block is not None:
+            tensor = tensor.detach().clone()
         if self._outer is not None:
             return "outer", self._outer[0](tensor), None
         return "tensor", tensor, tensor._version

@@ -12,7 +12,7 @@ the micro-batches run out, a rank runs a spare one, which counts for nothing, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
+from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
 from lockstep.strategies.optimizer_trial import Unit
@@ -113,7 +114,8 @@ class FullyShardedDataParallel(Strategy):
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
             self._gathering.begin_micro_batch()
-            loss, weight = compute(micro_batch)
+            with _explain_transforms():
+                loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], counts = self._buffers.take()
                 advanced += counts
@@ -251,6 +253,21 @@ class FullyShardedDataParallel(Strategy):
             total = totals.get(each.name) if count else None
             each.held.grad = None if total is None else total.div_(weight).to(each.held.device)
         add_prior(prior)
+
+
+@contextmanager
+def _explain_transforms() -> Iterator[None]:
+    """Runs the forward pass; says what is wrong where it differentiates with torch.func."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not NO_SAVED_TENSORS_HOOKS.is_in(str(error)):
+            raise
+        raise ConfigError(
+            "The forward pass calls torch.func.grad, vjp, jvp, jacrev or hessian, and strategy 'fsdp' sets hooks on "
+            "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
+            f"or strategy 'ddp'. Error from torch: {error}"
+        ) from error
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

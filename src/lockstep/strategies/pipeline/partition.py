@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.chain import ChainLink, chain
+from lockstep.strategies.pipeline.chain import ChainLink, chain, is_watched
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -165,6 +165,9 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
         if len(links) > 1
         else "not a chain of modules"
     )
+    hooked = next((link.name or "the model" for link in links if is_watched(link.module)), None)
+    if hooked is not None and any(True for link in links for _ in link.module.children()):
+        found += f" ({hooked!r} has a hook, which keeps it whole)"
     return (
         f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
         "that only calls its children one after the other without drawing random numbers itself. Make the model such a "

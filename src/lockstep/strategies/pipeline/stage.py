@@ -99,8 +99,7 @@ class Passes:
     """The forward and backward passes of a step's micro-batches through one stage."""
 
     def __init__(self, stage: Stage, neighbours: Neighbours, name: str) -> None:
-        self.stage, self.neighbours = stage, neighbours
-        self._name = name
+        self.stage, self.neighbours, self.name = stage, neighbours, name
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
         self._anchor: Tensor | None = None
@@ -154,7 +153,7 @@ class Passes:
             torch.autograd.backward(roots)
         inlet = self._inlets.pop(k, None)
         if inlet is not None and self.neighbours.gradients_out is not None:
-            self.neighbours.gradients_out.send(kind, inlet.take(self._name))
+            self.neighbours.gradients_out.send(kind, inlet.take(self.name))
 
     def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""

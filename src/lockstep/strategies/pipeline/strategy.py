@@ -29,11 +29,19 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
+from lockstep.numerics.hooks import (
+    backward_hooks,
+    forward_hooks,
+    hooked_globally,
+    hooks_made,
+    is_hooked,
+)
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.loss_reads import LossReads
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
 from lockstep.strategies.pipeline.stage import (
@@ -49,6 +57,9 @@ from lockstep.strategies.sharding import (
     explain_missing_parameters,
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
+
+_CHECKED_STEPS = 2
+"""The first steps, in which the stages are watched for changes of what the loss reads."""
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -178,6 +189,7 @@ class Pipeline(Strategy):
     name = "pipeline"
     replicated = False
     steps = Unit.PARAMETER
+    separates_units = True
     axis = "data"
     """The axis of the mesh over which micro-batches are shared out."""
 
@@ -209,6 +221,9 @@ class Pipeline(Strategy):
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
         RunningBuffers.names(model, self._declared)  # a pattern must match somewhere, if not in every stage
         channels, parts = self._channels, self.partition.of(model)
+        kept = {inner for part in parts for link in part for inner in link.module.modules()}
+        self._opened = {name: each for name, each in model.named_modules() if each not in kept}
+        self._hooks_seen, self._steps = -1, 0
         names = [part[-1].name for part in parts]
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
@@ -235,6 +250,8 @@ class Pipeline(Strategy):
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(model, self._passes, self._answers, self._whole_stages)
         self._whole_parameters = list(placed.parameters())
+        self._opened["the prepared model"] = placed
+        self._require_called()
         return placed
 
     def _held_of(self, stage: Stage) -> dict[str, Tensor]:
@@ -243,6 +260,8 @@ class Pipeline(Strategy):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
+        self._require_called()
+        self._steps += 1
         mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
         order = order_of(
             self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine)
@@ -269,7 +288,14 @@ class Pipeline(Strategy):
             passes, sums = self._passes[action.stage], self._sums[action.stage]
             if action.forward:
                 sums.begin_forward()
+                reads = (
+                    LossReads(compute.function)
+                    if self._steps <= _CHECKED_STEPS and not passes.is_last
+                    else None
+                )
                 output, target = passes.run(micro_batch, kind, compute, received)
+                if reads is not None:
+                    reads.require_unchanged(passes.name)
                 sums.end_forward(micro_batch.k)
                 if passes.is_last:
                     loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
@@ -354,6 +380,26 @@ class Pipeline(Strategy):
     def all_bytes_sent(self) -> int:
         """See ``Strategy.all_bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
         return self._channels.bytes_sent + sum(reducer.bytes_sent for reducer in self._reducers)
+
+    def _require_called(self) -> None:
+        """Raises ``ConfigError`` for a hook of the user that would not run, or for other modules than the user's."""
+        if self._hooks_seen == hooks_made():
+            return
+        self._hooks_seen, self._steps = hooks_made(), 0
+        for name, module in self._opened.items():
+            if any(map(is_hooked, (*forward_hooks(module), *backward_hooks(module)))):
+                raise ConfigError(
+                    f"A hook was registered on {name or 'the model'!r} after run.prepare, and strategy {self.name!r} "
+                    "calls what is in it in several processes, so the hook would not run. Register it before "
+                    "run.prepare, which then keeps the module in one stage, or on modules within it, or use strategy "
+                    "'ddp'."
+                )
+        if hooked_globally():
+            raise ConfigError(
+                "Hooks are registered for all modules (torch.nn.modules.module.register_module_forward_hook or one "
+                f"like it), and under strategy {self.name!r} no process calls all modules. Register them on the "
+                "modules that they are for, or use strategy 'ddp'."
+            )
 
     def _note_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> None:
         """Notes the tensors of the whole model, and the place of the rank that keeps each."""

@@ -26,11 +26,12 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ReplicaError
+from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import Compute, StepResult
-from lockstep.strategies.tensor.layers import Exchange, Splitter
+from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks
 from lockstep.strategies.tensor.plans import check_plan, plan_of
 
 
@@ -63,12 +64,16 @@ class TensorParallel(Replicated):
         group = groups.along("tensor")
         assert group is not None, "one rank is no tensor parallel"
         self._exchange, self._options = Exchange(group), options
+        self._hooks_seen = -1
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
+        if self._hooks_seen != hooks_made():
+            refuse_hooks(self._split)
+            self._hooks_seen = hooks_made()
         if self._whole is not None and batch.micro_batches:
             check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
             self._whole = None
@@ -117,6 +122,7 @@ class TensorParallel(Replicated):
     def _move(self, model: nn.Module) -> nn.Module:
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
+        self._split = {name: model.get_submodule(name) for name in plan}
         if self._options.plan:
             self._whole = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange).split(plan)
