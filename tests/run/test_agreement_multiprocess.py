@@ -203,12 +203,12 @@ def test_other_initial_values_become_rank_0s_with_a_warning():
     assert "4 of 9 tensors (0.bias, 0.weight, 4.bias, 4.weight)" in results[0][1][0]
 
 
-def drifting(world, what):
+def drifting(world, what, drifts_in):
     run, model, optimizer = begin(fingerprint_every=2)
     try:
         for batch in run.batches(dataset()):
             train_step(run, batch, optimizer)
-            if batch.plan.step == 0 and world.rank == 1:
+            if batch.plan.step == drifts_in and world.rank == 1:
                 if what == "parameter":
                     with torch.no_grad():
                         model[4].weight.view(torch.int32)[0, 0] ^= 1
@@ -225,8 +225,16 @@ def drifting(world, what):
 )
 @pytest.mark.fault("C4", "C7", "M3")
 def test_a_replica_that_drifts_is_found_at_the_next_comparison(what, name):
-    for message, step in run_ranks(drifting, 3, what):
+    for message, step in run_ranks(drifting, 3, what, 1):
         assert step == 2
+        assert name in message
+        assert "on ranks 0, 2" in message
+
+
+@pytest.mark.parametrize(("what", "name"), [("parameter", "4.weight")])
+def test_a_replica_that_drifts_in_the_first_step_is_found_after_it(what, name):
+    for message, step in run_ranks(drifting, 3, what, 0):
+        assert step == 1
         assert name in message
         assert "on ranks 0, 2" in message
 

@@ -138,6 +138,12 @@ class Rehearsals:
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._metrics: set[Any] = set()
+        self._replicas_are_new = self._checks and group is not None
+
+    def is_first_comparison(self) -> bool:
+        """True once, after the first step of a process: what drifts from the start is not left to the interval."""
+        is_first, self._replicas_are_new = self._replicas_are_new, False
+        return is_first
 
     def is_new_metric(self, function: Callable[..., Any]) -> bool:
         """True for a metric that should be checked and was not asked about before."""

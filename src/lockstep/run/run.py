@@ -484,7 +484,7 @@ class Run:
         compare_every = self.options.fingerprint_every
         if isinstance(strategy, IndependentStrategy):
             compare_every, save_every = 0, strategy.save_every
-        if compare_every and position.step % compare_every == 0:
+        if compare_every and (position.step % compare_every == 0 or self.rehearsals.is_first_comparison()):
             self.fingerprint()
         has_directory = self.options.directory is not None
         if save_every and position.step % save_every == 0 and not gradients and has_directory:
