@@ -11,7 +11,7 @@ from lockstep.run import Run, RunOptions
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
-from lockstep.verify.rank import coarsest_type, nudge_inputs, watch_script
+from lockstep.verify.rank import coarsest_type, nudge_inputs, settled, watch_script
 from lockstep.verify.trace import Trace, refusal
 
 OWN_LOOP = """
@@ -135,6 +135,23 @@ def test_the_sentence_of_a_refusal_is_kept(watched, tmp_path):
         watched(text, "refusing", steps=1)
     assert refusal(tmp_path / "refusing") == "It has two."
     assert refusal(tmp_path) == ""
+
+
+def test_the_time_of_a_step_leaves_out_those_that_are_checked():
+    assert settled([9.0, 8.0, 1.0, 3.0, 2.0]) == 2.0
+    assert settled([9.0, 8.0]) == 8.5
+    assert settled([9.0]) == 9.0
+
+
+def test_a_program_that_the_checks_refuse_has_their_sentence_as_its_finding(watched, tmp_path):
+    counting = (
+        "class Counter(torch.nn.Module):\n    calls = 0\n    def forward(self, x):\n"
+        "        self.calls += 1\n        return x * self.calls\n"
+    )
+    text = OWN_LOOP.replace("torch.manual_seed(0)\n", f"torch.manual_seed(0)\n{counting}")
+    with pytest.raises(ConfigError):
+        watched(text.replace("torch.nn.Flatten(),", "torch.nn.Flatten(), Counter(),"), "counting", steps=1)
+    assert "It changed the attribute 'calls' of 1" in refusal(tmp_path / "counting")
 
 
 def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():
