@@ -71,10 +71,12 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     Returns:
         What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
-        sample, random numbers in the function, or an error over fewer rows.
+        sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows.
     """
-    leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
-    if samples < 2 or any(leaf.dim() == 0 or len(leaf) != samples for leaf in leaves):
+    everything = tree_leaves((output, target))
+    leaves = [leaf for leaf in everything if isinstance(leaf, Tensor)]
+    opaque = any(not isinstance(leaf, Tensor | int | float | str | bytes | None) for leaf in everything)
+    if opaque or samples < 2 or any(leaf.dim() == 0 or len(leaf) != samples for leaf in leaves):
         return Deviation.NONE
 
     def sums(rows: slice) -> tuple[float, float]:
