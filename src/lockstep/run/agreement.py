@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -148,16 +148,17 @@ def described(model: nn.Module) -> dict[str, str]:
     Tensors that are no buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
     objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
     """
-    found = {}
+    found, shared = {}, frozenset(map(id, _named_tensors(model).values()))
     for name, module in model.named_modules():
         found[f"class of {name or 'the model'}"] = _name_of(type(module))
         for key, value in vars(module).items():
             if key not in _OF_TORCH:
-                found[f"{name}.{key}" if name else key] = _text(value)
+                found[f"{name}.{key}" if name else key] = _text(value, shared)
     return found
 
 
-def _text(value: Any, depth: int = 4) -> str:
+def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
+    """A value as text; ``shared`` has the ids of tensors that get rank 0's values, such as weights an LSTM lists."""
     if isinstance(value, str) and value.startswith(os.sep):
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
@@ -165,10 +166,12 @@ def _text(value: Any, depth: int = 4) -> str:
     if isinstance(value, Tensor | nn.Module):
         held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
         known = {
-            name: each for name, each in held.items() if each.layout is torch.strided and not each.is_meta
+            name: each
+            for name, each in held.items()
+            if id(each) not in shared and each.layout is torch.strided and not each.is_meta
         }
         return f"{_name_of(type(value))} {_VALUES} {combine(digest_tensors(known))[:8]}"
-    inner = partial(_text, depth=depth - 1)
+    inner = partial(_text, shared=shared, depth=depth - 1)
     if depth and isinstance(value, list | tuple):
         return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, value)))
     if depth and isinstance(value, set | frozenset):

@@ -393,6 +393,7 @@ def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
     whole = not value.is_floating_point() and not value.is_complex()
     if value.is_complex() or (whole and not torch.equal(value.double().to(value.dtype), value)):
         raise ConfigError(
-            f"{caller} takes real numbers, whole ones up to 2**53, and was given others, of {value.dtype}. {remedy}"
+            f"{caller} takes real numbers, whole ones up to 2**53, and was given others, of {value.dtype}. Convert "
+            "them first."
         )
     return value
