@@ -191,7 +191,7 @@ def _cause(pair: Pair, step: int, at: tuple[int, BatchRecord, int], where: str, 
 
 
 def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool | None:
-    """Whether the model's output for a sample is that of the reference but for rounding; None where it is not known."""
+    """True if the model's output for a sample is that of the reference but for rounding; None where it is not known."""
     for _, known in pair.reference.batches(step):
         if batch.samples[number] in known.samples and len(known.outputs) == len(known.samples):
             if len(batch.outputs) != len(batch.samples):
@@ -205,7 +205,7 @@ def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool
 
 
 def hidden(pair: Pair, step: int, *, loss: bool) -> str:
-    """What the model, or the loss, keeps besides parameters and floating-point buffers and what differs; else empty.
+    """Names the state besides parameters and floating-point buffers that differs in the model, or the loss; else empty.
 
     Numbers and generators come first, since tensors may be no more than copies of what was computed.
     """
