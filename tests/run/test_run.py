@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_named_and_nothing_is_written(where, tmp_path):
 def test_going_on_within_an_epoch_of_another_data_set_is_refused(tmp_path):
     saved(tmp_path)
     run, *_ = begin(directory=tmp_path, resume="auto")
-    with pytest.raises(CheckpointMismatch, match="53 samples, and the data set has 90"):
+    with pytest.raises(CheckpointMismatch, match="53 samples, and this data set has 90"):
         next(iter(run.batches(dataset(90))))
 
 
