@@ -42,24 +42,40 @@ def run_ranks(body, world_size, *args, threads=1, timeout=60):
         threads: intra-op threads of each rank.
         timeout: seconds for all of it; then the ranks are killed and ``RankFailed`` says which had not ended.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     directory = tempfile.mkdtemp(prefix="lockstep-test-")
     task = pickle.dumps((body, args))
+    tasks = [(rank, world_size, threads, timeout, directory, task) for rank in range(world_size)]
+    try:
+        with forked(_rank, tasks) as (processes, pipes):
+            return _results(processes, pipes, timeout)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def forked(target, tasks, preload=()):
+    """Forks ``target(*task, sender)`` for each task, from the process that has torch imported; kills them at the end.
+
+    Args:
+        target: sends one answer, (moment, whether it is a result, content), pickled.
+        tasks: arguments of each rank.
+        preload: further modules to import before the first fork of a test session.
+
+    Yields:
+        The processes, and the pipe of each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, *preload])
     processes, pipes = [], []
     try:
-        for rank in range(world_size):
+        for rank, task in enumerate(tasks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank,
-                args=(rank, world_size, threads, timeout, directory, task, sender),
-                name=f"rank {rank}",
-            )
+            process = context.Process(target=target, args=(*task, sender), name=f"rank {rank}")
             process.start()
             sender.close()
             processes.append(process)
             pipes.append(receiver)
-        return _results(processes, pipes, timeout)
+        yield processes, pipes
     finally:
         for process in processes:
             process.kill()
@@ -67,31 +83,48 @@ def run_ranks(body, world_size, *args, threads=1, timeout=60):
             process.close()
         for pipe in pipes:
             pipe.close()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
-def _results(processes, pipes, timeout):
-    deadline, open_pipes = time.monotonic() + timeout, dict(zip(pipes, range(len(pipes))))
-    answers, failures = {}, []
-    while open_pipes and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(open_pipes), left):
-            rank = open_pipes.pop(pipe)
+def answers_of(processes, pipes, timeout, after_failure, died):
+    """Waits for the answers of all ranks, after a failure only for a moment.
+
+    Args:
+        processes, pipes: see ``forked``.
+        timeout: seconds for all answers.
+        after_failure: seconds for the others after a failure.
+        died: gives moment and content for a rank that ended without an answer, of its number and exit code.
+
+    Returns:
+        The results by rank, the failures as (moment, rank, content), and the ranks that have not answered.
+    """
+    deadline, waiting = time.monotonic() + timeout, dict(zip(pipes, range(len(pipes))))
+    results, failures = {}, []
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            rank = waiting.pop(pipe)
             try:
                 moment, good, content = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
-                moment, good, content = time.monotonic(), False, (_died(rank, processes[rank].exitcode), "")
+                good, (moment, content) = False, died(rank, processes[rank].exitcode)
             if good:
-                answers[rank] = content
+                results[rank] = content
             else:
                 failures.append((moment, rank, content))
-                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+                deadline = min(deadline, time.monotonic() + after_failure)
+    return results, failures, sorted(waiting.values())
+
+
+def _results(processes, pipes, timeout):
+    answers, failures, waiting = answers_of(
+        processes, pipes, timeout, _AFTER_FAILURE, lambda *ended: (time.monotonic(), (_died(*ended), ""))
+    )
     if failures:
         _, rank, (error, text) = min(failures, key=lambda failure: failure[:2])
         error.add_note(f"raised on rank {rank} of {len(processes)}:\n{text}")
         raise error
-    if open_pipes:
-        raise RankFailed(f"ranks {sorted(open_pipes.values())} had not ended after {timeout} s")
+    if waiting:
+        raise RankFailed(f"ranks {waiting} had not ended after {timeout} s")
     return [answers[rank] for rank in range(len(processes))]
 
 

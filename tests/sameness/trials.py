@@ -10,7 +10,6 @@ failure is what the launcher would report, and decides.
 import contextlib
 import gc
 import linecache
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -18,10 +17,9 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.ranks import PRELOAD
+from tests.ranks import answers_of, forked
 
 _AFTER_FAILURE = 0.7
 PROGRAM = "program.py"
@@ -85,45 +83,22 @@ def run_trial(text, phases, timeout=25.0):
 
 
 def _run_phase(text, layout, options, epochs, timeout):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *_PRELOAD])
-    folder, processes, pipes = tempfile.mkdtemp(prefix="lockstep-ranks-"), [], []
+    folder = tempfile.mkdtemp(prefix="lockstep-ranks-")
+    tasks = [(rank, layout.ranks, folder, text, options, epochs) for rank in range(layout.ranks)]
     try:
-        for rank in range(layout.ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            task = rank, layout.ranks, folder, text, options, epochs, sender
-            processes.append(context.Process(target=_rank, args=task, name=f"rank {rank}"))
-            processes[-1].start()
-            sender.close()
-            pipes.append(receiver)
-        return _wait(processes, pipes, timeout)
+        with forked(_rank, tasks, _PRELOAD) as (processes, pipes):
+            return _wait(processes, pipes, timeout)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        for pipe in pipes:
-            pipe.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _died(rank, code):
+    # What others say follows from it, so it comes first.
+    return 0.0, Ended("raised", message=f"rank {rank} ended with exit code {code}")
+
+
 def _wait(processes, pipes, timeout):
-    deadline, waiting = time.monotonic() + timeout, dict(zip(pipes, range(len(pipes))))
-    answers, failures = {}, []
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(waiting), left):
-            rank = waiting.pop(pipe)
-            try:
-                moment, ended = pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                processes[rank].join()
-                said = f"rank {rank} ended with exit code {processes[rank].exitcode}"
-                moment, ended = 0.0, Ended("raised", message=said)  # what others say follows from it
-            if ended.how == "ran":
-                answers[rank] = ended.found
-            else:
-                failures.append((moment, rank, ended))
-                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE)
+    answers, failures, waiting = answers_of(processes, pipes, timeout, _AFTER_FAILURE, _died)
     if failures:
         first = min(failures, key=lambda failure: failure[:2])[2]
         # A rank that lost its neighbour may report before the neighbour that said why.
@@ -133,8 +108,8 @@ def _wait(processes, pipes, timeout):
         first.ranks = len(refusing)
         return first
     if waiting:
-        return Ended("hung", message=f"ranks {sorted(waiting.values())} had not ended after {timeout} s")
-    return Ended("ran", [answers[rank] for rank in range(len(processes))])
+        return Ended("hung", message=f"ranks {waiting} had not ended after {timeout} s")
+    return Ended("ran", [answers[rank].found for rank in range(len(processes))])
 
 
 def _rank(rank, ranks, folder, text, options, epochs, sender):
@@ -152,7 +127,7 @@ def _rank(rank, ranks, folder, text, options, epochs, sender):
         message = f"{type(error).__name__}: {error}"
         ended = Ended("raised", message=message, traceback=traceback.format_exc(), own=_is_own(error))
     with contextlib.suppress(BrokenPipeError):
-        sender.send_bytes(pickle.dumps((time.monotonic(), ended)))
+        sender.send_bytes(pickle.dumps((time.monotonic(), ended.how == "ran", ended)))
     os._exit(0)
 
 
