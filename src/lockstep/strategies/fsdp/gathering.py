@@ -86,8 +86,7 @@ class Gathering:
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
-        self._steps = self._step = 0
-        """How many steps were begun, and which of them is computed now; 0 for none."""
+        self._in_step = False
         for block in self.blocks:
             for each in block.parameters:
                 each.put(each.whole)
@@ -119,8 +118,7 @@ class Gathering:
         """Starts a step of ``leaves`` micro-batches."""
         self._absence.is_computing = True
         self.free()
-        self._steps += 1
-        self._step = self._steps
+        self._in_step = True
         for block in self.blocks:
             block.begin_step(leaves)
 
@@ -146,7 +144,7 @@ class Gathering:
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
         self._absence.is_computing = False
-        self._step = 0
+        self._in_step = False
         return {name: total for block in self.blocks for name, total in block.take().items()}
 
     def free(self) -> None:
@@ -245,11 +243,11 @@ class Gathering:
         Raises:
             ConfigError: some ranks are within ``run.backward``, and others call the model outside of it.
         """
-        mine = torch.tensor([wanted, self._step], device=self._device)
+        mine = torch.tensor([wanted, self._in_step], device=self._device)
         while True:
-            wants, steps = all_gather_rows(mine, self._group).t().tolist()
-            if len({*steps}) > 1:
-                raise _called_by_some(steps)
+            wants, in_step = all_gather_rows(mine, self._group).t().tolist()
+            if any(in_step) and not all(in_step):
+                raise _called_by_some(in_step)
             for each in sorted({int(want) for want in wants} - {_NOTHING}):
                 block = self.blocks[each // 2]
                 if each % 2:
@@ -260,11 +258,10 @@ class Gathering:
                 return
 
 
-def _called_by_some(steps: Sequence[int]) -> ConfigError:
-    """The refusal where ranks are in different steps; 0 is a call outside of every step."""
-    first, *_ = sorted({*steps})
-    outside = [rank for rank, step in enumerate(steps) if step == first]
-    others = [rank for rank, step in enumerate(steps) if step != first]
+def _called_by_some(in_step: Sequence[int]) -> ConfigError:
+    """The refusal where some ranks are in a step, and others call the model outside of it."""
+    outside = [rank for rank, inside in enumerate(in_step) if not inside]
+    others = [rank for rank, inside in enumerate(in_step) if inside]
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
         f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, "
