@@ -201,9 +201,8 @@ def _panel(
         ]
     shapes.append(Label(left + _WIDTH / 2, top + _HEIGHT + 32, name, size=11))
     drawn: list[Shape] = []
-    alike: Counter[tuple[Point, ...]] = (
-        Counter()
-    )  # a curve that others cover is wide enough to be seen below them
+    # A curve that others cover is wide enough to be seen below them.
+    alike: Counter[tuple[Point, ...]] = Counter()
     for run, points in reversed(list(curves.items())):
         placed = tuple(
             (left + x / unit / across * _WIDTH, top + (high - y) / (high - low) * _HEIGHT) for x, y in points

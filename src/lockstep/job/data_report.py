@@ -216,9 +216,8 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
                 lines.append(f"    and {rest:,} more")
         lines.append("")
     lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}")
-    alike: dict[
-        tuple[int, ...], list[int]
-    ] = {}  # ranks that read the same, such as the stages of one pipeline
+    # Ranks that read the same, such as the stages of one pipeline, share their lines.
+    alike: dict[tuple[int, ...], list[int]] = {}
     for rank, reads in enumerate(step.reads):
         alike.setdefault(tuple(reads), []).append(rank)
     for ranks in alike.values():

@@ -93,7 +93,7 @@ class Diagnosis:
     """The tensor, micro-batch or setting that differs first."""
     detail: str = ""
     possible: tuple[str, ...] = ()
-    """What could explain the difference where the cause is not certain; empty where it is."""
+    """Explanations of the difference where the cause is not certain; empty where it is."""
 
     @property
     def text(self) -> str:

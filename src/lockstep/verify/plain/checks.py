@@ -327,7 +327,7 @@ MODE_MATTERS = (
     Cause.BUFFERS,
     Cause.GRADIENTS,
 )
-"""What another mode of a module may have caused."""
+"""Causes that another mode of a module may have led to."""
 
 
 def modes(pair: Pair, step: int) -> Diagnosis | None:

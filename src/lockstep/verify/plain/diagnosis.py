@@ -100,7 +100,7 @@ _POSSIBLE: dict[Cause, tuple[str, ...]] = {
         "code under a condition on the rank",
     ),
 }
-"""What could explain the causes that only say what is known."""
+"""Explanations of the causes that only say what is known."""
 
 
 _UNSTABLE = (Cause.FORWARD, Cause.OUTPUT, Cause.LOSS, Cause.GRADIENTS)
@@ -119,7 +119,7 @@ def beyond_rounding(pair: Pair) -> Diagnosis | None:
 
 
 _OF_NUMBERS = (*checks.MODE_MATTERS, Cause.UPDATE, Cause.LOSS_WEIGHTING)
-"""What rounded gradients of the steps before may have caused."""
+"""Causes that rounded gradients of the steps before may have led to."""
 
 
 def _explained_before(pair: Pair, found: Diagnosis) -> Diagnosis:

@@ -86,8 +86,8 @@ class StepRecord:
     evaluating: list[str] = field(default_factory=list)
     """Innermost modules that were in eval mode in the first forward pass."""
     attributes: dict[str, str] = field(default_factory=dict)
-    """What modules of the model and of the loss keep as plain attributes or integer buffers, where it has changed since
-    the beginning."""
+    """Plain attributes and integer buffers of the modules of the model and of the loss that have changed since the
+    beginning, as text."""
     seconds: float = 0.0
     memory: int = 0
     """Peak memory of the process, in bytes."""

@@ -107,10 +107,14 @@ def tied(model: nn.Module) -> dict[str, list[str]]:
     return {first: rest for first, *rest in names.values() if rest}
 
 
+def _row_digests(rows: Tensor) -> list[str]:
+    return [digest_tensor(row)[:16] for row in rows]
+
+
 def _targets(targets: Tensor) -> list[Sample]:
     if targets.dim() == 1 and not targets.is_floating_point():
         return [int(each) for each in targets]
-    return [digest_tensor(row)[:16] for row in targets]
+    return [*_row_digests(targets)]
 
 
 def watch_calls(model: nn.Module, note: Callable[[str, str, str], None]) -> list[RemovableHandle]:
@@ -180,7 +184,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def attributes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """What modules keep outside of parameters and floating-point buffers, as text or digest, by name.
+    """The state that modules keep outside of parameters and floating-point buffers, as text or digest, by name.
 
     Numbers, texts, small containers of them, tensors, arrays and random generators count; ``num_batches_tracked`` and
     anything else does not.
@@ -330,7 +334,7 @@ class Recorder:
         if not step.batches:
             step.batches.append(BatchRecord())
         record = step.batches[-1]
-        record.inputs = [digest_tensor(row)[:16] for row in inputs] if inputs is not None else []
+        record.inputs = _row_digests(inputs) if inputs is not None else []
         record.samples = [int(n) for n in samples] if samples is not None else list(record.inputs)
         record.targets = _targets(targets) if targets is not None else []
         record.losses = losses.detach().double().reshape(-1).tolist() if losses is not None else []

@@ -192,7 +192,7 @@ def _cause(pair: Pair, step: int, at: tuple[int, BatchRecord, int], where: str, 
 
 
 def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool | None:
-    """Whether the model's output for a sample is that of the reference but for rounding; None where it is not known."""
+    """True if the model's output for a sample is that of the reference but for rounding; None where it is not known."""
     for _, known in pair.reference.batches(step):
         if batch.samples[number] in known.samples and len(known.outputs) == len(known.samples):
             if len(batch.outputs) != len(batch.samples):
@@ -206,7 +206,7 @@ def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool
 
 
 def hidden(pair: Pair, step: int, *, loss: bool) -> tuple[str, bool]:
-    """What the model, or the loss, keeps besides parameters and floating-point buffers, and whether it is no tensor.
+    """The state that the model, or the loss, keeps besides parameters and floating-point buffers, and whether it is no tensor.
 
     Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """
