@@ -1,6 +1,5 @@
 """Data sets that keep something from one read to the next are refused; sets that are read twice alike are not."""
 
-import logging
 import random
 
 import numpy as np
@@ -62,7 +61,6 @@ class Keyed(Rows):
 
 
 def train(data, *, workers=0, checks="first"):
-    logging.getLogger("lockstep").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     options = RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks=checks)

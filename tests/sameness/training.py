@@ -102,7 +102,12 @@ def under(layout, *makes):
     """What programs give under a layout, by name; in this process where the layout has one."""
     ranks, settings = layout
     if ranks == 1:
-        return train_all(World(), makes, settings)
+        logger = logging.getLogger("lockstep")
+        level = logger.level
+        try:
+            return train_all(World(), makes, settings)
+        finally:
+            logger.setLevel(level)
     return run_ranks(train_all, ranks, makes, settings, timeout=100)[0]
 
 

@@ -57,7 +57,7 @@ class RunLog:
         return [(record, float(y)) for record, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
 
     def final(self, metric: str) -> float | None:
-        """The metric of the last finished epoch, over all of it where the epoch's record has it; else the last value."""
+        """The metric of the last finished epoch, over all of it where the epoch's record has it, else the last."""
         if self.ends:
             whole = self.ends[-1].get(metric)
             if isinstance(whole, int | float) and math.isfinite(whole):

@@ -452,7 +452,7 @@ class Run:
         self._writer.release()
         self.strategy.release()
         state = [self._prepared.state] if self._prepared is not None else []
-        drop_process_groups(self._agreed_data, self._skipped, *state)
+        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, *state)
 
     @property
     def skipped_steps(self) -> int:
@@ -503,7 +503,7 @@ class Run:
     def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
         strategy.leave_process_group(self.position.step, self.world)
-        drop_process_groups(self._agreed_data, self._skipped, state)
+        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, state)
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:

@@ -122,7 +122,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
-    function is returned as it is; a torch loss that sums is refused (``ConfigError``).
+    function is returned as it is, a subclass with its own ``forward`` too; a torch loss that sums is refused
+    (``ConfigError``).
     """
     if isinstance(function, type) and issubclass(function, nn.Module):
         raise no_instance(function)
@@ -133,6 +134,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
         )
     if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
         return function
+    if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+        return function  # it may add what is no sum over samples, or keep state
     summing = copy.copy(function)
     summing.reduction = "sum"
 

@@ -91,6 +91,9 @@ class Replicated(Strategy):
         compute.exchange()
         return sums.reduce(losses, weights, stop)
 
+    def before_step(self) -> None:
+        """See ``Strategy.before_step``: gradients are where the user sees them."""
+
     def after_step(self) -> None:
         """Does nothing: every process has stepped the whole replica."""
 

@@ -317,7 +317,7 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
         for name in ("state_dict", "copy", "data", "norm"):
             assert "is used outside of the forward pass of its module" in found[name]
         assert (
-            "called outside of run.backward on rank 0, while rank 1 went on to run.backward"
+            "called outside of run.backward on rank 0, while rank 1 went on to the next collective call"
             in found["called"]
         )
         assert "'blocks.0.weight'" in found["norm"] and "'head.weight'" in found["data"]

@@ -33,6 +33,8 @@ from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
 
 _NOTHING = -1
+_OUTSIDE, _IN_STEP, _ELSEWHERE = 0, 1, 2
+"""Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
 _KEPT = 2
 """Blocks that are whole at once in backward: one operation may use parameters of two."""
 
@@ -86,7 +88,7 @@ class Gathering:
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
-        self._in_step = False
+        self._where = _OUTSIDE
         for block in self.blocks:
             for each in block.parameters:
                 each.put(each.whole)
@@ -118,7 +120,7 @@ class Gathering:
         """Starts a step of ``leaves`` micro-batches."""
         self._absence.is_computing = True
         self.free()
-        self._in_step = True
+        self._where = _IN_STEP
         for block in self.blocks:
             block.begin_step(leaves)
 
@@ -144,8 +146,16 @@ class Gathering:
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
         self._absence.is_computing = False
-        self._in_step = False
+        self._where = _OUTSIDE
         return {name: total for block in self.blocks for name, total in block.take().items()}
+
+    def require_no_calls(self) -> None:
+        """Raises ``ConfigError`` on every rank where some call the model while others gather its state. Collective."""
+        self._where = _ELSEWHERE
+        try:
+            self._request(_NOTHING)
+        finally:
+            self._where = _OUTSIDE
 
     def free(self) -> None:
         """Frees all whole parameters: they are gathered anew when they are used."""
@@ -241,13 +251,13 @@ class Gathering:
         """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted.
 
         Raises:
-            ConfigError: some ranks are within ``run.backward``, and others call the model outside of it.
+            ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
-        mine = torch.tensor([wanted, self._in_step], device=self._device)
+        mine = torch.tensor([wanted, self._where], device=self._device)
         while True:
-            wants, in_step = all_gather_rows(mine, self._group).t().tolist()
-            if any(in_step) and not all(in_step):
-                raise _called_by_some(in_step)
+            wants, places = all_gather_rows(mine, self._group).t().tolist()
+            if len(set(places)) > 1:
+                raise _called_by_some(places)
             for each in sorted({int(want) for want in wants} - {_NOTHING}):
                 block = self.blocks[each // 2]
                 if each % 2:
@@ -258,13 +268,14 @@ class Gathering:
                 return
 
 
-def _called_by_some(in_step: Sequence[int]) -> ConfigError:
-    """The refusal where some ranks are in a step, and others call the model outside of it."""
-    outside = [rank for rank, inside in enumerate(in_step) if not inside]
-    others = [rank for rank, inside in enumerate(in_step) if inside]
+def _called_by_some(places: Sequence[int]) -> ConfigError:
+    """The refusal where some ranks call the model outside of a step, and others do not."""
+    outside = [rank for rank, where in enumerate(places) if where == _OUTSIDE]
+    others = [rank for rank, where in enumerate(places) if where != _OUTSIDE]
+    went = "run.backward" if _IN_STEP in places else "the next collective call"
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
-        f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, "
+        f"{numbered('rank', others)} went on to {went}. Under 'fsdp' every rank holds a part of each parameter, "
         "so all ranks must call the model, and as often: take the call out of `if run.is_main`, or use run.predict or "
         "run.evaluate."
     )

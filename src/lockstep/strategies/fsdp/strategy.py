@@ -147,6 +147,7 @@ class FullyShardedDataParallel(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""
+        self._gathering.require_no_calls()
         trained = sorted(self._trained, key=lambda each: each.name)
         cut = [each for each in trained if each.owner is None]
         alone = [each for each in trained if each.owner is not None]
@@ -175,6 +176,7 @@ class FullyShardedDataParallel(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""
+        self._gathering.require_no_calls()
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         for name, first in self._first_names.items():
             if first:

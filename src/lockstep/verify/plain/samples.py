@@ -206,7 +206,7 @@ def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool
 
 
 def hidden(pair: Pair, step: int, *, loss: bool) -> tuple[str, bool]:
-    """The state that the model, or the loss, keeps besides parameters and floating buffers, and whether it is no tensor.
+    """The state besides parameters and floating-point buffers that differs in the model or the loss; True if no tensor.
 
     Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """
