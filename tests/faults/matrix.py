@@ -34,8 +34,9 @@ SECTIONS = {
         ),
         Row(
             "P3",
-            "the launcher is killed (SIGKILL)",
-            "no process of the run is left after 2 s, hung loader workers included",
+            "the launcher or the fork server is killed (SIGKILL)",
+            "no process of the run is left after 2 s, hung loader workers and what ranks have started included",
+            open="a process that a rank has started in another session and with another environment is not found",
         ),
         Row(
             "P4",
@@ -288,6 +289,34 @@ SECTIONS = {
         ),
         Row("M12", "a log cannot be written", "one warning, and training goes on"),
         Row("M13", "too few samples, or no folder", "a sentence before the first step"),
+    ),
+    "Surroundings": (
+        Row(
+            "T1",
+            "the terminal or pipe of the output is gone, or was closed from the start",
+            "the run goes on and ends with its own code; what could not be written, and the report of a failure, are "
+            "in the log folder",
+        ),
+        Row(
+            "T2",
+            "the disk of the logs is full, or a rank has no descriptor left",
+            "the failure is reported all the same, with its exit code",
+        ),
+        Row(
+            "T3",
+            "the folder in memory (`XDG_RUNTIME_DIR`, `/dev/shm`) is full",
+            "another place is taken and said, or the run is refused in a sentence before a rank starts",
+        ),
+        Row(
+            "T4",
+            "the file system has no locks (`flock`)",
+            "a file that names the owner takes the lock's place, and is said once",
+        ),
+        Row(
+            "T5",
+            "two runs have one log folder, or it holds a user's files with the names of ours",
+            "the second run takes a folder in it with its id, and says so; no file of the user is touched",
+        ),
     ),
     "Security": (
         Row("X1", "something listens off the host", "on one host everything listens on loopback"),

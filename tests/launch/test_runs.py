@@ -1,10 +1,16 @@
 import os
+import resource
 import socket
 import stat
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.launch.runs import run_directory
+
+NO_ROOM = SimpleNamespace(f_bavail=10, f_frsize=4096, f_favail=1000, f_files=1000)
 
 
 @pytest.mark.fault("X4")
@@ -31,6 +37,44 @@ def test_a_folder_whose_lock_is_free_is_removed_and_others_stay(tmp_path):
     with run_directory(tmp_path):
         assert not abandoned.exists()
         assert foreign.exists()
+
+
+@pytest.mark.fault("M2")
+def test_a_folder_stays_while_a_process_of_its_run_is_left(tmp_path):
+    abandoned = tmp_path / "lockstep-run-dead"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    environment = {"LOCKSTEP_RUN_DIRECTORY": str(abandoned)}
+    with subprocess.Popen(["sleep", "60"], env=environment) as left:
+        with run_directory(tmp_path):
+            assert abandoned.exists()
+        left.kill()
+    with run_directory(tmp_path):
+        assert not abandoned.exists()
+
+
+@pytest.mark.fault("T3")
+def test_a_full_folder_is_passed_over_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    room = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda base: NO_ROOM if base == tmp_path else room(base))
+    with run_directory(ranks=range(2)) as directory:
+        assert directory.parent != tmp_path
+    told = f"lockstep: {tmp_path} has no room left, so the files of the run are in {directory.parent}.\n"
+    assert capsys.readouterr().err == told
+
+
+@pytest.mark.fault("T3")
+def test_files_that_find_no_room_are_refused_before_a_rank_starts_and_nothing_stays(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        why = pytest.raises(ConfigError, match="set XDG_RUNTIME_DIR to a folder with")
+        with why, run_directory(tmp_path, ranks=range(2)):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):

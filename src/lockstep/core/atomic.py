@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -144,6 +145,61 @@ def _is_held(entry: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems without locks answer, such as Lustre mounted without them."""
+
+
+@contextmanager
+def sole_use(path: Path) -> Iterator[bool]:
+    """Keeps other processes that call this out for the block, and yields whether the file system has locks.
+
+    Where it has none, a file ``<path>.owner`` with host, process and start time takes the lock's place; one that a dead
+    process of this host left is removed. ``BlockingIOError`` if another process is in, with what to do.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            owner = _lease(path.with_name(f"{path.name}.owner"))
+        try:
+            yield owner is None
+        finally:
+            if owner is not None:
+                owner.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lease(file: Path) -> Path:
+    """Makes the file, in the name of this process."""
+    mine = f"{_place()}-{os.getpid()}-{_start_time(os.getpid())} {socket.gethostname()}"
+    while True:
+        with suppress(FileExistsError):
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as written:
+                written.write(mine)
+            return file
+        try:
+            owner, _, host = file.read_text().partition(" ")
+            place, pid, start = owner.split("-")
+            is_dead = place == _place() and _start_time(int(pid)) != int(start)
+        except FileNotFoundError:
+            continue
+        except ValueError:  # being written, or by something else
+            pid, host, is_dead = "unknown", "an unknown host", False
+        if not is_dead:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK, f"process {pid} on {host} holds {file}; remove that file if it has ended"
+            )
+        with suppress(FileNotFoundError):  # another process may do the same: one of both renames it
+            file.rename(aside := hidden(file, "removed"))
+            aside.unlink()
 
 
 def _place() -> str:

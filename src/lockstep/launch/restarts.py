@@ -22,7 +22,7 @@ from lockstep.text import plural
 _TRANSIENT = frozenset(
     {
         *("AcceleratorError", "DistBackendError", "DistNetworkError"),
-        *("OSError", "TimeoutError", "BrokenPipeError"),
+        *("OSError", "TimeoutError"),
         *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
     }
 )

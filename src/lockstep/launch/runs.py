@@ -1,7 +1,8 @@
 """The run directory of a run, and this user's runs on this host, which are found by their run directories.
 
 The run directory holds rendezvous file, heartbeats and results. It is in memory if possible, private to its owner, and
-removed with the run. If the launcher was killed, its lock is free and the user's next launcher removes the directory.
+removed with the run. If the launcher was killed, its lock is free, and the user's next launcher removes the directory
+once no process of the run is left.
 
 A process belongs to a run if its environment has the run's id; names and command lines are ignored. It is signalled
 through a pidfd that was opened before the environment was read, so a reused process id is never signalled.
@@ -18,14 +19,19 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from lockstep.errors import ConfigError
-from lockstep.runtime.heartbeat import Beat, read_beat
+from lockstep.runtime.control import map_file
+from lockstep.runtime.error_record import ErrorPage
+from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beat
+from lockstep.runtime.output import say
+from lockstep.runtime.parent_death import has_processes
+from lockstep.text import format_bytes
 
 _PREFIX = "lockstep-run-"
 _LOCK = "lock"
@@ -34,17 +40,27 @@ _LONGEST_BASE = 50
 
 
 @contextmanager
-def run_directory(base: Path | None = None) -> Iterator[Path]:
-    """Makes the directory (mode 0700) and removes it at the end."""
-    base = _base() if base is None else base
-    _remove_abandoned(base)
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    lock = _held_lock(directory)
-    try:
+def run_directory(base: Path | None = None, ranks: range = range(0)) -> Iterator[Path]:
+    """Makes the directory (mode 0700), with the files that ranks map, and removes it at the end.
+
+    ``ConfigError`` if no folder has room for it.
+    """
+    with ExitStack() as stack:
+        try:
+            base = _base(len(ranks)) if base is None else base
+            _remove_abandoned(base)
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            stack.callback(os.close, _held_lock(directory))
+            for rank in ranks:
+                map_file(heartbeat_file(directory, rank), SIZE).close()
+                ErrorPage(directory, rank)
+        except OSError as error:
+            raise ConfigError(
+                f"The files of the run cannot be made in {base or tempfile.gettempdir()}: {error.strerror or error}. "
+                f"Make room there, or set XDG_RUNTIME_DIR to a folder with {format_bytes(_room(len(ranks)))} of it."
+            ) from error
         yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
 
 
 def run_directories() -> list[Path]:
@@ -72,11 +88,30 @@ def _bases() -> list[Path]:
     return [Path(name) for name in dict.fromkeys(names) if name and Path(name).is_dir()]
 
 
-def _base() -> Path:
-    """Returns the first writable folder, if possible one whose path is short enough for sockets."""
-    usable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+def _base(ranks: int) -> Path:
+    """Returns the first writable folder with room, if possible one whose path is short enough for sockets."""
+    writable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+    usable = [base for base in writable if _has_room(base, ranks)] or writable
     short = (base for base in usable if len(os.fsencode(base)) <= _LONGEST_BASE)
-    return next(short, (usable or [Path(tempfile.gettempdir())])[0])
+    found = next(short, (usable or [Path(tempfile.gettempdir())])[0])
+    if full := [str(base) for base in writable[: writable.index(found)] if not _has_room(base, ranks)]:
+        say(f"{' and '.join(full)} has no room left, so the files of the run are in {found}.")
+    return found
+
+
+def _room(ranks: int) -> int:
+    """Bytes that a run directory may take."""
+    return (4 << 20) + ranks * (1 << 18)
+
+
+def _has_room(base: Path, ranks: int) -> bool:
+    try:
+        disk = os.statvfs(base)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize >= _room(ranks) and (
+        disk.f_favail > 16 + 8 * ranks or not disk.f_files
+    )
 
 
 def _held_lock(directory: Path) -> int:
@@ -93,7 +128,8 @@ def _remove_abandoned(base: Path) -> None:
         with suppress(OSError):  # another launcher may remove the same one
             if directory.lstat().st_uid == os.getuid():
                 with _locked(directory):
-                    shutil.rmtree(directory, ignore_errors=True)
+                    if not has_processes(str(directory)):  # else it stays for `lockstep clean`
+                        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
