@@ -86,16 +86,16 @@ def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> 
 @contextmanager
 def lasting_stderr(folder: Path | None = None) -> Iterator[None]:
     """Makes ``sys.stderr`` last within the block; within such a block it sets the folder of ``terminal.log``."""
-    former: TextIO | None = sys.stderr
+    former, original = sys.stderr, sys.__stderr__
     raw = getattr(getattr(former, "buffer", None), "raw", None)
     if isinstance(raw, LastingFile):
         raw.folder = folder or raw.folder
     if (
-        former is None or former is not sys.__stderr__
+        original is None or former is not original
     ):  # it lasts already, or is a notebook's, which we leave alone
         yield
         return
-    sys.stderr = lasting(former, folder)
+    sys.stderr = lasting(original, folder)
     try:
         yield
     finally:
