@@ -3,7 +3,6 @@
 A program is a function that makes a ``Program``: its model, its loss, and what it does before and after ``prepare``.
 """
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,7 +84,6 @@ def train(world, make, settings):
 def train_all(world, makes, settings):
     """What every program gives, by name; empty but on rank 0."""
     postpone_compiler()
-    gc.freeze()  # the end of each run collects, which takes longer than the run where there are many objects
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     found = {}
     for make in makes:
@@ -94,7 +92,6 @@ def train_all(world, makes, settings):
         except Exception as error:
             error.add_note(f"in the program {make.__name__!r}")
             raise
-    gc.unfreeze()
     return found if world.is_main else {}
 
 
