@@ -97,6 +97,18 @@ def test_a_number_without_effect_is_named_once(caplog):
     assert "the attribute 'calls' of the model (from 0 to 2)" in told[0]
 
 
+def test_an_effect_that_comes_with_a_later_call_is_found():
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        return F.cross_entropy(output, target) * (2 if calls > 4 else 1)
+
+    with pytest.raises(ConfigError, match=r"has other bits the second time.*'calls'"):
+        train(model(), loss)
+
+
 class Notes(Callback):
     def __init__(self):
         self.events = []

@@ -215,7 +215,17 @@ def _layout(r, k):
 
 
 _HEADER = """
+import contextvars
+import copy
+import functools
+import io
+import itertools
+import os
+import pickle
 import random
+import threading
+import time
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -309,7 +319,7 @@ def text_of(program):
 def _data(p):
     """The data set, with the samples that the shape of the model wants."""
     made = DATA[p.data].source
-    if "data =" not in made.splitlines()[0] and "class" not in made:
+    if "data =" not in made.splitlines()[0] and not made.startswith(("class", "def")):
         change, _, rest = made.partition("\ndata =")
         pairs = DATA["pairs"].source.replace(
             "        return x", textwrap.indent(change, " " * 8) + "\n        return x"

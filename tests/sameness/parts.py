@@ -35,7 +35,7 @@ class Part:
     @property
     def defined(self):
         """The name of the class that the source defines; empty where it defines none."""
-        return found[1] if (found := re.match(r"class (\w+)", self.source)) else ""
+        return found[1] if (found := re.match(r"(?:@.*\n)*class (\w+)", self.source)) else ""
 
     @property
     def made(self):

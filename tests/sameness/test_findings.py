@@ -9,6 +9,7 @@ from tests.sameness.trials import Layout
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
+SERVER = Layout("server 3/1", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 1}})
 ODD = (("global_batch", 6), ("micro_batches", 3))
 K8 = (("global_batch", 16), ("micro_batches", 8))
 FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
@@ -31,6 +32,13 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             "equal",
             id="gradients kept as zeros, ragged step",
         ),
+        pytest.param(
+            {"lines": ("dropped_gradient", "names"), "end": "by_hand", "blocks": ("unused", "linear")},
+            SERVER,
+            "equal",
+            id="gradients cleared and counted on workers",
+        ),
+        pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )
 def test_it_ends_as_it_should(parts, layout, what):

@@ -438,7 +438,7 @@ REFUSED = {
     "layers": NEVER,
     "fsdp": SHARDED,
     "fsdp-3": SHARDED,
-    "server": {**NEVER, OptimizerStated: STATE},
+    "server": {**SERVERS, OptimizerStated: STATE},
     "servers": {**SERVERS, OptimizerStated: STATE},
     "pipeline": PIPELINE,
     "data-pipeline": PIPELINE,

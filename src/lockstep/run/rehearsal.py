@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MOST = 3
+_FURTHER = 4
+"""Computations after the second, where a call changes what the one before has left."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
 
@@ -195,6 +197,7 @@ class Rehearsals:
         scale: float,
     ) -> Findings:
         strategy, model = self._strategy, prepared.state.parts.model
+        strategy.before_step()
         trained = strategy.trainable()
         # Copies: a gradient that was kept may lie in memory that the reducer uses again.
         prior = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in trained.values()}
@@ -220,6 +223,8 @@ class Rehearsals:
                 buffers.restore()  # the next step would begin from new running statistics
                 second = self._pass(short, replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
+                is_counting = bool(after.changed(later))
+                others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
         finally:
             before.restore()
             buffers.restore()
@@ -230,8 +235,10 @@ class Rehearsals:
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
         findings.deviation = next((each.reason for each in deviations if each.reason), "")
-        findings.losses_differ = first.losses != second.losses
-        findings.gradients = [name for name in trained if first.gradients[name] != second.gradients[name]]
+        findings.losses_differ = any(each.losses != first.losses for each in others)
+        findings.gradients = [
+            name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
+        ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
         kinds = {**after.kinds, **later.kinds}
         findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
@@ -256,6 +263,18 @@ class Rehearsals:
                 randomness.key_global_generators()
                 result = self._pass(batch, compute, scale)
         return result
+
+    def _further_passes(
+        self, batch: Batch, compute: StepCompute, scale: float, buffers: _Buffers, is_counting: bool
+    ) -> list[_Result]:
+        """More computations where something goes on with each call: its effect may be as small as rounding."""
+        if not any(gather_records(self._strategy, is_counting, self._group)):
+            return []
+        found = []
+        for _ in range(_FURTHER):
+            buffers.restore()
+            found.append(self._pass(batch, compute, scale))
+        return found
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""

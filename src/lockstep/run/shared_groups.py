@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
@@ -70,6 +70,12 @@ class SharedGroups:
             return self._optimizer.state
         held = self._strategy.trainable()
         return SharedState(self._optimizer, {self._parameters[name]: held[name] for name in held})
+
+    def forget_gradients(self) -> None:
+        """Clears what parameters show as their gradients, where the optimizer holds others."""
+        for name in () if self.is_whole else {name for names in self._members for name in names}:
+            if type(self._parameters[name]) is nn.Parameter:  # others show the gradient of what is held
+                self._parameters[name].grad = None
 
     def add(self, group: Mapping[str, Any]) -> None:
         """Adds a group; see ``PreparedOptimizer.add_param_group``."""

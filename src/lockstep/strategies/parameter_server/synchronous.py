@@ -71,16 +71,14 @@ class ParameterServer(Strategy):
         self._model = model.to(self.device)
         self._buffers = RunningBuffers(self._model, self._declared)
         server = dist.get_rank(self._group) - self.share.holders
-        self._shards = ParameterShards(
-            *(self._model, self._servers, server, self.whole_parameters), apart=self._servers > 1
-        )
+        self._shards = ParameterShards(self._model, self._servers, server, self.whole_parameters, apart=True)
         self._names, self._own = list(self._shards.parameters), self._shards.own
-        absence = Absence(self.name, "the servers share it")
-        several = self._shards.parameters if self._servers > 1 else {}
+        absence = Absence(self.name, "the servers share it" if self._servers > 1 else "the server has it")
         self._elsewhere = {
-            name: GradientElsewhere(p, name, self._own.get(name), absence) for name, p in several.items()
+            name: GradientElsewhere(p, name, self._own.get(name), absence)
+            for name, p in self._shards.parameters.items()
         }
-        for key in self._shards.own_keys if several else ():
+        for key in self._shards.own_keys:
             self._elsewhere[key.name].held_rows = slice(*(key.rows or (None,)))
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
@@ -93,7 +91,8 @@ class ParameterServer(Strategy):
         leaves = batch.plan.leaves
         self._shards.follow()
         self.before_step()
-        for name in self._elsewhere:
+        kept = {name for name, parameter in self._shards.parameters.items() if parameter.grad is not None}
+        for name in kept:
             self._shards.parameters[name].grad = None
         prior = [(p, p.grad) for p in self._own.values() if p.grad is not None]
         values = self._buffers.new_rows(self.share.longest(self._micro_batches))
@@ -102,13 +101,14 @@ class ParameterServer(Strategy):
         header = self._compute(batch, compute, scale, stop, values)
         compute.exchange()
         everyone = all_gather_rows(header, self._group)
-        losses, weight, used, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
-        finite = self._set_gradients(leaves, used.tolist(), weight.float(), prior)
+        losses, weight, uses, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
+        used = {name for name, count in zip(self._names, uses.tolist()) if count}
+        finite = self._set_gradients(leaves, used, weight.float(), prior)
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
-        for name, gradient in self._elsewhere.items():
-            self._shards.parameters[name].grad = gradient
+        for name in used | kept:
+            self._shards.parameters[name].grad = self._elsewhere[name]
         self._buffers.refuse_changed_others()
         finite &= losses.sum().isfinite()
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(everyone), finite)
@@ -118,10 +118,14 @@ class ParameterServer(Strategy):
         return all_gather_rows(row, self._group)[: self.share.holders]
 
     def before_step(self) -> None:
-        """See ``Strategy.before_step``: drops what the user has cleared with ``p.grad = None``."""
-        for name in self._elsewhere:
-            if name in self._own and self._shards.parameters[name].grad is None:
-                self._own[name].grad = None
+        """See ``Strategy.before_step``: what the user has assigned with ``p.grad = ...`` becomes the server's."""
+        for key in self._shards.own_keys:
+            gradient = self._shards.parameters[key.name].grad
+            if gradient is None:
+                self._own[key.name].grad = None
+            elif gradient is not self._elsewhere[key.name]:
+                self._own[key.name].grad = key.of(gradient.detach()).clone()
+                self._shards.parameters[key.name].grad = self._elsewhere[key.name]
 
     def after_step(self) -> None:
         """Gives the servers' new values to all. Collective."""
@@ -232,7 +236,7 @@ class ParameterServer(Strategy):
         return found
 
     def _set_gradients(
-        self, leaves: int, uses: list[float], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
+        self, leaves: int, used: set[str], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
     ) -> Tensor:
         """Adds what the workers push for each server's keys; whether all gradients of all servers are finite."""
         flag = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -241,9 +245,8 @@ class ParameterServer(Strategy):
         if self._own:
             total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
             flag[0] = float(not bool(total.sum().isfinite()))
-            used = dict(zip(self._names, uses))
             for name, gradient in self._shards.views(total).items():
-                self._own[name].grad = gradient if used[name] else None
+                self._own[name].grad = gradient if name in used else None
             add_prior(prior)
         return self.all_reduce_max(flag)[0] == 0
 
