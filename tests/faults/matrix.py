@@ -189,6 +189,11 @@ SECTIONS = {
         Row("N3", "a connection is reset", "as P1: the rank is named, not an address"),
         Row("N4", "the launcher of one host is killed", "no process is left on any host"),
         Row("N5", "a rank cannot join the process group", "the others are told within seconds"),
+        Row(
+            "N6",
+            "node 0 is started again while a host of its former run still looks for it",
+            "that host is refused, with both runs named, and ends",
+        ),
     ),
     "Checkpoint and resume": (
         Row(
@@ -246,8 +251,8 @@ SECTIONS = {
         Row("M1", "the terminal is closed (SIGHUP)", "as P5"),
         Row(
             "M2",
-            "processes of an earlier run are left",
-            "`lockstep clean` ends exactly those; `doctor` names them",
+            "processes of an earlier run are left, or a run of another process namespace is seen",
+            "`lockstep clean` ends exactly those of this namespace, `stop` says where another is; `doctor` names them",
         ),
         Row(
             "M3",

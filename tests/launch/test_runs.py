@@ -1,14 +1,17 @@
+import json
 import os
 import resource
 import socket
 import stat
 import subprocess
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.launch.runs import run_directory
+from lockstep.launch.runs import find_runs, has_ended, run_directory, write_note
 
 NO_ROOM = SimpleNamespace(f_bavail=10, f_frsize=4096, f_favail=1000, f_files=1000)
 
@@ -104,3 +107,48 @@ def test_a_runtime_folder_that_is_too_deep_for_sockets_is_not_used(tmp_path, mon
         assert directory.parent != deep
         with socket.socket(socket.AF_UNIX) as one:
             one.bind(str(directory / "listener-12345678"))
+
+
+@pytest.mark.fault("M2")
+def test_a_run_of_another_process_namespace_is_not_signalled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with run_directory() as directory, subprocess.Popen(["sleep", "60"]) as bystander:
+        write_note(directory, "their-run", ["lockstep"], tmp_path, 1)
+        note = json.loads((directory / "run.json").read_text())
+        place, _, start = note["identity"].split("-")
+        elsewhere = f"{place[:8]}00000000-{bystander.pid}-{start}"
+        note.update(supervisor=bystander.pid, identity=elsewhere)
+        (directory / "run.json").write_text(json.dumps(note))
+        assert main(["stop", "their-run"]) == 2
+        assert "was started in another process namespace" in capsys.readouterr().err
+        assert main(["stop", "their-run", "--now"]) == 2
+        note["identity"] = (
+            f"{place}-{bystander.pid}-1"  # here, but its process id is another process's by now
+        )
+        (directory / "run.json").write_text(json.dumps(note))
+        assert main(["stop", "their-run"]) == 0
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with run_directory() as directory:
+        for text in ("", "[" * 60_000, "{}", "null", '{"run_id": 1}'):
+            (directory / "run.json").write_text(text)
+            assert directory not in [run.directory for run in find_runs()]
+
+
+def test_the_end_of_a_process_is_seen_with_many_descriptors_open():
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, former[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, former)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        with subprocess.Popen(["sleep", "60"]) as child:
+            handle = os.pidfd_open(child.pid)
+            stack.callback(os.close, handle)
+            assert not has_ended(handle, 0.0)
+            child.kill()
+            assert has_ended(handle, 5.0)

@@ -32,8 +32,19 @@ _FOREIGN_AGE = 3600.0
 
 def hidden(path: Path, purpose: str = "partial") -> Path:
     """A temporary name beside ``path``, marked as this process's."""
-    owner = f"{_place()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{owner}.{purpose}")
+    return path.with_name(f".{path.name}.{identity()}-{secrets.token_hex(4)}.{purpose}")
+
+
+def identity(pid: int | None = None) -> str:
+    """``<place>-<pid>-<start time>`` of a process, by default this one; no other process ever has the same."""
+    pid = os.getpid() if pid is None else pid
+    return f"{_place()}-{pid}-{_start_time(pid)}"
+
+
+def is_running(identity: str) -> bool | None:
+    """Whether a process of this host and process namespace runs; None for one of another. ``ValueError`` if invalid."""
+    place, pid, start = identity.split("-")
+    return _start_time(int(pid)) == int(start) if place == _place() else None
 
 
 @contextmanager
@@ -178,7 +189,7 @@ def sole_use(path: Path) -> Iterator[bool]:
 
 def _lease(file: Path) -> Path:
     """Makes the file, in the name of this process."""
-    mine = f"{_place()}-{os.getpid()}-{_start_time(os.getpid())} {socket.gethostname()}"
+    mine = f"{identity()} {socket.gethostname()}"
     while True:
         with suppress(FileExistsError):
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -187,12 +198,11 @@ def _lease(file: Path) -> Path:
             return file
         try:
             owner, _, host = file.read_text().partition(" ")
-            place, pid, start = owner.split("-")
-            is_dead = place == _place() and _start_time(int(pid)) != int(start)
+            is_dead, pid = is_running(owner) is False, owner.split("-")[1]
         except FileNotFoundError:
             continue
         except ValueError:  # being written, or by something else
-            pid, host, is_dead = "unknown", "an unknown host", False
+            is_dead, pid, host = False, "unknown", "an unknown host"
         if not is_dead:
             raise BlockingIOError(
                 errno.EWOULDBLOCK, f"process {pid} on {host} holds {file}; remove that file if it has ended"

@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -27,6 +26,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.launch.rank_process import RankTask, run_rank
+from lockstep.launch.runs import has_ended
 from lockstep.launch.targets import from_json
 from lockstep.runtime.parent_death import arm, end_leftovers
 from lockstep.runtime.stop_signals import REASONS, stop_signals_held
@@ -113,10 +113,8 @@ class ServerProcess:
 
 def _ends_within(process: int, seconds: float) -> bool:
     handle = os.pidfd_open(process)
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
     try:
-        return bool(poll.poll(1000 * seconds))
+        return has_ended(handle, seconds)
     finally:
         os.close(handle)
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.core.atomic import identity, is_running
 from lockstep.errors import ConfigError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.error_record import ErrorPage
@@ -174,6 +175,13 @@ class RunOnHost:
     ranks: int
     is_supervised: bool
     """True if the command that started it is still running."""
+    identity: str
+    """Of the command; see ``lockstep.core.atomic.identity``."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if it was started in another process namespace, such as a container, where process ids differ."""
+        return is_running(self.identity) is None
 
     @property
     def beats(self) -> dict[int, Beat]:
@@ -191,6 +199,7 @@ def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path,
     note = {
         "run_id": run_id,
         "supervisor": os.getpid(),
+        "identity": identity(),
         "started": time.time(),
         "command": list(command),
         "logs": str(logs),
@@ -268,8 +277,9 @@ def _read(directory: Path) -> RunOnHost | None:
             logs=str(note["logs"]),
             ranks=min(int(note["ranks"]), _MOST_RANKS),
             is_supervised=is_in_use(directory),
+            identity=str(note["identity"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -303,5 +313,12 @@ def _wait(handles: Sequence[int], limit: float) -> None:
     """Waits until the processes have ended, and closes the pidfds."""
     deadline = time.monotonic() + limit
     for handle in handles:
-        select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+        has_ended(handle, max(0.0, deadline - time.monotonic()))
         os.close(handle)
+
+
+def has_ended(handle: int, within: float) -> bool:
+    """Waits at most ``within`` seconds for the process of a pidfd; returns True if it has ended."""
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(1000 * within))

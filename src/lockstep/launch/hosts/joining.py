@@ -15,7 +15,6 @@ from lockstep.distributed.network import Interface, addresses, chosen, interface
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.hosts.control_link import ControlClient, ControlServer, listen
 from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan
-from lockstep.launch.options import new_run_id
 from lockstep.runtime.output import say
 from lockstep.text import numbered, plural
 
@@ -120,7 +119,7 @@ def _serve(
         ranks = {node: each.ranks for node, each in sorted(server.hellos.items())}
         plan = Plan(
             name=hello.name,
-            run_id=new_run_id(),
+            run_id=server.run_id,
             ranks=ranks,
             rendezvous=f"tcp://{address}:{options.port + 1}",
             shared=decide(sum(ranks.values())),

@@ -154,6 +154,8 @@ class Hello:
     """Random for each command, so that a reconnection is told apart from a second host with the same number."""
     settings: Mapping[str, str]
     """Settings that must be equal on all hosts."""
+    run_id: str = ""
+    """The run that it belongs to; empty before its roll-call."""
 
     @property
     def text(self) -> str:
@@ -168,7 +170,8 @@ class Hello:
             raise ValueError
         settings = {str(name): str(value) for name, value in dict(fields["settings"]).items()}
         name, instance = str(fields["name"])[:64], str(fields["instance"])[:64]
-        return cls(node=node, name=name, ranks=ranks, instance=instance, settings=settings)
+        run_id = str(fields.get("run_id", ""))[:64]
+        return cls(node=node, name=name, ranks=ranks, instance=instance, settings=settings, run_id=run_id)
 
 
 @dataclass(frozen=True, kw_only=True)
