@@ -257,7 +257,27 @@ def named_tuples():
 
 
 def dataclasses():
-    return Program(nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), Block(), Gives(Output, 4)), loss_of_fields)
+    ends = Gives(Output, WIDTH), Takes(), nn.Tanh(), Gives(Output, 4)
+    return Program(nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), Block(), *ends), loss_of_fields)
+
+
+class Twice(Block):
+    """Gives what it has as the input of the next block and as its residual."""
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x))
+        return Named(x, x)
+
+
+class AddsTwice(Block):
+    def forward(self, given):
+        one, other = given
+        sums = self.layer(one) + torch.sin(other) + torch.exp(one) * other.cos() + one.square() - other.tanh()
+        return torch.tanh(sums)
+
+
+def one_tensor_twice():
+    return Program(between(Block(), Twice(), AddsTwice(), Block()))
 
 
 class Lazily(nn.Module):
@@ -352,6 +372,7 @@ CHAINS = (
     views_and_changes_in_place,
     named_tuples,
     dataclasses,
+    one_tensor_twice,
     contexts,
     tied,
 )

@@ -5,11 +5,13 @@ from functools import cache
 
 import pytest
 import torch
-from tests.sameness.layouts import outcomes, require_ends
+from tests.ranks import run_ranks
+from tests.sameness.layouts import LAYOUTS, outcomes, require_ends
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
 
 pytestmark = pytest.mark.timeout(400)
@@ -446,15 +448,32 @@ REFUSED = {
 }
 """The sentences in which a program ends; all others have the bits of ``single``."""
 SHORT = ("fsdp", "pipeline")
+STAGED = ("pipeline", "data-pipeline", "fsdp-pipeline")
+"""Layouts in which the loss runs on some ranks only."""
 
 
 @cache
 def alone():
-    return outcomes(PROGRAMS, "single")
+    return dict(zip(PROGRAMS, outcomes(PROGRAMS, "single"), strict=True))
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each not in SHORT)) for each in REFUSED]
 )
 def test_a_loop_has_the_bits_of_one_device_or_is_refused(layout):
-    require_ends(PROGRAMS, alone(), outcomes(PROGRAMS, layout, 200), layout, REFUSED[layout])
+    programs = [each for each in PROGRAMS if not (layout in STAGED and each is Penalized)]
+    expected = [alone()[each] for each in programs]
+    require_ends(programs, expected, outcomes(programs, layout, 200), layout, REFUSED[layout])
+
+
+def penalized(world, settings):
+    return Penalized().train(world, settings)
+
+
+@pytest.mark.parametrize(
+    "layout", [STAGED[0], *(pytest.param(each, marks=pytest.mark.slow) for each in STAGED[1:])]
+)
+def test_a_loss_that_uses_parameters_of_other_stages_is_refused(layout):
+    """The rank that computes the loss says so; the others are in the middle of their step, and end with it."""
+    with pytest.raises(ConfigError, match=ABSENT):
+        run_ranks(penalized, LAYOUTS[layout].world, LAYOUTS[layout].settings, timeout=60)

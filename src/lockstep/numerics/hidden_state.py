@@ -170,7 +170,8 @@ class Snapshot:
     def _tensor(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, nn.Parameter) or id(tensor) in self._known:
             return
-        whole = tensor.layout is torch.strided and not tensor.is_meta
+        with torch._C.DisableTorchFunctionSubclass():  # which makes stand-ins for another rank's tensors tell
+            whole = tensor.layout is torch.strided and not tensor.is_meta
         if not whole or self._bytes + tensor.nbytes > _MOST_BYTES:
             self._note(name, f"version {tensor._version}", Kind.TENSOR)
             return

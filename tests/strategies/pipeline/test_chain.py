@@ -104,7 +104,22 @@ class Idle(Straight):
         self.unused = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("kind", [Auxiliary, Owner, Idle])
+class Calling(Straight):
+    """Has a call of its own."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Patched(Straight):
+    """Has another forward than its class, as tools set one on the object."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = lambda x: 2 * Straight.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [Auxiliary, Owner, Idle, Calling, Patched])
 def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
     assert names(nn.Sequential(kind(), nn.ReLU())) == ["0", "1"]
 

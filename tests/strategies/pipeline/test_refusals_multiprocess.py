@@ -143,15 +143,30 @@ REFUSED = {
         {"decay": True},
         r"The parameter '0\.weight' is used outside of the forward pass of its module.*'pipeline' rank 0 has its stage",
     ),
+    "model in the loss": (
+        layers,
+        {"again": True},
+        r"called in the middle of run.backward, by the loss.*'pipeline' has its stages in several.*torch.cat",
+    ),
+    "another activation": (
+        layers,
+        {"replaced": True},
+        r"The module '1' of the model was replaced, added or taken out after run.prepare",
+    ),
+    "another forward": (
+        layers,
+        {"patched": True},
+        r"The forward of 'the model' was replaced after run.prepare, and strategy 'pipeline' calls what is in it",
+    ),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }
 
 
-OF_LOOP = ("forward", "average", "decay")
+OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched")
 """What the loop does differently; all else is an option."""
 
 
-LATE = ("detached", "other shapes", "no tensors", "loss of the model", "own forward")
+LATE = ("detached", "other shapes", "no tensors", "loss of the model", "model in the loss", "own forward")
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 
@@ -187,10 +202,16 @@ def one_step(world, case):
     run = Run(options(**{name: value for name, value in given.items() if name not in OF_LOOP}), world)
     original = make()
     average = [nn.Linear(1, 1)] if given.get("average") else []
-    _, optimizer, *_ = run.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1), *average)
+    model, optimizer, *_ = run.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1), *average)
     loss = nn.CrossEntropyLoss()
     if given.get("decay"):
         loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
+    if given.get("again"):
+        loss = lambda output, target: output.square().mean() + model(torch.ones(2, 4)).square().mean()  # noqa: E731
+    if given.get("replaced"):
+        model[1] = nn.GELU()
+    if given.get("patched"):
+        original.forward = lambda x: 2 * nn.Sequential.forward(original, x)
     for _ in run.epochs(1):
         for batch in run.batches(rows()):
             run.backward(batch, loss, forward=own)

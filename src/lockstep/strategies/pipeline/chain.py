@@ -87,6 +87,8 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
     """Returns the children that a module calls in turn; None if it does anything else."""
     if module._parameters or module._buffers or not module._modules or is_watched(module):
         return None
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        return None  # it runs something else than the forward of its class
     if type(module).forward is nn.Sequential.forward:
         return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]
     links = _traced(module, training=True)

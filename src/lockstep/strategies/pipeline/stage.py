@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
-from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.strategy import Compute
 
 
@@ -135,7 +135,7 @@ class Passes:
         """Sends the output of a stage that is not the last."""
         channel = self.neighbours.activations_out
         assert channel is not None
-        self._roots[k] = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        self._roots[k] = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         channel.send(kind, output)
 
     def end_in(self, k: int, loss: Tensor) -> None:
@@ -237,10 +237,6 @@ class _Entry(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         return (None, *gradients)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 _ON, _BACK, _ON_AROUND, _BACK_AROUND, _ANSWER = range(5)

@@ -84,6 +84,11 @@ def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> Non
                 inner._buffers[key] = AbsentBuffer(buffer, names[id(buffer)], absence)
 
 
+def _forward_of(module: nn.Module) -> Any:
+    """The function that a call of a module runs: its own, or that of its class."""
+    return vars(module).get("forward", type(module).forward)
+
+
 def kind_of(value: Any) -> tuple[object, ...]:
     """Returns what determines the shapes inside a model: those of its input."""
     leaves, structure = tree_flatten(value)
@@ -102,6 +107,7 @@ class PlacedPipeline(nn.Module):
         model: the user's.
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
+        absences: of what is not here, which know whether a step is being computed.
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
     """
@@ -111,12 +117,13 @@ class PlacedPipeline(nn.Module):
         model: nn.Module,
         passes: dict[int, Passes],
         answers: dict[int, PipelineChannel],
+        absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
         vars(self).update(_model=model, training=model.training)  # not a child: its children are
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        self._passes, self._answers, self._whole = passes, answers, whole
+        self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_model"], name)
@@ -155,6 +162,14 @@ class PlacedPipeline(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
+        if absence := next((each for each in self._absences if each.is_computing), None):
+            raise ConfigError(
+                "The model that run.prepare returned was called in the middle of run.backward, by the loss, a hook or "
+                f"a module's forward. Strategy {absence.strategy!r} has its stages in several processes, each "
+                "of which is at another place of the step then, so they cannot answer. Give the model all inputs at "
+                "once (torch.cat) and take the output apart in the loss, call it before run.backward, or use strategy "
+                "'ddp' or 'fsdp'."
+            )
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
         with self._whole(), torch.no_grad():
@@ -248,9 +263,12 @@ class Pipeline(Strategy):
                 names_of = {id(tensor): name for name, tensor in _tensors(model)}
                 for module in others:
                     _empty(module, names_of, absence)
-        placed = PlacedPipeline(model, self._passes, self._answers, self._whole_stages)
+        placed = PlacedPipeline(model, self._passes, self._answers, self._absences, self._whole_stages)
         self._whole_parameters = list(placed.parameters())
         self._opened["the prepared model"] = placed
+        self._read = [
+            (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
+        ]
         self._require_called()
         return placed
 
@@ -272,8 +290,14 @@ class Pipeline(Strategy):
         self._losses = torch.zeros(
             2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
         )
-        for absence in self._absences:
-            absence.is_computing = True
+        with self._computing():
+            self._run_schedule(batch, mine, order, compute, scale)
+        return self._finish(len(mine), stop)
+
+    def _run_schedule(
+        self, batch: Batch, mine: Sequence[int], order: Sequence[Action], compute: Compute, scale: float
+    ) -> None:
+        """Does this rank's passes in their order."""
         frozen = self._frozen()
         kinds = [("trained", frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
@@ -308,9 +332,17 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A context in which the stages are at different places of a step."""
         for absence in self._absences:
-            absence.has_gradients, absence.is_computing = True, False
-        return self._finish(len(mine), stop)
+            absence.is_computing = True
+        try:
+            yield
+        finally:
+            for absence in self._absences:
+                absence.has_gradients, absence.is_computing = True, False
 
     def _frozen(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
@@ -383,6 +415,21 @@ class Pipeline(Strategy):
 
     def _require_called(self) -> None:
         """Raises ``ConfigError`` for a hook of the user that would not run, or for other modules than the user's."""
+        for name, module, forward, kept in self._read:
+            children = module._modules
+            if children != kept:
+                changed = next(key for key in (*children, *kept) if children.get(key) is not kept.get(key))
+                raise ConfigError(
+                    f"The module {f'{name}.{changed}'.lstrip('.')!r} of the model was replaced, added or taken out "
+                    f"after run.prepare, and strategy {self.name!r} has put the modules into stages. Change modules "
+                    "before run.prepare."
+                )
+            if forward is not _forward_of(module):
+                raise ConfigError(
+                    f"The forward of {name or 'the model'!r} was replaced after run.prepare, and strategy "
+                    f"{self.name!r} calls what is in it in several processes. Replace it before run.prepare, which "
+                    "then keeps the module in one stage, or use strategy 'ddp'."
+                )
         if self._hooks_seen == hooks_made():
             return
         self._hooks_seen, self._steps = hooks_made(), 0
