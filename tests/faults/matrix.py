@@ -240,6 +240,11 @@ SECTIONS = {
         Row("D2", "a loader worker is killed", "reported at once, with the memory that it may have missed"),
         Row("D3", "a loader worker hangs", "an error after the limit, with the line at which it stands"),
         Row("D4", "an empty class, or one that only one split has", "refused by name before the first step"),
+        Row(
+            "D7",
+            "bits flip in the file of decoded photos",
+            "no picture changes: the photo is decoded again, and the record is named once",
+        ),
         Row("D5", "a label outside of the classes", "the sample is named before the first step; exit code 3"),
         Row(
             "D6",
@@ -281,7 +286,12 @@ SECTIONS = {
             "the run folder exists, cannot be made, or belongs to a run that goes on",
             "refused before the first step, nothing is touched",
         ),
-        Row("M9", "empty, cut, palette, animated, 16-bit or huge images", "read right, or named and refused"),
+        Row(
+            "M9",
+            "empty, cut, palette, animated, 16-bit or huge images; devices, pipes and other formats named `.jpg`; "
+            "archives and pickles that ask for memory",
+            "read right, or named and refused before memory is taken or a program runs",
+        ),
         Row(
             "M10",
             "a checkpoint from other software, another device or other settings",
