@@ -66,13 +66,6 @@ class OwnDraws(nn.Module):
         return self.second(nn.functional.dropout(self.first(x), 0.1))
 
 
-class Detached(nn.Module):
-    """Gives no gradient to what came before."""
-
-    def forward(self, x):
-        return x.detach()
-
-
 class Growing(nn.Module):
     """Gives another shape in every call."""
 
@@ -111,11 +104,6 @@ REFUSED = {
     "own draws": (OwnDraws, {}, r"not a chain of modules.*without drawing random numbers itself"),
     "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', and the model cannot be cut there"),
     "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
-    "detached": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Detached(), nn.Linear(4, 2)),
-        {"pipeline": {"split": ["1"]}},
-        r"begins with '1' returns no gradient.*pipeline.split",
-    ),
     "other shapes": (
         lambda: nn.Sequential(nn.Linear(4, 4), Growing(), nn.AdaptiveAvgPool1d(2)),
         {"pipeline": {"split": ["2"]}},
@@ -166,7 +154,7 @@ OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched")
 """What the loop does differently; all else is an option."""
 
 
-LATE = ("detached", "other shapes", "no tensors", "loss of the model", "model in the loss", "own forward")
+LATE = ("other shapes", "no tensors", "loss of the model", "model in the loss", "own forward")
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 

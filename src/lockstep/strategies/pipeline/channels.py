@@ -288,9 +288,9 @@ class PipelineChannel:
             self._start_send(text)
         elif known != description:
             raise ConfigError(
-                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type between "
-                "micro-batches with the same input shapes. Cut the model elsewhere with "
-                "pipeline.split."
+                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type, or in which "
+                "of them get a gradient, between micro-batches with the same input shapes. Cut the model elsewhere "
+                "with pipeline.split."
             )
         for spec, tensor in zip(description.specs, tensors):
             self._start_send(spec.packed(tensor))

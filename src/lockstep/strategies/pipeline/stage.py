@@ -145,15 +145,20 @@ class Passes:
     def run_back(self, k: int, kind: Hashable, received: Callable[[], None]) -> None:
         """The backward pass of a micro-batch, which adds to the parameters' gradients; see ``run``."""
         roots, source = self._roots.pop(k), self.neighbours.gradients_in
-        gradients = source.receive(kind)[1] if source is not None and roots else None
+        gradients: list[Tensor] | None = None
+        if source is not None and roots:
+            description, gradients = source.receive(kind)
+            if len(gradients) != len(roots):  # the stages that follow detach, or do not use, some of them
+                everyone = description.value(gradients)
+                roots = [root for root, gradient in zip(roots, everyone) if gradient is not None]
         received()
-        if gradients is not None:
+        if gradients and roots:
             roots = [_Entry.apply(gradients, *roots)]  # type: ignore[no-untyped-call]  # torch's stub
         if roots:
             torch.autograd.backward(roots)
         inlet = self._inlets.pop(k, None)
         if inlet is not None and self.neighbours.gradients_out is not None:
-            self.neighbours.gradients_out.send(kind, inlet.take(self.name))
+            self.neighbours.gradients_out.send(kind, inlet.take())
 
     def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
@@ -197,13 +202,10 @@ class _Inlet:
         self.tensors = tensors
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(tensors)
 
-    def take(self, name: str) -> list[Tensor]:
-        if any(gradient is None for gradient in self.gradients):
-            raise ConfigError(
-                f"The stage that begins with {name!r} returns no gradient for the output of the stage before it, which "
-                "may be detached or unused. Cut the model elsewhere with pipeline.split, or use strategy 'ddp'."
-            )
-        return [gradient for gradient in self.gradients if gradient is not None]
+    def take(self) -> Any:
+        """The gradients, each a tensor of its own; None for what was detached or not used."""
+        found = [None if gradient is None else gradient.detach() for gradient in self.gradients]
+        return found[0] if len(found) == 1 and found[0] is not None else found
 
 
 class _Attach(torch.autograd.Function):
