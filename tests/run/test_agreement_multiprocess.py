@@ -14,6 +14,7 @@ from tests.launch.hosts.host import free_port
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
@@ -260,3 +261,32 @@ def test_every_rank_names_the_sample_whose_loss_is_not_finite(tmp_path):
     assert (code, step) == (6, 1)
     assert "loss of step 1 is nan in micro-batch 2 (samples 30, 31, 32)" in message
     assert [path.name for path in tmp_path.iterdir() if "2" in path.name] == [], "the step was not saved"
+
+
+def unseeded(world, evaluated, checks):
+    import lockstep
+
+    torch.manual_seed(world.rank)  # as unseeded processes have other random numbers
+    own = TensorDataset(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
+    run = lockstep.init(global_batch=8, micro_batches=4, checks=checks)
+    model, _ = run.prepare(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        if evaluated:
+            run.evaluate(own, nn.functional.cross_entropy)
+        else:
+            next(run.batches(own))
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_ranks_with_other_samples_are_refused(evaluated):
+    for found in run_ranks(unseeded, 2, evaluated, "first"):
+        assert (
+            found.startswith("The ranks hold different data: sample 0 of the data set")
+            and "init(seed" in found
+        )
+    assert run_ranks(unseeded, 2, evaluated, "off") == ["", ""]

@@ -1,13 +1,14 @@
 """Metrics of a whole set have one value on every layout; what is no mean over samples is refused on every rank."""
 
 import logging
+from collections import UserDict
 
 import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
@@ -122,3 +123,63 @@ def test_a_loss_that_is_a_sum_is_warned_about_once():
 
 def _off(world):
     return losses(world, checks="off")
+
+
+class WithItsLoss(nn.Module):
+    """As a model of transformers: it gives its loss, a mean over the targets that are not -100."""
+
+    def __init__(self, noise=0.0):
+        super().__init__()
+        self.inner, self.noise = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 6)), noise
+
+    def forward(self, x, labels):
+        logits = self.inner(x + self.noise * torch.rand_like(x)).view(-1, 2, 3)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Batches(UserDict):
+    """As the BatchEncoding of transformers: a mapping that is no dict, with attributes."""
+
+    @property
+    def rows(self):
+        return len(self.data["x"])
+
+
+def collated(samples):
+    return Batches(x=torch.stack([x for x, _ in samples]), labels=torch.stack([y for _, y in samples]))
+
+
+def loss_of_model(output, target):
+    assert target.rows
+    return output["loss"]
+
+
+def own_loss(world, micro_batches, masked, noise=0.0, strategy="ddp"):
+    torch.manual_seed(0)
+    model = WithItsLoss(noise)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=micro_batches, threads=1, strategy=strategy), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(16, 4)
+    some = torch.arange(3) < torch.arange(16)[:, None] % 3
+    data = TensorDataset(x, torch.where(some & masked, -100, (x[:, :3] > 0).long()))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    for batch in run.batches(DataLoader(data, collate_fn=collated), shuffle=False):
+        value = run.backward(batch, loss_of_model)
+        optimizer.step()
+        optimizer.zero_grad()
+    fingerprint = run.fingerprint()
+    run.close()
+    return [each for each in records if "The loss" in each], float(value), fingerprint
+
+
+def test_a_model_that_computes_a_mean_over_something_else_is_warned_about():
+    """The model itself is called on parts, and on micro-batches of one row put together."""
+    for micro_batches in (2, 8):
+        (found, *bits), (others, *others_bits) = run_ranks(own_loss, 2, micro_batches, True)
+        assert len(found) == 1 and "loss_of_model is no mean over samples" in found[0] and not others
+        assert bits == others_bits == list(run_ranks(own_loss, 1, micro_batches, True)[0][1:])
+        assert run_ranks(own_loss, 1, micro_batches, False)[0][0] == []
+    assert run_ranks(own_loss, 1, 8, True, 0.1)[0][0] == [], "a model that draws is not judged"

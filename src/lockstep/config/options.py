@@ -61,7 +61,8 @@ class Recipe(CheckedOptions):
     """Rehearsals, which find state that user code keeps between forward passes: in the first two steps of each loss
     function, always, or off."""
     evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
-    """Samples per forward pass of the evaluation; none: as many as in a training micro-batch."""
+    """Samples per forward pass of the evaluation; none: the batch size of a DataLoader that is evaluated, or as many as
+    in a training micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

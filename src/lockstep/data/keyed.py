@@ -8,7 +8,7 @@ generator at all.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,7 @@ def require_repeatable(name: str, read: Callable[[], Any]) -> None:
 
 def content_of(data: Any) -> list[str]:
     """Digests of the arrays, and texts of the numbers and strings, in data of any depth; nothing of other objects."""
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return [text for key, value in data.items() for text in (repr(key), *content_of(value))]
     if isinstance(data, list | tuple):
         return [text for value in data for text in content_of(value)]

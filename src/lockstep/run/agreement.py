@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -76,6 +76,16 @@ def require_equal_settings(
     lines = [f"  {key}: {_by_rank(found[key])}" for key in sorted(found)]
     if lines:
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
+
+
+def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
+    for name, values in _differences(digests, group, device, absent="absent").items():
+        raise ConfigError(
+            f"The ranks hold different data: {name} of the data set has the digest {_by_rank(values)}. Random numbers "
+            "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
+            "torch.manual_seed(0) and numpy.random.seed(0) before. Files must be the same on every host."
+        )
 
 
 def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -270,22 +280,29 @@ def _by_rank(values: list[Any]) -> str:
     return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
 
 
+Digests = Callable[[], Mapping[str, str]]
+"""Gives digests of some samples of a data set by name."""
+
+
 class AgreedData:
     """The data sets that all ranks have been asked about; ``position`` notes the size of the current one."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
         self._group, self._device, self._position = group, device, position
-        self._agreed: set[SamplePlan] = set()
+        self._agreed: set[SamplePlan | int] = set()
         self._resumed_samples = 0
 
     def resume(self) -> None:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def require(self, plan: SamplePlan, photos: str = "") -> None:
+    def require(self, plan: SamplePlan, photos: str = "", digests: Digests = dict) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
-        ``photos`` is a hash of what its photos are decoded to, and empty for other sets.
+        Args:
+            plan: of the data set.
+            photos: a hash of what its photos are decoded to; empty for other sets.
+            digests: gives those of some samples.
         """
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
@@ -302,7 +319,15 @@ class AgreedData:
                 "pixels of photos": photos,
             }
             require_equal_settings(seen, self._group, self._device)
+            require_equal_data(digests(), self._group, self._device)
             self._agreed.add(plan)
+
+    def require_evaluated(self, samples: int, digests: Digests) -> None:
+        """The same for a data set of so many samples that is evaluated. Collective."""
+        if self._group is not None and samples not in self._agreed:
+            require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
+            require_equal_data(digests(), self._group, self._device)
+            self._agreed.add(samples)
 
 
 @dataclass

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -23,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
-from lockstep.run.means import checked
+from lockstep.run.means import Part, reasons
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -109,6 +111,8 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
+    rehearse: Callable[[MicroBatch | None], None] | None = None
+    """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
@@ -116,6 +120,8 @@ class OpenEvaluation:
         for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
             if self.stop is not None:
                 self.stop.agree(number)
+            if number == 0 and self.rehearse is not None:
+                self.rehearse(micro_batch)
             yield number, micro_batch
 
 
@@ -141,6 +147,15 @@ def evaluation(
         randomness.begin_micro_batch(-1 - step, micro_batch.k)
         return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
 
+    def rehearse(micro_batch: MicroBatch | None) -> None:
+        def output_of(given: MicroBatch) -> Any:
+            output = _output(output_and_target, given, forward)
+            randomness.leave()
+            return output
+
+        given = None if micro_batch is None else partial(output_of, micro_batch)
+        run.rehearsals.rehearse_evaluation(evaluated, forward, given)
+
     run.synchronize()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
     can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
@@ -149,8 +164,12 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
+        run._agreed_data.require_evaluated(loader.samples, partial(run._loaders.digests, data, workers))
+        is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
-            yield OpenEvaluation(loader, output_and_target, stop, forward is not None)
+            yield OpenEvaluation(
+                loader, output_and_target, stop, forward is not None, rehearse if is_new else None
+            )
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
@@ -198,31 +217,49 @@ def evaluate(
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
     deviations: dict[str, str] = {}
+    seen: list[Part] = []
     for place, micro_batch in opened.rounds():
         if micro_batch is None:
             continue
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             continue  # padding, run because the forward pass is collective
-        if place < _ROUNDS_CHECKED:
-            for name in unchecked - deviations.keys():
-                found = checked(metrics[name], output, target, len(micro_batch))
-                deviations |= {name: found.reason} if found.reason else {}
+        if place < _ROUNDS_CHECKED and unchecked:
+            seen.append((output, target, len(micro_batch)))
+            deviations |= reasons(
+                {name: metrics[name] for name in sorted(unchecked - deviations.keys())}, seen
+            )
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
     if unchecked:
-        _require_means(gather_records(strategy, deviations, group))
-    gathered = strategy.gather(rows.view(-1)).view(share.holders, longest, len(metrics), 2).cpu()
-    ordered = torch.zeros(share.holders * longest, len(metrics), 2, dtype=torch.float64)
-    for holder, part in enumerate(gathered):
-        held = list(share.of(loader.count, holder))
-        ordered[held] = part[: len(held)]
-    ordered = ordered[: loader.count]
+        require_means(gather_records(strategy, deviations, group))
+    ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 
 
-def _require_means(everyone: Sequence[Mapping[str, str]]) -> None:
+def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:
+    """What all holders have found for their micro-batches, in order of ``k``. Collective.
+
+    Args:
+        rows: this holder's, float64, shape (longest share, ...).
+        count: micro-batches of all holders.
+        share: who holds which.
+        strategy: over whose processes they are gathered.
+
+    Returns:
+        Shape (count, ...).
+    """
+    gathered = strategy.gather(rows.view(-1)).view(share.holders, *rows.shape)
+    ordered = rows.new_zeros(share.holders * len(rows), *rows.shape[1:])
+    for holder, part in enumerate(gathered):
+        held = list(share.of(count, holder))
+        ordered[held] = part[: len(held)]
+    return ordered[:count]
+
+
+def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raises ``ConfigError`` where a process has found that a metric is no mean: see ``means.reasons``."""
     for name, reason in sorted({name: why for each in everyone for name, why in each.items()}.items()):
         raise ConfigError(
             f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
@@ -364,15 +401,19 @@ def predict(
 
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
-    if isinstance(micro_batch.data, Tensor) and not opened.whole:
-        micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
-    output = opened.forward(micro_batch)[0]
+    output = _output(opened.forward, micro_batch, opened.whole)
     return _rows(
         output if keep is None else keep(output),
         len(micro_batch),
         "run.predict",
         "Take the part to keep with keep=, for example keep=lambda output: output['logits'].",
     )
+
+
+def _output(forward: Forward, micro_batch: MicroBatch, whole: object) -> Any:
+    if isinstance(micro_batch.data, Tensor) and not whole:
+        micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
+    return forward(micro_batch)[0]
 
 
 def _dtype(name: str) -> torch.dtype:

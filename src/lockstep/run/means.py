@@ -9,13 +9,13 @@ weighted mean of those over two parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
 from lockstep.data.keyed import generators_kept
 from lockstep.numerics.hidden_state import Snapshot
@@ -23,6 +23,10 @@ from lockstep.run.step import exact, sum_and_weight
 
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 """In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
+
+
+Sums = tuple[float, float]
+"""Sum and weight over some rows."""
 
 
 class Deviation(Enum):
@@ -61,6 +65,26 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
             before.restore()
 
 
+Part = tuple[Any, Any, int]
+"""Output and target of a micro-batch, and how many rows it has."""
+
+
+def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
+    """Why some functions are no means over samples, by name, see ``Deviation.reason``; only those that are none.
+
+    ``parts`` are the first micro-batches of a process so far. Where they have one row each, they are put together.
+    """
+    output, target, samples = parts[-1]
+    if samples < 2:
+        try:
+            output, target = joined([part[:2] for part in parts])
+        except Exception:  # they may have several lengths
+            return {}
+        samples = sum(part[2] for part in parts)
+    found = {name: checked(function, output, target, samples) for name, function in functions.items()}
+    return {name: each.reason for name, each in found.items() if each.reason}
+
+
 def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
     """Compares the value of a function over all rows with those over two parts of them.
 
@@ -73,17 +97,28 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
         What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
         sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows.
     """
-    everything = tree_leaves((output, target))
-    leaves = [leaf for leaf in everything if isinstance(leaf, Tensor)]
-    opaque = any(not isinstance(leaf, Tensor | int | float | str | bytes | None) for leaf in everything)
-    if opaque or samples < 2 or any(leaf.dim() == 0 or len(leaf) != samples for leaf in leaves):
+    if not has_rows((output, target), samples):
         return Deviation.NONE
 
-    def sums(rows: slice) -> tuple[float, float]:
-        cut = tree_map_only(Tensor, lambda leaf: leaf.detach()[rows], (output, target))
-        total, weight = sum_and_weight(function(*cut), len(range(samples)[rows]))
+    def sums(rows: slice) -> Sums:
+        total, weight = sum_and_weight(function(*rows_of((output, target), rows)), len(range(samples)[rows]))
         return float(total), float(weight)
 
+    dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
+    most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
+    return deviation_over(sums, samples, most)
+
+
+def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:
+    """See ``deviation``.
+
+    Args:
+        sums: gives sum and weight over some of the rows. It is called eight times.
+        samples: how many rows.
+        most: the largest difference that is taken for rounding, in relation to the values.
+    """
+    if samples < 2:
+        return Deviation.NONE
     try:
         with torch.no_grad():
             whole, again = sums(slice(None)), sums(slice(None))
@@ -93,16 +128,34 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
         return Deviation.NONE
     if whole != again:
         return Deviation.NONE
-    most = max((_LARGEST_DIFFERENCE.get(leaf.dtype, 3e-5) for leaf in leaves), default=3e-5)
     found = {_deviation(whole, *split, most) for split in splits} - {Deviation.NONE}
     return found.pop() if len(found) == 1 else Deviation.OTHER if found else Deviation.NONE
 
 
-_Sums = tuple[float, float]
-"""Sum and weight over some rows."""
+def has_rows(data: Any, samples: int) -> bool:
+    """True if every tensor in nested data has a row for each sample, and nothing in it may hide more tensors."""
+    leaves = tree_leaves(data)
+    return all(
+        leaf.dim() > 0 and len(leaf) == samples
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, int | float | str | bytes | None)
+        for leaf in leaves
+    )
 
 
-def _deviation(whole: _Sums, first: _Sums, second: _Sums, most: float) -> Deviation:
+def rows_of(data: Any, rows: slice) -> Any:
+    """The data with some rows of each tensor."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows], data)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The data with the rows of all parts, which are alike; ``ValueError`` or an error of torch where they are not."""
+    columns = zip(*(tree_leaves(part) for part in parts), strict=True)
+    rows = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in columns]
+    return tree_unflatten(rows, tree_structure(parts[0]))
+
+
+def _deviation(whole: Sums, first: Sums, second: Sums, most: float) -> Deviation:
     if not all(map(math.isfinite, whole)):
         return Deviation.NONE
     if not all(map(math.isfinite, (*first, *second))):  # as where a part has nothing that is counted

@@ -11,11 +11,12 @@ ranks learn what each has found, and raise the same error.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,12 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
-from lockstep.data.keyed import generators_kept
+from lockstep.data.keyed import content_of, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
-from lockstep.run.means import Deviation, deviation
-from lockstep.run.step import StepCompute, code_of
+from lockstep.run.evaluation import evaluating
+from lockstep.run.means import Deviation, deviation, deviation_over, has_rows, joined
+from lockstep.run.step import StepCompute, code_of, sum_and_weight
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
+_MOST_JOINED = 8
+"""Micro-batches of one row that are put together."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
 
@@ -59,7 +63,7 @@ class _RehearsalCompute(StepCompute):
     numbers: Mapping[int, int] = field(default_factory=dict)
     """The number of each micro-batch in that step."""
     deviations: list[Deviation] | None = None
-    """Gets what kind of mean the loss of each micro-batch is; None: nobody asks."""
+    """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
 
     def begin(self, micro_batch: MicroBatch) -> None:
         super().begin(self._numbered(micro_batch))
@@ -69,10 +73,34 @@ class _RehearsalCompute(StepCompute):
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         result = super().loss(output, target, micro_batch)
-        if self.deviations is not None and micro_batch.k < self.plan.leaves:
+        rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
+        if self.deviations is not None and rows > 1 and has_rows((output, target), rows):
             with generators_kept(), self.autocast():
-                self.deviations.append(deviation(self.function, output, target, len(micro_batch)))
+                self.deviations.append(deviation(self.function, output, target, rows))
         return result
+
+    def deviation_of_model(self, micro_batches: Sequence[MicroBatch]) -> Deviation:
+        """The same of a model that computes its own loss, and of micro-batches of one row: it is called on parts."""
+        parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
+        whole = iter(joined([_leaves(each.data) for each in parts]))
+        data, samples = map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+        if not has_rows(_leaves(data), samples):
+            return Deviation.NONE
+        calls = itertools.count()
+
+        def sums(rows: slice) -> tuple[float, float]:
+            # Every call has keys of its own, so that a model which draws is not judged.
+            self.randomness.begin_micro_batch(self.plan.step, next(calls))
+            transform = self.compute.device_transform
+            some = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+            given = some, self.forward, self.compute.model, transform
+            value = self.function(*self.compute.output_and_target(*given))
+            total, weight = sum_and_weight(value, len(range(samples)[rows]))
+            return float(total), float(weight)
+
+        with evaluating(self.compute.model), self.autocast():
+            most = 0.1 if torch.is_autocast_enabled(self.compute.device.type) else 1e-4
+            return deviation_over(sums, samples, most)
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
@@ -139,7 +167,7 @@ class Rehearsals:
         self._is_on = options.checks != "off" and not alone
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
-        self._metrics: set[Any] = set()
+        self._seen: set[Any] = set()
         self._replicas_are_new = self._checks and group is not None
 
     def is_first_comparison(self) -> bool:
@@ -149,10 +177,54 @@ class Rehearsals:
 
     def is_new_metric(self, function: Callable[..., Any]) -> bool:
         """True for a metric that should be checked and was not asked about before."""
-        code = code_of(function)
-        seen = code in self._metrics
-        self._metrics.add(code)
-        return self._checks and not seen
+        return self._checks and self._is_new(code_of(function))
+
+    def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None) -> bool:
+        """True for an evaluation that should be rehearsed and was not asked about before."""
+        return self._is_on and self._is_new((type(model), code_of(forward)))
+
+    def _is_new(self, code: Any) -> bool:
+        seen = code in self._seen
+        self._seen.add(code)
+        return not seen
+
+    def rehearse_evaluation(
+        self, model: nn.Module, forward: Callable[..., Any] | None, compute: Callable[[], Any] | None
+    ) -> None:
+        """Computes the output for one micro-batch of an evaluation twice, and puts everything back. Collective.
+
+        Args:
+            model: that is evaluated.
+            forward: see ``Run.evaluate``.
+            compute: gives the output; None on a process without a micro-batch.
+
+        Raises:
+            ConfigError: the second output has other bits.
+        """
+        found: list[Any] = [False, {}]
+        if compute is not None:
+            roots = {"": model, **({"forward=": forward} if forward is not None else {})}
+            buffers = _Buffers((model,))
+            before = Snapshot(roots, buffers.tensors)
+            try:
+                with self._events.silenced(), generators_kept():
+                    first = content_of(compute())
+                    after = Snapshot(roots, buffers.tensors, restorable=False)
+                    found = [content_of(compute()) != first, before.changed(after)]
+            finally:
+                before.restore()
+                buffers.restore()
+        everyone = gather_records(self._strategy, found, self._group)
+        changed = next((each for differs, each in everyone if differs), None)
+        if changed is not None:
+            raise ConfigError(
+                "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
+                "the second time, since the forward pass keeps something from one call to the next"
+                + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
+                + ". Micro-batches are evaluated by different processes, so each number of them would give another "
+                "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
+                f"model in a loop of your own over all the data, on every rank. {_OFF}"
+            )
 
     def begin(
         self,
@@ -208,7 +280,7 @@ class Rehearsals:
         before = Snapshot(roots, buffers.tensors)
         called, findings = _CalledModules(prepared, before, roots), Findings()
         short, rehearsal = _shortened(batch, compute, strategy.share)
-        deviations: list[Deviation] = []
+        deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
         for parameter in prior:
             parameter.grad = None
         try:
@@ -225,6 +297,10 @@ class Rehearsals:
                 later = Snapshot(roots, buffers.tensors, restorable=False)
                 is_counting = bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
+                if deviations == [] and batch.micro_batches and strategy.replicated:
+                    with suppress(Exception):  # micro-batches may not fit together, or their parts the model
+                        deviations.append(rehearsal.deviation_of_model(batch.micro_batches))
+                    compute.randomness.leave()
         finally:
             before.restore()
             buffers.restore()
@@ -234,7 +310,7 @@ class Rehearsals:
                     gradient.copy_(values_before)
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
-        findings.deviation = next((each.reason for each in deviations if each.reason), "")
+        findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
@@ -438,8 +514,14 @@ def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch,
     short = replace(plan, indices=tuple(plan.indices[k] for k in first))
     own = tuple(replace(each, k=share.holder or 0) for each in batch.micro_batches[:1])
     given = {each.name: getattr(compute, each.name) for each in fields(compute)}
-    rehearsal = _RehearsalCompute(**{**given, "plan": short}, numbers=dict(enumerate(first)))
+    rehearsal = _RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
     return Batch(short, own), rehearsal
+
+
+def _leaves(data: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    return found
 
 
 def _words(function: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor, nn
 
@@ -44,6 +43,8 @@ from lockstep.run.step import (
     required_loss,
 )
 from lockstep.run.step_errors import note_data
+from lockstep.run.step_metrics import StepMetrics
+from lockstep.run.whole_batch import stand_in, surrogate
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -76,7 +77,7 @@ class Run:
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
         world = world or World.from_environment()
         self.options = options = timeline.as_launched(options_of_new_run(options), world)
-        options = dataclasses.replace(options, timeout=world.patience(options.timeout))
+        options = replace(options, timeout=world.patience(options.timeout))
         devices = devices_per_process(options.mesh)
         self._session = RunSession(world, options.threads, options.timeout, devices)
         self.world, self.device, self._events = world, self._session.device, self._session.events
@@ -207,7 +208,7 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        self._agreed_data.require(plan, photos)
+        self._agreed_data.require(plan, photos, partial(self._loaders.digests, data, workers))
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform
@@ -219,13 +220,37 @@ class Run:
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
+    @overload
     def backward(
         self,
         batch: Batch,
         loss: Callable[..., Any] | None = None,
         *,
         forward: Callable[[Any], Any] | None = None,
-    ) -> Tensor:
+        also: None = None,
+        whole_batch: bool = False,
+    ) -> Tensor: ...
+
+    @overload
+    def backward(
+        self,
+        batch: Batch,
+        loss: Callable[..., Any] | None = None,
+        *,
+        forward: Callable[[Any], Any] | None = None,
+        also: Mapping[str, Metric],
+        whole_batch: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def backward(
+        self,
+        batch: Batch,
+        loss: Callable[..., Any] | None = None,
+        *,
+        forward: Callable[[Any], Any] | None = None,
+        also: Mapping[str, Metric] | None = None,
+        whole_batch: bool = False,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
 
         Args:
@@ -234,15 +259,29 @@ class Run:
                 per sample or token, or the pair (sum, weight).
             forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
                 with (output, data).
+            also: functions like those of ``evaluate``, by name, which are computed from the same outputs without
+                gradients, such as an accuracy or the parts of a loss.
+            whole_batch: ``loss`` compares the samples of the global batch with each other, as contrastive losses do.
+                It is called once, on every rank, with the outputs and targets of all samples in their order (with
+                ``forward``, or a dict as a batch, the target is None). The model runs twice on each micro-batch, first
+                without gradients. Of what the loss needs, a learned temperature belongs to the output, too.
 
         Returns:
-            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device.
+            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device. With ``also``, the
+            pair of it and a dict of such means.
 
         Raises:
             ConfigError: ``batch`` or ``loss`` is something else, or gradients are switched off.
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
-        return self.backward_by(self.strategy.backward, batch, loss, forward)
+        if also is None:
+            return self.backward_by(self.strategy.backward, batch, loss, forward, whole_batch=whole_batch)
+        unchecked = {name for name, each in also.items() if self.rehearsals.is_new_metric(each)}
+        metrics = StepMetrics(also, unchecked)
+        value = self.backward_by(
+            self.strategy.backward, batch, loss, forward, metrics, whole_batch=whole_batch
+        )
+        return value, metrics.means(self.strategy, self._session.group, batch.plan)
 
     def backward_by(
         self,
@@ -250,10 +289,18 @@ class Run:
         batch: Batch,
         loss: Callable[..., Any] | None,
         forward: Callable[[Any], Any] | None = None,
+        metrics: StepMetrics | None = None,
+        *,
+        whole_batch: bool = False,
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
         loss = required_loss(batch, loss)
+        if whole_batch and self.options.sync_batch_norm:
+            raise ConfigError(
+                "whole_batch=True runs the model on one micro-batch after the other, and sync_batch_norm on all of "
+                "them at once. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
+            )
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
@@ -261,13 +308,16 @@ class Run:
         own = len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, len(plan.indices[0]), own)
         compute = StepCompute(
-            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key
+            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key, metrics
         )
         stop, scale = int(heartbeat.stop_reason), gradients.scale
         rehearsals = self.rehearsals
         try:
             if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
-                rehearsals.begin(prepared, compute, batch, loss, scale)
+                rehearsed = replace(compute, function=stand_in) if whole_batch else compute
+                rehearsals.begin(prepared, rehearsed, batch, loss, scale)
+            if whole_batch:
+                compute = surrogate(compute, batch, self.strategy, self._session.group)
             for begins in events.backward_begin:
                 begins(batch, scale)
             result = compute_gradients(batch, compute, scale=scale, stop=stop)

@@ -12,10 +12,10 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
 from lockstep.strategies import StepResult
 from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.step_metrics import StepMetrics
 
 
 class DeviceTransfer:
@@ -78,11 +81,11 @@ class DeviceTransfer:
 def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Splits a micro-batch into the model's arguments (positional, by keyword) and the loss's target.
 
-    A pair is ``(input, target)``; a longer tuple has several inputs; a dict goes to the model by keyword and to the
-    loss whole.
+    A pair is ``(input, target)``; a longer tuple has several inputs; a dict, or any other mapping, goes to the model by
+    keyword and to the loss whole.
     """
-    if isinstance(data, dict):
-        return (), data, data
+    if isinstance(data, Mapping):
+        return (), dict(data), data
     if isinstance(data, tuple | list) and len(data) >= 2:
         return tuple(data[:-1]), {}, data[-1]
     raise ConfigError(
@@ -199,7 +202,7 @@ class ForwardPass:
         channels_last: bool,
         events: StepEvents = NO_EVENTS,
     ) -> None:
-        self.model = model
+        self.model, self.device = model, device
         self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
         """Gives the context of the forward pass and the loss."""
         self._layout = torch.channels_last if channels_last else torch.preserve_format
@@ -251,6 +254,8 @@ class StepCompute:
     """The user's own way from a micro-batch's data to the output."""
     first_key: int
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
+    metrics: StepMetrics | None = None
+    """What is computed beside the loss."""
 
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss of a whole model."""
@@ -315,6 +320,8 @@ class StepCompute:
             total, weight = sum_and_weight(value, len(micro_batch.indices))
             if not total.requires_grad:
                 raise no_gradient(output)
+            if self.metrics is not None and micro_batch.k < self.plan.leaves:
+                self.metrics.note(output, target, micro_batch)
             return total, weight
 
 

@@ -96,7 +96,8 @@ def no_value(value: Any) -> ConfigError:
         remedy = "It returned None: is there a line with return?"
     elif isinstance(value, Mapping):
         remedy = (
-            f"It returned a dict; return one entry of it: {', '.join(map(repr, list(value)[:_MOST_VALUES]))}."
+            f"It returned a dict; return one entry of it: {', '.join(map(repr, list(value)[:_MOST_VALUES]))}. Other "
+            "numbers of a step: run.backward(batch, loss, also={'accuracy': a_function_of_output_and_target})."
         )
     return ConfigError(
         f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"
