@@ -51,7 +51,7 @@ INIT = "(*, global_batch=None, micro_batches=8, seed=0, **options)"
 LAUNCH = "(function, *args, devices='auto', threads=None, log_directory='', **kwargs)"
 RUN = {
     "": "(options, world=None)",
-    "backward": "(self, batch, loss=None, *, forward=None)",
+    "backward": "(self, batch, loss=None, *, forward=None, also=None, whole_batch=False)",
     "batches": "(self, data, *, shuffle=True, drop_last=False, workers=None)",
     "clip_gradients": "(self, max_norm)",
     "close": "(self)",

@@ -6,7 +6,7 @@ optimizer.step()      PreparedOptimizer.step -> GradientState.step -> the user's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
+from lockstep.strategies.sharding import is_elementwise
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -131,6 +132,30 @@ class GradientState:
         """Notes that the optimizer's gradients were thrown away."""
         self._holding.discard(id(optimizer))
 
+    def step_by(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Steps an optimizer that evaluates the loss itself, as LBFGS does, and returns what it returns. Collective.
+
+        Raises:
+            ConfigError: a process does not hold the whole model, or the loss is scaled.
+        """
+        if is_elementwise(optimizer):  # these call it once, before anything else
+            found = closure()
+            self.step(optimizer)
+            return found
+        require_whole(optimizer, self._strategy)
+        if self._scaler is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) may evaluate the loss several times, and precision fp16 "
+                "scales it anew for every step. Use precision bf16 or fp32."
+            )
+        self._stepping = True
+        try:
+            found = optimizer.step(closure)
+        finally:
+            self._stepping = False
+            self._holding.discard(id(optimizer))
+        return found
+
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer, unless a scaled gradient was not finite. Collective.
 
@@ -214,14 +239,11 @@ class PreparedOptimizer(Optimizer):
         gradients: of the run.
         shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
 
-    Raises:
-        ConfigError: the optimizer cannot step from gradients alone.
     """
 
     def __init__(
         self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None
     ) -> None:
-        require_steps(optimizer)
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
         self.step_was_skipped = False
@@ -241,14 +263,25 @@ class PreparedOptimizer(Optimizer):
         """The user's defaults."""
         return self.wrapped.defaults
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures run several forwards
-        """Takes one step from the reduced gradients. Every rank must call this."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step from the reduced gradients. Every rank must call this.
+
+        Args:
+            closure: for optimizers that evaluate the loss themselves, such as LBFGS: clears gradients, and returns what
+                ``run.backward(batch, loss)`` gives. Where every process holds the whole model.
+
+        Returns:
+            What the optimizer returns of the closure; None without one.
+        """
         if closure is not None:
+            return self._gradients.step_by(self.wrapped, closure)
+        if needs_closure(self.wrapped):
             raise ConfigError(
-                "optimizer.step(closure) evaluates the loss several times per step, as LBFGS needs, and is not "
-                "supported. Call run.backward(batch, loss) and then optimizer.step()."
+                f"{type(self.wrapped).__name__} evaluates the loss itself. Write optimizer.step(closure), with def "
+                "closure(): optimizer.zero_grad(); return run.backward(batch, loss)."
             )
         self.step_was_skipped = not self._gradients.step(self.wrapped)
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -316,12 +349,18 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
     return norm
 
 
-def require_steps(optimizer: Optimizer) -> None:
-    """Raises ``ConfigError`` for an optimizer that does not step from gradients alone."""
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer that cannot step from gradients alone, such as LBFGS."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raises ``ConfigError`` for an optimizer that evaluates the loss, where no process holds the whole model."""
+    if not strategy.replicated:
         raise ConfigError(
-            f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
+            f"{type(optimizer).__name__} may evaluate the loss several times per step, looking at all parameters "
+            f"together, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or an "
             "optimizer that steps from gradients, such as SGD or AdamW."
         )
 

@@ -28,7 +28,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import hyperparameters, implementation, require_steps
+from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
 from lockstep.run.session import RunSession
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
@@ -326,7 +326,8 @@ def prepare_model(
             averaged.append(module)
     names = parameter_names(model)
     for optimizer in parts.optimizers:
-        require_steps(optimizer)
+        if needs_closure(optimizer):
+            require_whole(optimizer, strategy)
         if strategy.steps < Unit.MODEL:
             strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
     if isinstance(strategy, IndependentStrategy):
