@@ -30,7 +30,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.run.means import Part, reasons
-from lockstep.run.step import exact, sum_and_weight
+from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
@@ -177,19 +177,6 @@ def evaluation(
         raise Stopped(stopped.reason) from None
     finally:
         randomness.end_step(-1 - step)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def evaluate(

@@ -8,6 +8,7 @@ weighted mean of those over two parts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 
+from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.run.step import exact, sum_and_weight
+from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
 
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 """In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
@@ -27,6 +29,10 @@ _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 
 Sums = tuple[float, float]
 """Sum and weight over some rows."""
+
+
+_MOST_JOINED = 8
+"""Micro-batches of one row that are put together."""
 
 
 class Deviation(Enum):
@@ -130,6 +136,40 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
         return Deviation.NONE
     found = {_deviation(whole, *split, most) for split in splits} - {Deviation.NONE}
     return found.pop() if len(found) == 1 else Deviation.OTHER if found else Deviation.NONE
+
+
+def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
+    """The same of the loss of a step, whose model is called on parts of a micro-batch, or of some of one row each.
+
+    For models that compute their loss themselves. Their micro-batches may not fit together, nor the model to parts of
+    them: any error may come up.
+    """
+    parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
+    whole = iter(joined([_leaves(each.data) for each in parts]))
+    data, samples = map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+    if not has_rows(_leaves(data), samples):
+        return Deviation.NONE
+    calls = itertools.count()
+
+    def sums(rows: slice) -> tuple[float, float]:
+        # Every call has keys of its own, so that a model which draws is not judged.
+        compute.randomness.begin_micro_batch(compute.plan.step, next(calls))
+        transform = compute.compute.device_transform
+        some = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+        given = some, compute.forward, compute.compute.model, transform
+        value = compute.function(*compute.compute.output_and_target(*given))
+        total, weight = sum_and_weight(value, len(range(samples)[rows]))
+        return float(total), float(weight)
+
+    with evaluating(compute.compute.model), compute.autocast():
+        most = 0.1 if torch.is_autocast_enabled(compute.compute.device.type) else 1e-4
+        return deviation_over(sums, samples, most)
+
+
+def _leaves(data: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    return found
 
 
 def has_rows(data: Any, samples: int) -> bool:

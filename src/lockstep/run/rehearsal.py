@@ -11,7 +11,6 @@ ranks learn what each has found, and raise the same error.
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import random
@@ -35,9 +34,8 @@ from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import content_of, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
-from lockstep.run.evaluation import evaluating
-from lockstep.run.means import Deviation, deviation, deviation_over, has_rows, joined
-from lockstep.run.step import StepCompute, code_of, sum_and_weight
+from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
+from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
@@ -50,8 +48,6 @@ logger = logging.getLogger(__name__)
 _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
-_MOST_JOINED = 8
-"""Micro-batches of one row that are put together."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
 
@@ -78,29 +74,6 @@ class _RehearsalCompute(StepCompute):
             with generators_kept(), self.autocast():
                 self.deviations.append(deviation(self.function, output, target, rows))
         return result
-
-    def deviation_of_model(self, micro_batches: Sequence[MicroBatch]) -> Deviation:
-        """The same of a model that computes its own loss, and of micro-batches of one row: it is called on parts."""
-        parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
-        whole = iter(joined([_leaves(each.data) for each in parts]))
-        data, samples = map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
-        if not has_rows(_leaves(data), samples):
-            return Deviation.NONE
-        calls = itertools.count()
-
-        def sums(rows: slice) -> tuple[float, float]:
-            # Every call has keys of its own, so that a model which draws is not judged.
-            self.randomness.begin_micro_batch(self.plan.step, next(calls))
-            transform = self.compute.device_transform
-            some = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
-            given = some, self.forward, self.compute.model, transform
-            value = self.function(*self.compute.output_and_target(*given))
-            total, weight = sum_and_weight(value, len(range(samples)[rows]))
-            return float(total), float(weight)
-
-        with evaluating(self.compute.model), self.autocast():
-            most = 0.1 if torch.is_autocast_enabled(self.compute.device.type) else 1e-4
-            return deviation_over(sums, samples, most)
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
         return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
@@ -299,7 +272,7 @@ class Rehearsals:
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 if deviations == [] and batch.micro_batches and strategy.replicated:
                     with suppress(Exception):  # micro-batches may not fit together, or their parts the model
-                        deviations.append(rehearsal.deviation_of_model(batch.micro_batches))
+                        deviations.append(deviation_of_model(compute, batch.micro_batches))
                     compute.randomness.leave()
         finally:
             before.restore()
@@ -516,12 +489,6 @@ def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch,
     given = {each.name: getattr(compute, each.name) for each in fields(compute)}
     rehearsal = _RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
     return Batch(short, own), rehearsal
-
-
-def _leaves(data: Any) -> list[Any]:
-    found: list[Any] = []
-    map_leaves(data, found.append)
-    return found
 
 
 def _words(function: Any) -> str:

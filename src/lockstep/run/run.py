@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -220,28 +220,6 @@ class Run:
         left = self._loop.steps_left(plan.steps_per_epoch)
         return EpochSteps(self._loop.steps(read, self._between_steps), left)
 
-    @overload
-    def backward(
-        self,
-        batch: Batch,
-        loss: Callable[..., Any] | None = None,
-        *,
-        forward: Callable[[Any], Any] | None = None,
-        also: None = None,
-        whole_batch: bool = False,
-    ) -> Tensor: ...
-
-    @overload
-    def backward(
-        self,
-        batch: Batch,
-        loss: Callable[..., Any] | None = None,
-        *,
-        forward: Callable[[Any], Any] | None = None,
-        also: Mapping[str, Metric],
-        whole_batch: bool = False,
-    ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
     def backward(
         self,
         batch: Batch,
@@ -250,7 +228,7 @@ class Run:
         forward: Callable[[Any], Any] | None = None,
         also: Mapping[str, Metric] | None = None,
         whole_batch: bool = False,
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    ) -> Any:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
 
         Args:

@@ -96,7 +96,7 @@ class Trainer(Callback):
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
-        loss = self.run.backward(batch, self.loss)
+        loss: Tensor = self.run.backward(batch, self.loss)
         if self._settings.clip_norm is not None:
             self.run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
