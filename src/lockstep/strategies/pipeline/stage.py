@@ -6,7 +6,7 @@ lies in several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,6 +266,20 @@ class PipelineChannels:
         self._channels: list[PipelineChannel] = []
         if device.type == "cuda":
             self._groups |= {tag: another_group(groups, "pipeline") for tag in tags}
+        self._open(tags)
+
+    def _open(self, tags: Sequence[int]) -> None:
+        """Sends a number through every channel, in one order on all ranks.
+
+        NCCL opens a connection of two ranks at its first use, and blocks both until the other is there. A schedule uses
+        its channels in another order on each rank, so that two ranks would wait for each other for ever.
+        """
+        number = torch.zeros(1, device=self._device)
+        for tag, source, target in first_uses(tags, self.length):
+            if self.place == source:
+                dist.send(number, self.ranks[target], group=self._groups[tag], tag=tag)
+            elif self.place == target:
+                dist.recv(number, self.ranks[source], group=self._groups[tag], tag=tag)
 
     def neighbours(self, stage: int, names: list[str]) -> Neighbours:
         """The channels of a stage of this rank."""
@@ -302,6 +316,18 @@ class PipelineChannels:
         channel = PipelineChannel(self._groups[tag], self.ranks[peer], tag, self._device, name)
         self._channels.append(channel)
         return channel
+
+
+def first_uses(tags: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
+    """Tag, and two places of a pipeline of ``length`` ranks, of each channel that ``tags`` name."""
+    last = length - 1
+    for tag in tags if last else ():
+        if tag == _ANSWER:
+            yield from ((tag, last, place) for place in range(last))
+        elif tag in (_ON_AROUND, _BACK_AROUND):
+            yield tag, last, 0
+        else:
+            yield from ((tag, place, place + 1) for place in range(last))
 
 
 def another_group(groups: Groups, axis: str) -> dist.ProcessGroup:
