@@ -328,6 +328,17 @@ SECTIONS = {
             "a file that names the owner takes the lock's place, and is said once",
         ),
         Row(
+            "T6",
+            "a heartbeat, a note or a record of a run has been overwritten with other bytes or JSON of any depth",
+            "it counts as none",
+        ),
+        Row(
+            "T7",
+            "there is no /proc, the user has no home, few descriptors are left or more than 1,023 are open",
+            "stalls are reported, and runs are listed and cleaned, or refused in a sentence",
+        ),
+        Row("T8", "names of files hold a terminal's escape codes", "messages show them escaped"),
+        Row(
             "T5",
             "two runs have one log folder, or it holds a user's files with the names of ours",
             "the second run takes a folder in it with its id, and says so; no file of the user is touched",

@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.launch.runs import find_runs, has_ended, run_directory, write_note
+from lockstep.launch.runs import end_processes, find_runs, has_ended, run_directory, write_note
 
 NO_ROOM = SimpleNamespace(f_bavail=10, f_frsize=4096, f_favail=1000, f_files=1000)
 
@@ -131,6 +132,7 @@ def test_a_run_of_another_process_namespace_is_not_signalled(tmp_path, monkeypat
         bystander.kill()
 
 
+@pytest.mark.fault("T6")
 def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with run_directory() as directory:
@@ -139,6 +141,7 @@ def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
             assert directory not in [run.directory for run in find_runs()]
 
 
+@pytest.mark.fault("T7")
 def test_the_end_of_a_process_is_seen_with_many_descriptors_open():
     former = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, former[1]))
@@ -152,3 +155,27 @@ def test_the_end_of_a_process_is_seen_with_many_descriptors_open():
             assert not has_ended(handle, 0.0)
             child.kill()
             assert has_ended(handle, 5.0)
+
+
+@pytest.mark.fault("T7")
+def test_all_processes_of_a_run_end_with_few_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with run_directory() as directory, ExitStack() as stack:
+        write_note(directory, "of-few", ["lockstep"], tmp_path, 1)
+        (run,) = [each for each in find_runs() if each.run_id == "of-few"]
+        left = [
+            stack.enter_context(subprocess.Popen(["sleep", "60"], env={"LOCKSTEP_RUN_ID": "of-few"}))
+            for _ in range(8)
+        ]
+        next_one = os.open(os.devnull, os.O_RDONLY)
+        os.close(next_one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + 5, former[1]))
+        try:
+            assert end_processes(run) == 8
+            resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, former[1]))
+            with pytest.raises(ConfigError, match="ulimit -n"):
+                end_processes(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, former)
+        assert all(each.wait() == -signal.SIGTERM for each in left)

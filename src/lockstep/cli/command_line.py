@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from lockstep import __version__
 from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
 from lockstep.runtime.output import lasting_stderr, open_standard_streams
+from lockstep.text import printable
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)'")
 
@@ -92,7 +93,7 @@ def _run(words: Sequence[str]) -> int:
         _check_local_rank(arguments.local_rank)
         return int(arguments.command_main(arguments))
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -32,7 +32,7 @@ from lockstep.launch.runs import (
 )
 from lockstep.launch.stalls import snapshot_lines, take_snapshots
 from lockstep.runtime.control import Control, StopReason
-from lockstep.text import format_bytes, format_duration, plural
+from lockstep.text import format_bytes, format_duration, plural, printable
 
 _RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
 
@@ -58,7 +58,7 @@ def _print(run: RunOnHost, processes: list[Process]) -> None:
         state += ", in another process namespace"
     age = format_duration(time.time() - run.started)
     print(f"{run.run_id}  {plural(run.ranks, 'rank')}, {age}, {format_bytes(total, binary=True)}, {state}")
-    print(f"  {run.command[:110]}")
+    print(f"  {printable(run.command[:110])}")
     ranks = {beat.pid: (rank, beat) for rank, beat in run.beats.items()}
     for process in processes:
         if process.pid in ranks:
@@ -66,7 +66,7 @@ def _print(run: RunOnHost, processes: list[Process]) -> None:
             silent = format_duration(time.monotonic() - beat.time)
             what = f"rank {rank}, {beat.position}, last heartbeat {silent} ago"
         else:
-            what = process.command[:80]
+            what = printable(process.command[:80])
         print(f"  {process.pid:>8}  {format_bytes(process.resident, binary=True):>9}  {what}")
 
 

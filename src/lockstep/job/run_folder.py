@@ -95,7 +95,7 @@ def read_starts(folder: Path) -> list[Start]:
         if not starts:
             raise ValueError("it names no start")
         return starts
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
 
 

@@ -191,7 +191,7 @@ class RunOnHost:
 
     def processes(self) -> list[Process]:
         """Returns all processes of the run but the command itself, by process id."""
-        return [process for pid in psutil.pids() if (process := _process_of(self.run_id, pid)) is not None]
+        return [process for pid in _all_pids() if (process := _process_of(self.run_id, pid)) is not None]
 
 
 def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path, ranks: int) -> None:
@@ -232,13 +232,18 @@ def choose_run(name: str | None) -> RunOnHost:
 def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
     """Sends SIGTERM to all processes of a run, SIGKILL to those left after ``within`` seconds; returns how many."""
     ended: set[int] = set()
-    for number, limit in ((signal.SIGTERM, within), (signal.SIGKILL, within)):
-        handles = list(_handles(run.run_id, psutil.pids()))
-        ended.update(pid for pid, _ in handles)
-        for _, handle in handles:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        found = []
+        for pid, handle in _handles(run.run_id, _all_pids()):  # one at a time: few may be open
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-        _wait([handle for _, handle in handles], limit)
+            os.close(handle)
+            found.append(pid)
+        ended.update(found)
+        deadline = time.monotonic() + within
+        for _, handle in _handles(run.run_id, found):
+            has_ended(handle, max(0.0, deadline - time.monotonic()))
+            os.close(handle)
     return len(ended)
 
 
@@ -296,25 +301,32 @@ def _process_of(run_id: str, pid: int) -> Process | None:
         return None
 
 
+def _all_pids() -> list[int]:
+    try:
+        return list(psutil.pids())
+    except OSError as error:
+        raise _without_descriptors(error) from error
+
+
+def _without_descriptors(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Processes cannot be looked at: {error.strerror}. Raise the limit of open files (ulimit -n)."
+    )
+
+
 def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields process id and pidfd of those processes that belong to a run; the caller closes the pidfds."""
     for pid in pids:
         try:
             handle = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:
             continue
+        except OSError as error:
+            raise _without_descriptors(error) from error
         if pid != os.getpid() and _process_of(run_id, pid) is not None:
             yield pid, handle
         else:
             os.close(handle)
-
-
-def _wait(handles: Sequence[int], limit: float) -> None:
-    """Waits until the processes have ended, and closes the pidfds."""
-    deadline = time.monotonic() + limit
-    for handle in handles:
-        has_ended(handle, max(0.0, deadline - time.monotonic()))
-        os.close(handle)
 
 
 def has_ended(handle: int, within: float) -> bool:

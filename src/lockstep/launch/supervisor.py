@@ -41,6 +41,7 @@ from lockstep.runtime.error_record import log_file, result_file
 from lockstep.runtime.output import TERMINAL_LOG, lasting_stderr, say
 from lockstep.runtime.parent_death import end_leftovers
 from lockstep.runtime.stop_signals import SignalInbox
+from lockstep.text import printable
 
 _OF_RUN = ".lockstep"
 """Marks a log folder; locked by the run that uses it."""
@@ -120,7 +121,7 @@ def supervise(target: Target, options: LaunchOptions, joined: Joined | None = No
     """Runs the target on every rank of this host, prints the report of a failure, and returns the exit code."""
     last = with_restarts(lambda options: run_world(target, options, joined), options)
     for line in () if last.is_reported else last.lines:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return last.code
 
 

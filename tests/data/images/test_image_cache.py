@@ -1,5 +1,6 @@
 import os
 import pickle
+import pwd
 import shutil
 
 import numpy as np
@@ -247,3 +248,12 @@ def test_a_file_of_an_earlier_version_without_checksums_is_made_anew(photos, tmp
         ImageFolder(photos, transform=TRANSFORMS[0]).use_cache(tmp_path / "kept")
     again = ImageFolder(photos, transform=TRANSFORMS[0]).use_cache(tmp_path / "kept")
     assert again.cache._records.has_sums and len(files(tmp_path / "kept")) == 1
+
+
+@pytest.mark.fault("T7")
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match=r"Give data\.cache a folder"):
+        default_folder()

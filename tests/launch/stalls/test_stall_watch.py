@@ -150,3 +150,10 @@ def test_a_sight_of_a_rank_whose_worker_is_stuck_names_the_line_of_the_data_set(
         workers=((Frame("/home/u/data.py", 77, "__getitem__"), reader),),
     )
     assert snapshot.frame == Frame("/home/u/data.py", 77, "__getitem__")
+
+
+@pytest.mark.fault("T7")
+def test_without_proc_a_rank_still_counts_as_one_that_can_answer(tmp_path, monkeypatch):
+    assert stall_watch.process_state(2**30) == ""
+    monkeypatch.setattr(stall_watch, "Path", lambda path: tmp_path / "absent")
+    assert stall_watch.process_state(os.getpid()) == "?"

@@ -333,8 +333,11 @@ def open_cache(
 
 
 def default_folder() -> Path:
-    """The user's folder for things that can be made again, after the XDG rules."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+    """The user's folder for things that can be made again, after the XDG rules; ``ConfigError`` without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+    except RuntimeError as error:
+        raise ConfigError("This user has no home folder for the cache. Give data.cache a folder.") from error
 
 
 def _current(file: Path, photos: PhotoStore) -> RecordFile | None:

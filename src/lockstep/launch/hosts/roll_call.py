@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
     if TOKEN_VARIABLE in environment:
         return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
     default = f"{environment.get('XDG_CONFIG_HOME') or '~/.config'}/lockstep/token"
-    if Path(default).expanduser().exists():
-        return _checked(_from_file(Path(default).expanduser()), default)
+    with suppress(RuntimeError):  # the user has no home
+        if Path(default).expanduser().exists():
+            return _checked(_from_file(Path(default).expanduser()), default)
     raise ConfigError(
         "Several hosts need a shared token to authenticate each other, and none was found. "
         f"{how_to_make_one(default)}"
