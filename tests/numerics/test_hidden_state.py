@@ -1,7 +1,7 @@
 """A snapshot finds what objects keep, tells what changed, and puts everything back."""
 
 import random
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from functools import partial
 
 import numpy as np
@@ -93,6 +93,24 @@ def test_everything_that_a_function_keeps_is_found_and_put_back():
     assert (meter.sum, meter.values, Meter.count, slotted.value, table["x"]) == (4.0, [2.0, 2.0], 2, 2, 2)
     assert (list(window), tensor.tolist(), array[0], given, number) == ([1, 2], [2] * 3, 2, [1, 1], 2)
     assert (names, step.calls, TOTAL, HISTORY) == ({"a", "1", "2"}, 2, 2, [1, 2])
+
+
+@pytest.mark.parametrize("base", [OrderedDict, dict])
+def test_a_table_that_makes_its_entries_is_put_back_as_it_was(base):
+    """As tables of activations do."""
+    table = type("Registry", (base,), {"__getitem__": lambda self, key: base.__getitem__(self, key)()})()
+    base.__setitem__(table, "relu", nn.ReLU)
+    base.__setitem__(table, "gelu", nn.GELU)
+
+    def function():
+        return table["relu"]
+
+    before = Snapshot({"f": function})
+    before.restore()
+    assert [*base.items(table)] == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+    table["tanh"] = base.pop(table, "gelu")
+    before.restore()
+    assert [*base.items(table)] == [("relu", nn.ReLU), ("gelu", nn.GELU)]
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ import random
 import sys
 import sysconfig
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from types import (
@@ -197,7 +197,7 @@ class Snapshot:
         self._note(name, f"{len(value)} entries")
         if self._restorable:
             entries = (
-                dict(value)
+                dict(_entries_of(value))
                 if isinstance(value, dict)
                 else set(value)
                 if isinstance(value, set)
@@ -205,7 +205,7 @@ class Snapshot:
             )
             self._remember(functools.partial(_refill, value, entries))
         if isinstance(value, dict):
-            self._entries(value.items(), name, len(value))
+            self._entries(_entries_of(value), name, len(value))
         elif isinstance(value, set):
             self._note(name, f"{len(value)} entries {_short(repr(sorted(map(repr, value))))}")
         elif not isinstance(value, bytearray):
@@ -408,9 +408,25 @@ def _put_back(tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
 
 
+def _entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
+
+
 def _refill(container: Any, entries: Any) -> None:
+    if isinstance(container, dict):
+        now = [*_entries_of(container)]
+        if len(now) == len(entries) and all(
+            a == c and b is d for (a, b), (c, d) in zip(now, entries.items())
+        ):
+            return
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in entries.items():
+            base.__setitem__(container, key, value)
+        return
     container.clear()
-    if isinstance(container, dict | set):
+    if isinstance(container, set):
         container.update(entries)
     else:
         container.extend(entries)
