@@ -233,7 +233,7 @@ class StageRows:
     def free(self) -> None:
         """Takes the whole parameters out of the modules and gives their memory back."""
         for name, each in self._parameters.items():
-            if self.written is not None and self._values[name] != value_of(each.whole):
+            if self.written is not None and self._values.pop(name, None) not in (None, value_of(each.whole)):
                 self.written.add(name)
             each.put(each.absent)
             each.whole.grad = None
@@ -262,7 +262,8 @@ class StageRows:
         for each, parts in zip(bucket, torch.split(everyone, sizes, dim=1)):
             storage, shape = each.whole.untyped_storage(), each.whole.shape
             storage.resize_(each.whole.numel() * each.whole.element_size())
-            rows = parts.reshape(-1, *shape[1:])[: shape[0]]
+            size = -(-shape[0] // self._ranks)  # not -1: there may be no elements
+            rows = parts.reshape(self._ranks * size, *shape[1:])[: shape[0]]
             each.whole.detach().copy_(rows)
 
 
