@@ -44,6 +44,7 @@ NAMES = [
     "RunOptions",
     "StallError",
     "World",
+    "heartbeat",
     "init",
     "launch",
 ]
@@ -216,7 +217,7 @@ COMMANDS = {
     "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",
     "download": """set --to --mirror""",
     "predict": """run --data --devices --strategy --mesh --out --best""",
-    "replay": """run --step --micro-batch --debug --force-context""",
+    "replay": """run --step --micro-batch --debug --trust --force-context""",
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit
 --rendezvous""",
     "debug": """--devices --rank --port --folder --attach target arguments""",

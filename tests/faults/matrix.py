@@ -353,6 +353,13 @@ SECTIONS = {
         ),
         Row("X3", "pickles from a peer, a store or a file", "none is ever loaded"),
         Row("X4", "debugging endpoints", "sockets in a private folder, or, where asked for, on loopback"),
+        Row(
+            "X5",
+            "code of others: a run folder of another user, a module in the current folder named as an installed one",
+            "`replay` refuses the folder without `--trust`, and says with `--dry-run` what is imported from where; the "
+            "command's own packages are the installed ones",
+            open="a job file, a script and the current folder are code and run as you (SECURITY.md)",
+        ),
     ),
 }
 

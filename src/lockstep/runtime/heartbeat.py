@@ -217,6 +217,22 @@ _UNTIMED, _MOST_UNTIMED = 0.1, 31
 """Maximum seconds and number of short steps before the next one that is marked."""
 
 
+_TIME = struct.calcsize("=iiq")
+_opened: list[mmap.mmap] = []
+"""The file of this process's rank, once it is open."""
+
+
+def heartbeat() -> None:
+    """Tells the supervisor that this rank is alive, in a long phase of the program's own, such as an export.
+
+    Call it at least every ``stall_limit`` seconds, between the calls of Lockstep; the run is then not ended for
+    standing still while other ranks wait for this one. It takes a microsecond, any rank may call it, and where
+    Lockstep's supervisor has not started the process it does nothing.
+    """
+    for beat in _opened[-1:]:
+        struct.pack_into("=d", beat, _TIME, monotonic())
+
+
 class Heartbeat:
     """Writes this rank's state and reads the stop flag.
 
@@ -250,7 +266,8 @@ class Heartbeat:
         if not world.run_directory:
             return cls(events=events)
         directory = Path(world.run_directory)
-        return cls(map_file(heartbeat_file(directory, world.rank), SIZE), Control(directory), events)
+        _opened[:] = [map_file(heartbeat_file(directory, world.rank), SIZE)]
+        return cls(_opened[0], Control(directory), events)
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Writes what the rank is about to do; ``phase`` is one of ``PHASES``."""

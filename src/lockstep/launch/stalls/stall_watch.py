@@ -228,7 +228,7 @@ class StallWatch:
         """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""
         if not _writes_no_beats(snapshot.beat):
             return snapshot
-        place = snapshot.stack, snapshot.collectives[-1:], snapshot.state
+        place = snapshot.stack, snapshot.collectives[-1:], snapshot.state, snapshot.beat.time
         former, since = self._places.get(snapshot.rank, (None, 0.0))
         if place != former:
             since = time.monotonic()
