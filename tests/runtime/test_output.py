@@ -83,3 +83,12 @@ def test_no_file_takes_the_number_of_a_stream_that_the_parent_has_closed(closed,
     shell = "".join(f" {number}>&-" for number in closed)
     subprocess.run(["sh", "-c", f'exec "$0" -c "$1"{shell}', sys.executable, code], cwd=tmp_path, check=True)
     assert (tmp_path / "file").read_text() == ""
+
+
+def test_the_stream_keeps_name_and_encoding_and_says_that_it_is_no_terminal(tmp_path):
+    with (tmp_path / "file").open("w", encoding="latin1", errors="replace") as file:
+        lasts = lasting(file, None)
+        assert (lasts.name, lasts.encoding, lasts.errors) == (file.name, "latin1", "replace")
+        assert lasts.fileno() == file.fileno() and not lasts.isatty()
+        print("é", "\u2026", file=lasts)
+    assert (tmp_path / "file").read_bytes() == b"\xe9 ?\n"

@@ -196,11 +196,15 @@ def _redirect(log: str, folder: Path) -> None:
             file = os.dup(nothing)
         for source, descriptor in ((nothing, 0), (file, 1), (file, 2)):
             os.dup2(source, descriptor)
-            os.set_inheritable(descriptor, True)
         os.close(file)
         os.close(nothing)
-    sys.stdout = lasting(sys.stdout, folder, is_result=not log)
-    sys.stderr = lasting(sys.stderr, folder)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)  # a module that was imported may have kept it
+        with suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)
+        lasts = lasting(stream, folder, is_result=name == "stdout" and not log)
+        for each in (name, f"__{name}__"):
+            setattr(sys, each, lasts)
 
 
 def _keep_result(task: RankTask, result: Any) -> None:

@@ -75,6 +75,7 @@ def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> 
     with suppress(OSError, ValueError):
         stream.flush()
     raw = LastingFile(stream.fileno(), folder, is_result=is_result)
+    raw.name = stream.name
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=stream.encoding,
