@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -81,7 +81,7 @@ def processes(soak):
 
 def kill_one(victim):
     def act(soak, kill, draw):
-        os.kill(soak._victim(Kill(**{**vars(kill), "victim": victim})), signal.SIGKILL)
+        os.kill(soak._victim(replace(kill, victim=victim)), signal.SIGKILL)
 
     return act
 
@@ -89,7 +89,7 @@ def kill_one(victim):
 def stop_one(victim):
     def act(soak, kill, draw):
         number = draw.choice((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-        os.kill(soak._victim(Kill(**{**vars(kill), "victim": victim})), number)
+        os.kill(soak._victim(replace(kill, victim=victim)), number)
 
     return act
 
@@ -120,21 +120,24 @@ def lose_logs(soak, kill, draw):
 
 def limit(kind, value):
     def act(soak, kill, draw):
-        resource.prlimit(soak._victim(Kill(**{**vars(kill), "victim": "rank"})), kind, (value, value))
+        resource.prlimit(soak._victim(replace(kill, victim="rank")), kind, (value, value))
 
     return act
 
 
 def strangers(soak, kill, draw):
-    """Connects to whatever the supervisor and the fork server listen on (gloo's own ports are open: docs/hosts.md)."""
+    """Sends anything to whatever the ranks listen on; gloo's ports are open (docs/hosts.md), so it may end the run."""
     ports = {
         connection.laddr.port
-        for process in processes(soak)[:2]
+        for process in processes(soak)
         for connection in process.net_connections()
         if connection.status == psutil.CONN_LISTEN
     }
     for port in ports:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=1) as stranger,
+        ):
             stranger.sendall(draw.randbytes(draw.randrange(1, 2000)))
     interrupt(soak, kill, draw)
 
@@ -152,7 +155,7 @@ FAULTS = {
     "the log folder goes": Fault(lose_logs, (4,), is_held=True),
     "a full disk": Fault(limit(resource.RLIMIT_FSIZE, 5000), (0, 2, 3, 4)),
     "no descriptors": Fault(limit(resource.RLIMIT_NOFILE, 3), (0, 2, 3, 4)),
-    "strangers": Fault(strangers, (130, 0)),
+    "strangers": Fault(strangers, (130, 0, 4)),
 }
 
 
