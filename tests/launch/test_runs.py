@@ -136,7 +136,9 @@ def test_a_run_of_another_process_namespace_is_not_signalled(tmp_path, monkeypat
 def test_a_note_of_any_content_is_no_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with run_directory() as directory:
-        for text in ("", "[" * 60_000, "{}", "null", '{"run_id": 1}'):
+        write_note(directory, "some-run", [], tmp_path, 1)
+        odd = json.dumps({**json.loads((directory / "run.json").read_text()), "identity": "1-\ud800-x"})
+        for text in ("", "[" * 60_000, "{}", "null", '{"run_id": 1}', odd):
             (directory / "run.json").write_text(text)
             assert directory not in [run.directory for run in find_runs()]
 

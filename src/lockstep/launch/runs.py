@@ -177,11 +177,8 @@ class RunOnHost:
     """True if the command that started it is still running."""
     identity: str
     """Of the command; see ``lockstep.core.atomic.identity``."""
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if it was started in another process namespace, such as a container, where process ids differ."""
-        return is_running(self.identity) is None
+    is_elsewhere: bool
+    """True if it was started in another process namespace, such as a container, where process ids differ."""
 
     @property
     def beats(self) -> dict[int, Beat]:
@@ -283,6 +280,7 @@ def _read(directory: Path) -> RunOnHost | None:
             ranks=min(int(note["ranks"]), _MOST_RANKS),
             is_supervised=is_in_use(directory),
             identity=str(note["identity"]),
+            is_elsewhere=is_running(str(note["identity"])) is None,
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
