@@ -44,7 +44,8 @@ def identity(pid: int | None = None) -> str:
 def is_running(identity: str) -> bool | None:
     """Whether a process of this host and process namespace runs; None for one of another. ``ValueError`` if invalid."""
     place, pid, start = identity.split("-")
-    return _start_time(int(pid)) == int(start) if place == _place() else None
+    number, began = int(pid), int(start)
+    return _start_time(number) == began if place == _place() else None
 
 
 @contextmanager
