@@ -284,12 +284,12 @@ def all_cases(world, names, options):
 
 
 LAYOUTS = [
-    ("ddp", 2, {"strategy": "ddp"}),
     ("fsdp", 2, {"strategy": "fsdp"}),
     ("pipeline", 2, {"strategy": "pipeline"}),
-    ("parameter_server", 2, {"strategy": "parameter_server"}),
 ]
 MORE = [
+    ("ddp", 2, {"strategy": "ddp"}),
+    ("parameter_server", 2, {"strategy": "parameter_server"}),
     ("dp", 1, {"strategy": "dp"}),
     ("layers", 1, {"strategy": "layers"}),
     ("ddp-3", 3, {"strategy": "ddp"}),

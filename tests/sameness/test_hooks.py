@@ -191,7 +191,7 @@ def alone():
     "layout, makes",
     [
         pytest.param(DP, EVERYWHERE + WHOLE, id="dp"),
-        pytest.param(LAYERS, EVERYWHERE + WHOLE, id="layers"),
+        pytest.param(LAYERS, EVERYWHERE + WHOLE, id="layers", marks=pytest.mark.slow),
         pytest.param(FSDP, EVERYWHERE + WHOLE, id="fsdp"),
         pytest.param(PIPELINE, EVERYWHERE, id="pipeline"),
         pytest.param(SERVERS, EVERYWHERE + WHOLE, id="parameter_server", marks=pytest.mark.slow),

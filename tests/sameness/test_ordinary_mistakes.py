@@ -286,7 +286,7 @@ EQUAL = (
     scheduled_first,
     scheduled_after_prepare,
 )
-QUICK = ("dp", "ddp", "fsdp-3", "pipeline")
+QUICK = ("fsdp-3", "pipeline")
 
 
 @functools.cache

@@ -286,7 +286,7 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
         self.wrapped.zero_grad(set_to_none)
-        if set_to_none and self._shared is not None:
+        if set_to_none and self._shared is not None and not self._shared.is_whole:
             self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 

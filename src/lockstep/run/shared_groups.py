@@ -73,7 +73,7 @@ class SharedGroups:
 
     def forget_gradients(self) -> None:
         """Clears what parameters show as their gradients, where the optimizer holds others."""
-        for name in () if self.is_whole else {name for names in self._members for name in names}:
+        for name in {name for names in self._members for name in names}:
             if type(self._parameters[name]) is nn.Parameter:  # others show the gradient of what is held
                 self._parameters[name].grad = None
 
