@@ -14,7 +14,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all check house format bench bench-photos curves figures clean
+.PHONY: train test test-all chaos audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -26,10 +26,21 @@ test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)
 	$(BIN)/python -m pytest --slow -m crowd
 
+# Random runs under random faults, judged by docs/faults.md: make chaos SECONDS=600 SEED=1
+SECONDS ?= 600
+SEED ?= 0
+chaos: $(VENV)/.test
+	$(BIN)/python -m tests.soak.chaos $(SECONDS) $(SEED)
+
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Known vulnerabilities of what is pinned; needs the network.
+audit: $(VENV)/.check
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 # Counts what tests/test_house.py holds: files, lines, small files, class names twice, ...; ARGS=-v names the places.
 house: $(VENV)/.train

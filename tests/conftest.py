@@ -1,5 +1,6 @@
 """Fixtures of every test: a restored process, no child left behind, and markers that say why they skip."""
 
+import gc
 import os
 import random
 import select
@@ -36,6 +37,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Leaves what the collection made out of garbage collections, one of which ends each run."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

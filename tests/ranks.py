@@ -7,6 +7,7 @@ A rank's exception is raised again here, with the rank's traceback as a note.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -166,6 +167,7 @@ def _call(rank, world_size, threads, timeout, directory, task):
     torch.set_num_threads(threads)
     os.environ.update(OMP_NUM_THREADS=str(threads), RANK=str(rank), WORLD_SIZE=str(world_size))
     body, args = pickle.loads(task)
+    gc.freeze()  # the end of each run collects, which takes longer than a small run where there are many objects
     world = World(
         rank=rank,
         world_size=world_size,

@@ -44,6 +44,7 @@ NAMES = [
     "RunOptions",
     "StallError",
     "World",
+    "heartbeat",
     "init",
     "launch",
 ]
@@ -51,7 +52,7 @@ INIT = "(*, global_batch=None, micro_batches=8, seed=0, **options)"
 LAUNCH = "(function, *args, devices='auto', threads=None, log_directory='', **kwargs)"
 RUN = {
     "": "(options, world=None)",
-    "backward": "(self, batch, loss=None, *, forward=None)",
+    "backward": "(self, batch, loss=None, *, forward=None, also=None, whole_batch=False)",
     "batches": "(self, data, *, shuffle=True, drop_last=False, workers=None)",
     "clip_gradients": "(self, max_norm)",
     "close": "(self)",
@@ -107,6 +108,7 @@ RUN_OPTIONS = {
     "keep": 3,
     "save_in_background": True,
     "fingerprint_every": 100,
+    "checks": "first",
     "shared_memory": True,
     "evaluation_batch": None,
     "prefetch": 2,
@@ -215,7 +217,7 @@ COMMANDS = {
     "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",
     "download": """set --to --mirror""",
     "predict": """run --data --devices --strategy --mesh --out --best""",
-    "replay": """run --step --micro-batch --debug --force-context""",
+    "replay": """run --step --micro-batch --debug --trust --force-context""",
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit
 --rendezvous""",
     "debug": """--devices --rank --port --folder --attach target arguments""",
@@ -272,6 +274,7 @@ training.channels_last = False
 training.compile = False
 training.sync_batch_norm = False
 training.running_buffers = ()
+training.checks = 'first'
 training.clip_norm = None
 training.drop_last = False
 training.evaluate_every = 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.text import format_bytes, format_duration, numbered, plural, ranges, shorten
+from lockstep.text import format_bytes, format_duration, numbered, plural, printable, ranges, shorten
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,8 @@ def test_long_lists_are_cut_and_counted():
 )
 def test_durations_have_two_units(seconds, said):
     assert format_duration(seconds) == said
+
+
+@pytest.mark.fault("T8")
+def test_escape_codes_of_names_are_shown_and_not_obeyed():
+    assert printable("a\x1b[2J\x07é\r\n\tb\x9b") == "a\\x1b[2J\\x07é\\x0d\n\tb\\x9b"

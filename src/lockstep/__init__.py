@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from lockstep.launch import launch
     from lockstep.run import Run, RunOptions, init
+    from lockstep.runtime.heartbeat import heartbeat
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ _HOMES = {
     "lockstep.launch": ("launch",),
     "lockstep.run": ("Run", "RunOptions", "init"),
     "lockstep.core.world": ("World",),
+    "lockstep.runtime.heartbeat": ("heartbeat",),
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "RunOptions",
     "StallError",
     "World",
+    "heartbeat",
     "init",
     "launch",
 ]

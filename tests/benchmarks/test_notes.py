@@ -1,4 +1,4 @@
-"""What ``benchmarks/notes`` compares: the sides' command lines, and the job that each of them trains."""
+"""Comparisons of ``benchmarks/notes``: the sides' command lines, and the job that each of them trains."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""What ``benchmarks/strategies/price_of_k.py`` counts."""
+"""The counts of ``benchmarks/strategies/price_of_k.py``."""
 
 import importlib
 import sys

@@ -1,8 +1,10 @@
+import json
+
 import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint import load_model_state, model_state
+from lockstep.checkpoint import encoded_extra_states, load_extra_states, load_model_state, model_state
 from lockstep.errors import CheckpointMismatch, ConfigError
 
 
@@ -58,10 +60,31 @@ def test_a_model_that_ties_other_parameters_is_refused(tied):
         load_model_state(apart, *model_state(tied))
 
 
-def test_state_that_is_no_tensor_is_refused_by_name():
-    class Counter(nn.Module):
-        def get_extra_state(self):
-            return {"calls": 3}
+class Counter(nn.Module):
+    calls = 0
 
-    with pytest.raises(ConfigError, match=r"'0\._extra_state' is a dict"):
-        model_state(nn.Sequential(Counter()))
+    def get_extra_state(self):
+        return {"calls": self.calls, "weights": (torch.ones(2), None)}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_extra_state_is_written_beside_the_tensors_and_given_back():
+    model, again, tensors = nn.Sequential(Counter()), nn.Sequential(Counter()), {}
+    model[0].calls = 3
+    assert model_state(model) == ({}, {})
+    encoded = encoded_extra_states(model, tensors)
+    load_extra_states(again, json.loads(json.dumps(encoded)), tensors)
+    assert again[0].calls == 3 and len(tensors) == 1
+    with pytest.raises(
+        CheckpointMismatch, match="extra state of the module '0', which has no set_extra_state"
+    ):
+        load_extra_states(nn.Sequential(nn.ReLU()), encoded, tensors)
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name():
+    model = nn.Sequential(Counter())
+    model[0].calls = object()
+    with pytest.raises(ConfigError, match=r"'extra state of 0.calls' is a object"):
+        encoded_extra_states(model, {})

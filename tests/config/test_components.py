@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lockstep.config.components import preflight
+from lockstep.config.components import Component, origins, preflight
 from lockstep.errors import ConfigError
 
 
@@ -117,3 +117,12 @@ def test_the_check_imports_no_torch(job_file):
         "assert not {'torch', 'torchvision'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(job_file())], check=True)
+
+
+@pytest.mark.fault("X5")
+def test_code_that_is_not_installed_is_named_with_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit")
+    targets = ("torch.optim:SGD", "mine:Net", "lockstep.data:Digits", "absent.part:x", "collections:Counter")
+    parts = [(("model",), Component(target=target)) for target in targets]
+    found = origins(parts, [str(tmp_path)])
+    assert found == ["absent from a place that is not found", f"mine from {tmp_path / 'mine.py'}"]

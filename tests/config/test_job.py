@@ -1,4 +1,4 @@
-"""What a job is: typed settings that check themselves and travel as JSON."""
+"""A job: typed settings that check themselves and travel as JSON."""
 
 import dataclasses
 

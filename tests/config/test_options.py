@@ -1,4 +1,4 @@
-"""Which mesh a strategy lays out."""
+"""The mesh that a strategy lays out."""
 
 import dataclasses
 

@@ -43,8 +43,8 @@ BROKEN = {
         "which leave 2 for some. Use at least micro_batches=9, or fewer stages.",
     ),
     "parts are stepped alone": (
-        ["training.strategy=fsdp", "optimizer.target=torch.optim:Adafactor"],
-        "is 'torch.optim:Adafactor', and strategy 'fsdp' steps it on parts",
+        ["training.strategy=tensor", "optimizer.target=torch.optim:Adafactor"],
+        "is 'torch.optim:Adafactor', and strategy 'tensor' steps it on parts",
     ),
     "whole models are compiled": (
         ["training.strategy=pipeline", "training.compile=true"],

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -5,7 +7,7 @@ import time
 
 import pytest
 
-from lockstep.core.atomic import clean, file_aside, folder_aside, hidden, remove_folder, write_whole
+from lockstep.core.atomic import clean, file_aside, folder_aside, hidden, remove_folder, sole_use, write_whole
 
 
 def entry_of_dead_process(path):
@@ -99,3 +101,43 @@ def test_a_folder_is_removed_whole(tmp_path):
     (folder / "deep").mkdir(parents=True)
     remove_folder(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("T4")
+@pytest.mark.parametrize("locks", [True, False])
+def test_one_process_has_sole_use_with_and_without_locks(tmp_path, monkeypatch, locks):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    with sole_use(tmp_path / "lock") as found:
+        assert found is locks
+        with pytest.raises(BlockingIOError), sole_use(tmp_path / "lock"):
+            pass
+    with pytest.raises(ZeroDivisionError), sole_use(tmp_path / "lock"):
+        raise ZeroDivisionError
+    with sole_use(tmp_path / "lock"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+@pytest.mark.fault("T4")
+def test_the_owner_that_a_dead_process_left_is_removed_and_one_of_another_host_is_named(
+    tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    dead = entry_of_dead_process(tmp_path / "x").name.split(".")[2].rpartition("-")[0]
+    (tmp_path / "lock.owner").write_text(f"{dead} this-host")
+    with sole_use(tmp_path / "lock"):
+        pass
+    for text, who in (
+        ("0123456789abcdef-12-34 elsewhere", "process 12 on elsewhere"),
+        ("", "an unknown host"),
+    ):
+        (tmp_path / "lock.owner").write_text(text)
+        with pytest.raises(BlockingIOError, match=who), sole_use(tmp_path / "lock"):
+            pass

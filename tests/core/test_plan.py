@@ -1,4 +1,4 @@
-"""Which samples a step holds: every one once, whoever asks and in whatever order."""
+"""The samples of a step: every one once, whoever asks and in whatever order."""
 
 import numpy as np
 import pytest

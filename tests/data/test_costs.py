@@ -1,4 +1,4 @@
-"""What keys may cost, as the project promises it; the numbers of a machine are in benchmarks/loading."""
+"""The cost of keys, as the project promises it; the numbers of a machine are in benchmarks/loading."""
 
 import statistics
 import time

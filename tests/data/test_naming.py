@@ -1,10 +1,14 @@
+import re
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import check_labels, known_labels
-from lockstep.errors import DataError
+from lockstep.data.naming import require_map_style, uncollatable
+from lockstep.errors import ConfigError, DataError
 
 
 class Targets(Dataset):
@@ -40,3 +44,42 @@ def test_the_first_wrong_sample_is_named_with_its_file():
         check_labels(Targets([0, 2, 1]), 2)
     with pytest.raises(DataError, match=r"sample 0 has label -1"):
         check_labels(TensorDataset(torch.rand(2, 1), torch.tensor([-1, 0])), 2)
+
+
+TENSOR = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        (
+            [(TENSOR, 1), (TENSOR, None)],
+            r"sample 7 is None at \[1\]. Give a tensor.*or a collate function that leaves it",
+        ),
+        ([(Image.new("L", (2, 2)), 1)] * 2, r"sample 3 is a PIL.Image.Image at \[0\].*ToTensor\(\)"),
+        ([{"a": object()}] * 2, r"sample 3 is a builtins.object at \['a'\]. Make it a tensor.$"),
+        (
+            [(TENSOR, 1), (TENSOR[:2], 1)],
+            r"sample 3 is of shape \(3,\) at \[0\], and sample 7 is of shape \(2,\)",
+        ),
+        (
+            [{"a": [1]}, {"a": [1, 2]}],
+            r"a list of 1 value at \['a'\], and sample 7 is a list of 2 values.*pads them",
+        ),
+        ([{"a": 1}, {"b": 1}], r"a dict with the keys \['a'\], and sample 7 is a dict with the keys \['b'\]"),
+        ([(1, 1), (1.0, "x")], r"sample 3 is a number at \[1\], and sample 7 is a str"),
+    ],
+)
+def test_samples_that_make_no_batch_are_told_apart(samples, said):
+    assert re.search(said, uncollatable(["sample 3", "sample 7"], samples))
+
+
+def test_what_is_not_known_to_be_wrong_is_left_to_torch():
+    assert uncollatable(["sample 3", "sample 7"], [(TENSOR, "a"), (TENSOR, "bc")]) == ""
+
+
+@pytest.mark.parametrize("data", ["data/train", {"train": [1]}, (TENSOR, TENSOR)])
+def test_paths_dicts_and_tuples_of_tensors_are_no_data_sets(data):
+    with pytest.raises(ConfigError, match=r"was given (a|the)"):
+        require_map_style(data, "run.batches")
+    require_map_style([(TENSOR, 1)], "run.batches")

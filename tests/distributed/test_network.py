@@ -1,4 +1,4 @@
-"""Which interface leads to the other hosts; nothing is sent."""
+"""The interface that leads to the other hosts; nothing is sent."""
 
 import socket
 

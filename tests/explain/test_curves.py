@@ -106,9 +106,28 @@ def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
         "learning rate",
         "best accuracy (epoch)",
     )
-    assert rows[1] == ("one", "2", "8 min 08 s", "0.125", "60 %", "0.1", "60 % (2)")
+    assert rows[1] == ("one", "2", "8 min 08 s", "0.5", "60 %", "0.1", "60 % (2)")
     assert rows[2][:3] == ("two", "1", "4 min 04 s")
     assert text(read_logs([tmp_path / "a"])).splitlines()[0].startswith("run  epochs")
+
+
+def test_the_table_has_the_means_of_the_last_epoch_and_not_those_of_its_last_steps(tmp_path):
+    folder = write(tmp_path / "a")
+    later = {"kind": "step", "step": 10, "epoch": 2, "seconds": 600.0, "loss": 9.0, "learning_rate": 0.01}
+    with (folder / "log.jsonl").open("a") as log:
+        log.write(json.dumps(later) + "\n")
+    head, row = final_table(read_logs([folder]))
+    values = dict(zip(head, row, strict=True))
+    assert (values["epochs"], values["loss"], values["learning rate"]) == ("2", "0.5", "0.1")
+
+
+def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):
+    path = write(tmp_path / "a", epochs=3) / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    first = next(number for number, line in enumerate(lines) if json.loads(line)["kind"] == "epoch")
+    path.write_text("".join(lines[first + 1 :]))
+    (_, row) = final_table(read_logs([path.parent]))
+    assert (row[1], row[-1]) == ("3", "70 % (3)")
 
 
 def test_the_page_has_all_in_one_file(tmp_path):

@@ -1,4 +1,4 @@
-"""What is said of a run's timeline, as text and as a picture."""
+"""The picture of a run's timeline, as text and as a picture."""
 
 import json
 from pathlib import Path

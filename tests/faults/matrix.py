@@ -34,8 +34,9 @@ SECTIONS = {
         ),
         Row(
             "P3",
-            "the launcher is killed (SIGKILL)",
-            "no process of the run is left after 2 s, hung loader workers included",
+            "the launcher or the fork server is killed (SIGKILL)",
+            "no process of the run is left after 2 s, hung loader workers and what ranks have started included",
+            open="a process that a rank has started in another session and with another environment is not found",
         ),
         Row(
             "P4",
@@ -188,6 +189,11 @@ SECTIONS = {
         Row("N3", "a connection is reset", "as P1: the rank is named, not an address"),
         Row("N4", "the launcher of one host is killed", "no process is left on any host"),
         Row("N5", "a rank cannot join the process group", "the others are told within seconds"),
+        Row(
+            "N6",
+            "node 0 is started again while a host of its former run still looks for it",
+            "that host is refused, with both runs named, and ends",
+        ),
     ),
     "Checkpoint and resume": (
         Row(
@@ -234,6 +240,11 @@ SECTIONS = {
         Row("D2", "a loader worker is killed", "reported at once, with the memory that it may have missed"),
         Row("D3", "a loader worker hangs", "an error after the limit, with the line at which it stands"),
         Row("D4", "an empty class, or one that only one split has", "refused by name before the first step"),
+        Row(
+            "D7",
+            "bits flip in the file of decoded photos",
+            "no picture changes: the photo is decoded again, and the record is named once",
+        ),
         Row("D5", "a label outside of the classes", "the sample is named before the first step; exit code 3"),
         Row(
             "D6",
@@ -245,8 +256,8 @@ SECTIONS = {
         Row("M1", "the terminal is closed (SIGHUP)", "as P5"),
         Row(
             "M2",
-            "processes of an earlier run are left",
-            "`lockstep clean` ends exactly those; `doctor` names them",
+            "processes of an earlier run are left, or a run of another process namespace is seen",
+            "`lockstep clean` ends exactly those of this namespace, `stop` says where another is; `doctor` names them",
         ),
         Row(
             "M3",
@@ -275,7 +286,12 @@ SECTIONS = {
             "the run folder exists, cannot be made, or belongs to a run that goes on",
             "refused before the first step, nothing is touched",
         ),
-        Row("M9", "empty, cut, palette, animated, 16-bit or huge images", "read right, or named and refused"),
+        Row(
+            "M9",
+            "empty, cut, palette, animated, 16-bit or huge images; devices, pipes and other formats named `.jpg`; "
+            "archives and pickles that ask for memory",
+            "read right, or named and refused before memory is taken or a program runs",
+        ),
         Row(
             "M10",
             "a checkpoint from other software, another device or other settings",
@@ -289,6 +305,45 @@ SECTIONS = {
         Row("M12", "a log cannot be written", "one warning, and training goes on"),
         Row("M13", "too few samples, or no folder", "a sentence before the first step"),
     ),
+    "Surroundings": (
+        Row(
+            "T1",
+            "the terminal or pipe of the output is gone, or was closed from the start",
+            "the run goes on and ends with its own code; what could not be written, and the report of a failure, are "
+            "in the log folder",
+        ),
+        Row(
+            "T2",
+            "the disk of the logs is full, or a rank has no descriptor left",
+            "the failure is reported all the same, with its exit code",
+        ),
+        Row(
+            "T3",
+            "the folder in memory (`XDG_RUNTIME_DIR`, `/dev/shm`) is full",
+            "another place is taken and said, or the run is refused in a sentence before a rank starts",
+        ),
+        Row(
+            "T4",
+            "the file system has no locks (`flock`)",
+            "a file that names the owner takes the lock's place, and is said once",
+        ),
+        Row(
+            "T6",
+            "a heartbeat, a note or a record of a run has been overwritten with other bytes or JSON of any depth",
+            "it counts as none",
+        ),
+        Row(
+            "T7",
+            "there is no /proc, the user has no home, few descriptors are left or more than 1,023 are open",
+            "stalls are reported, and runs are listed and cleaned, or refused in a sentence",
+        ),
+        Row("T8", "names of files hold a terminal's escape codes", "messages show them escaped"),
+        Row(
+            "T5",
+            "two runs have one log folder, or it holds a user's files with the names of ours",
+            "the second run takes a folder in it with its id, and says so; no file of the user is touched",
+        ),
+    ),
     "Security": (
         Row("X1", "something listens off the host", "on one host everything listens on loopback"),
         Row(
@@ -298,6 +353,13 @@ SECTIONS = {
         ),
         Row("X3", "pickles from a peer, a store or a file", "none is ever loaded"),
         Row("X4", "debugging endpoints", "sockets in a private folder, or, where asked for, on loopback"),
+        Row(
+            "X5",
+            "code of others: a run folder of another user, a module in the current folder named as an installed one",
+            "`replay` refuses the folder without `--trust`, and says with `--dry-run` what is imported from where; the "
+            "command's own packages are the installed ones",
+            open="a job file, a script and the current folder are code and run as you (SECURITY.md)",
+        ),
     ),
 }
 

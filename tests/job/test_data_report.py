@@ -1,4 +1,4 @@
-"""What ``lockstep data`` shows, on small data sets."""
+"""The output of ``lockstep data``, on small data sets."""
 
 import numpy as np
 import pytest

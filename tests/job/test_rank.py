@@ -1,4 +1,4 @@
-"""What a job leaves in its run folder when it starts."""
+"""The files that a job leaves in its run folder when it starts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which folder a run writes to, and what it goes on from."""
+"""The folder that a run writes to, and the checkpoint that it resumes from."""
 
 import subprocess
 import sys

@@ -1,11 +1,12 @@
-"""What a run folder says of how a run came about."""
+"""The history of a run in its folder."""
 
 import dataclasses
 
 import pytest
 
 from lockstep.config.job_file import load_job
-from lockstep.job.run_folder import Start, one_recipe
+from lockstep.errors import ConfigError
+from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts
 
 DIGITS = load_job("digits", [])
 
@@ -42,3 +43,11 @@ def test_a_run_whose_settings_changed_on_the_way_has_not(changed):
 
 def test_a_run_that_began_from_the_checkpoint_of_another_has_not():
     assert not one_recipe([start(9)])
+
+
+@pytest.mark.fault("T6")
+def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
+    for text in ("[" * 100_000, '{"starts":' * 100_000, '{"starts": [3]}', "\udcff"):
+        (tmp_path / FILE).write_bytes(text.encode(errors="surrogatepass"))
+        with pytest.raises(ConfigError, match="is not what 'lockstep train' wrote"):
+            read_starts(tmp_path)

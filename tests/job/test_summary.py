@@ -1,4 +1,4 @@
-"""What --dry-run says: numbers that agree with the sample plan, and a plot of the learning rate."""
+"""The output of --dry-run: numbers that agree with the sample plan, and a plot of the learning rate."""
 
 import pytest
 from torch import nn

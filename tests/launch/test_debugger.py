@@ -1,4 +1,4 @@
-"""What is checked before a rank waits for a debugger, and which limits are lifted meanwhile."""
+"""Checks before a rank waits for a debugger, and the limits that are lifted meanwhile."""
 
 import os
 import socket
@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from lockstep.core.atomic import identity
 from lockstep.core.world import DEBUG_RANK, HostLayout, World
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions, parse_devices
@@ -108,6 +109,7 @@ def run(tmp_path):
         logs="",
         ranks=2,
         is_supervised=True,
+        identity=identity(),
     )
 
 

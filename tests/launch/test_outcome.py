@@ -1,4 +1,4 @@
-"""Who is to blame, decided from how the ranks ended; no process needed."""
+"""The rank to blame, decided from how the ranks ended; no process needed."""
 
 import signal
 from dataclasses import replace

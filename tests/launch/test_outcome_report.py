@@ -1,4 +1,4 @@
-"""What the user reads at the end; no process needed."""
+"""The report at the end of a run; no process needed."""
 
 import signal
 

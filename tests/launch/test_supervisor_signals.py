@@ -47,13 +47,21 @@ def test_ctrl_c_ends_a_script_that_never_asks_for_the_stop_flag(command):
     command.wait_until_nothing_runs()
 
 
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.fault("P6")
-def test_a_preemption_signal_to_every_process_of_the_run_saves_as_one_to_the_command(command):
+def test_a_preemption_signal_to_every_process_of_the_run_saves_as_one_to_the_command(command, number):
     """As SLURM and systemd send it: the fork server and the ranks receive it too."""
     command.loop()
     command.wait_for_mark("running", 3)
     for process in command.processes():
-        os.kill(process, signal.SIGUSR1)
+        os.kill(process, number)
     code, lines = command.end()
     steps = command.wait_for_mark("saved", 3)
     assert len(set(steps.values())) == 1

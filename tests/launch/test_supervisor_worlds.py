@@ -1,4 +1,4 @@
-"""What runs under the launcher: plain scripts, torch's own rendezvous, many runs at once, a world of torchrun."""
+"""Worlds under the launcher: plain scripts, torch's own rendezvous, many runs at once, a world of torchrun."""
 
 import os
 import re

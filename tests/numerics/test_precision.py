@@ -29,6 +29,16 @@ def test_only_fp16_scales_the_loss():
     assert scaled == ["fp16"]
 
 
+@pytest.mark.parametrize("dtype", [torch.cfloat, torch.float16])
+def test_fp16_refuses_gradients_that_torch_does_not_unscale_by_name(dtype):
+    model = nn.ParameterDict({"plain": torch.ones(2), "odd": torch.ones(2, dtype=dtype)})
+    Precision("bf16", CPU).prepare(model)
+    with pytest.raises(ConfigError, match=r"fp16 .* 'odd' .* Use precision bf16"):
+        Precision("fp16", CPU).prepare(model)
+    model["odd"].requires_grad_(False)
+    Precision("fp16", CPU).prepare(model)
+
+
 @pytest.mark.parametrize(("rows", "scale"), [(1, 2**16), (2, 2**15), (13, 2**12), (16, 2**12), (17, 2**11)])
 def test_a_sum_over_many_rows_starts_from_a_smaller_scale(rows, scale):
     assert Precision("fp16", CPU, rows).scaler.get_scale() == scale

@@ -292,3 +292,15 @@ def test_a_model_without_running_buffers_has_nothing_to_do():
 def test_batch_norm_needs_two_rows_and_instance_norm_does_not():
     assert has_batch_norm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(1))))
     assert not has_batch_norm(nn.Sequential(nn.InstanceNorm2d(1), nn.GroupNorm(1, 1)))
+
+
+def test_a_running_buffer_must_be_saved():
+    """A resumed run would go on from its first value."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("mean", torch.zeros(2), persistent=False)
+    with pytest.raises(
+        ConfigError, match=r"running_buffers has '1.mean', which was registered with persistent=False"
+    ):
+        RunningBuffers(model, ["1.*"])
+    model[1].register_buffer("mean", torch.zeros(2))
+    assert RunningBuffers(model, ["1.*"]).numel == 2

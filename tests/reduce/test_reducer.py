@@ -1,4 +1,4 @@
-"""Which nodes a rank brings is a pure function of the leaves and the number of ranks."""
+"""The nodes of a rank are a pure function of the leaves and the number of ranks."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

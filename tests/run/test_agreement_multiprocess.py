@@ -14,6 +14,7 @@ from tests.launch.hosts.host import free_port
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, dataset, network, train_step
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
@@ -83,6 +84,10 @@ def other_models(rank, other):
     relu, dropout = Activation(rank), nn.Dropout(0.1)
     wordy = Activation(rank)
     wordy.words = ["word"] * 100 + ["other" if other else "same"]
+    listed, tensor = Activation(rank), Activation(rank)
+    listed.layers, tensor.noise = [nn.Linear(2, 2).requires_grad_(False)], torch.full((2,), float(other))
+    nn.init.constant_(listed.layers[0].weight, float(other))
+    nn.init.zeros_(listed.layers[0].bias)
     return {
         "nothing": (relu, dropout),
         "dropout": (relu, nn.Dropout(0.3 if other else 0.1)),
@@ -91,6 +96,8 @@ def other_models(rank, other):
         "nested": (Activation(rank, steps=(1, 3) if other else (1, 2)), dropout),
         "long": (wordy, dropout),
         "mode": (relu, nn.Dropout(0.1).train(not other)),
+        "listed": (listed, dropout),
+        "tensor": (tensor, dropout),
     }
 
 
@@ -129,11 +136,14 @@ def test_other_code_on_a_rank_is_refused_and_named_on_every_rank(tmp_path):
         "long": "1.words: ['word', ",
         "mode": "2.training: True on ranks 0, 1; False on rank 2",
         "source": "source of their_code: ",
+        "listed": "1.layers: [torch.nn.modules.linear.Linear with the values ",
+        "tensor": "1.noise: torch.Tensor with the values ",
     }
     for told in run_ranks(other_code, 3, tmp_path):
         for what, said in wanted.items():
             assert "do not run the same code" in told[what]
             assert said in told[what]
+            assert ("register_buffer" in told[what]) == (what in ("listed", "tensor"))
         assert told["nothing"] == told["one rank"] == "nothing", (
             "devices, paths and modules of one rank alone"
         )
@@ -194,12 +204,12 @@ def test_other_initial_values_become_rank_0s_with_a_warning():
     assert "4 of 9 tensors (0.bias, 0.weight, 4.bias, 4.weight)" in results[0][1][0]
 
 
-def drifting(world, what):
+def drifting(world, what, drifts_in):
     run, model, optimizer = begin(fingerprint_every=2)
     try:
         for batch in run.batches(dataset()):
             train_step(run, batch, optimizer)
-            if batch.plan.step == 0 and world.rank == 1:
+            if batch.plan.step == drifts_in and world.rank == 1:
                 if what == "parameter":
                     with torch.no_grad():
                         model[4].weight.view(torch.int32)[0, 0] ^= 1
@@ -216,8 +226,16 @@ def drifting(world, what):
 )
 @pytest.mark.fault("C4", "C7", "M3")
 def test_a_replica_that_drifts_is_found_at_the_next_comparison(what, name):
-    for message, step in run_ranks(drifting, 3, what):
+    for message, step in run_ranks(drifting, 3, what, 1):
         assert step == 2
+        assert name in message
+        assert "on ranks 0, 2" in message
+
+
+@pytest.mark.parametrize(("what", "name"), [("parameter", "4.weight")])
+def test_a_replica_that_drifts_in_the_first_step_is_found_after_it(what, name):
+    for message, step in run_ranks(drifting, 3, what, 0):
+        assert step == 1
         assert name in message
         assert "on ranks 0, 2" in message
 
@@ -243,3 +261,32 @@ def test_every_rank_names_the_sample_whose_loss_is_not_finite(tmp_path):
     assert (code, step) == (6, 1)
     assert "loss of step 1 is nan in micro-batch 2 (samples 30, 31, 32)" in message
     assert [path.name for path in tmp_path.iterdir() if "2" in path.name] == [], "the step was not saved"
+
+
+def unseeded(world, evaluated, checks):
+    import lockstep
+
+    torch.manual_seed(world.rank)  # as unseeded processes have other random numbers
+    own = TensorDataset(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
+    run = lockstep.init(global_batch=8, micro_batches=4, checks=checks)
+    model, _ = run.prepare(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        if evaluated:
+            run.evaluate(own, nn.functional.cross_entropy)
+        else:
+            next(run.batches(own))
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_ranks_with_other_samples_are_refused(evaluated):
+    for found in run_ranks(unseeded, 2, evaluated, "first"):
+        assert (
+            found.startswith("The ranks hold different data: sample 0 of the data set")
+            and "init(seed" in found
+        )
+    assert run_ranks(unseeded, 2, evaluated, "off") == ["", ""]

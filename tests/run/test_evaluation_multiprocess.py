@@ -7,6 +7,8 @@ from tests.run.jobs import begin, correct, dataset, train_step
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
 from lockstep.run import evaluation
 from lockstep.runtime.control import Stopped, StopReason
 
@@ -99,3 +101,49 @@ def test_workers_and_servers_leave_together_where_they_need_not_keep_step(tmp_pa
         log, code, _, inside, read = found["asynchronous"]
         assert (len(log), code, inside) == (1, 75, True)
         assert read == (9 if rank else 0)
+
+
+class Recurrent(nn.Module):
+    """Goes on with the state of the batch before, as language models do."""
+
+    def __init__(self, carries=True):
+        super().__init__()
+        self.cell, self.out, self.state, self.carries = nn.RNNCell(6, 6), nn.Linear(6, 3), None, carries
+
+    def forward(self, x):
+        state = self.cell(x, None if self.state is None else self.state[: len(x)])
+        self.state = state.detach() if self.carries and not self.training else None
+        return self.out(state)
+
+
+def carrying(world, own_forward, predicts=False, carries=True, strategy="ddp"):
+    torch.manual_seed(0)
+    model = Recurrent(carries)
+    run, model, _ = begin(model, strategy=strategy)
+    states, forward = [], None
+
+    def keeps(data):
+        states.append(model.cell(data[0], states[-1][: len(data[0])] if states and carries else None))
+        return model.out(states[-1])
+
+    if own_forward:
+        forward = keeps
+    try:
+        if predicts:
+            run.predict(dataset(), forward=forward)
+        else:
+            loss = nn.functional.cross_entropy
+            metric = loss if forward is None else lambda output, data: loss(output, data[1])
+            run.evaluate(dataset(), metric, forward=forward)
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(("own_forward", "named"), [(False, "state"), (True, "'states'")])
+def test_an_evaluation_that_carries_state_is_refused_on_every_rank(own_forward, named):
+    for found in [carrying(World(), own_forward, True, True), *run_ranks(carrying, 3, own_forward)]:
+        assert "of the evaluation, computed twice" in found and named in found, found
+    assert carrying(World(), own_forward, False, False) == ""

@@ -1,11 +1,13 @@
-"""Steps that are refused: gradients that were not reduced, closures, two loss scales."""
+"""Steps by closures; steps that are refused: gradients that were not reduced, two loss scales."""
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, network, train_step
 from torch import nn
 
 import lockstep
+from lockstep.core.world import World
 from lockstep.errors import ConfigError
 
 cross_entropy = nn.functional.cross_entropy
@@ -32,9 +34,73 @@ def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
         break
 
 
-def test_a_closure_is_refused():
-    _, _, optimizer = begin()
-    with pytest.raises(ConfigError, match="several times per step"):
+def plain(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def lbfgs(parameters, lr):
+    return torch.optim.LBFGS(parameters, lr=lr, max_iter=3, history_size=2)
+
+
+def closed(world, make, strategy="single", directory=None, epochs=2):
+    run, _, optimizer = begin(
+        make_optimizer=make, strategy=strategy, directory=directory, resume="auto" * bool(directory)
+    )
+    losses = []
+    for _ in run.epochs(epochs):
+        for batch in run.batches(dataset()):
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                return run.backward(batch, cross_entropy)
+
+            losses.append(float(optimizer.step(closure)))
+        optimizer.zero_grad()
+        if directory:
+            run.save(wait=True)
+    found = losses, run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_closure_evaluates_the_loss_as_often_as_the_optimizer_wants(tmp_path):
+    """LBFGS has equal bits on ranks, and after a resume."""
+    for make in (lbfgs, plain):
+        alone = closed(World(), make)
+        assert run_ranks(closed, 2, make, "ddp") == [alone, alone]
+    assert closed(World(), plain) == closed_by_steps()
+    whole = closed(World(), lbfgs)
+    closed(World(), lbfgs, directory=tmp_path, epochs=1)
+    assert closed(World(), lbfgs, directory=tmp_path)[1] == whole[1]
+
+
+def closed_by_steps():
+    run, _, optimizer = begin(make_optimizer=plain, strategy="single")
+    losses = [
+        float(train_step(run, batch, optimizer)) for _ in run.epochs(2) for batch in run.batches(dataset())
+    ]
+    found = losses, run.fingerprint()
+    run.close()
+    return found
+
+
+def told(world, make, call):
+    try:
+        run, _, optimizer = begin(make_optimizer=make, strategy="fsdp")
+        run.backward(next(run.batches(dataset())), cross_entropy)
+        call(optimizer)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_an_optimizer_with_a_closure_needs_the_whole_model_and_its_closure():
+    for found in run_ranks(told, 2, lbfgs, torch.optim.Optimizer.step):
+        assert found.startswith("LBFGS may evaluate the loss several times per step") and "'ddp'" in found
+    _, _, optimizer = begin(make_optimizer=lbfgs)
+    with pytest.raises(ConfigError, match=r"Write optimizer\.step\(closure\)"):
+        optimizer.step()
+    _, _, optimizer = begin(precision="fp16", make_optimizer=lbfgs)
+    with pytest.raises(ConfigError, match="fp16 scales"):
         optimizer.step(lambda: 0.0)
 
 

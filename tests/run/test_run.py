@@ -1,4 +1,4 @@
-"""What the handle refuses, and with which words."""
+"""Refusals of the handle, with their words."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
+"""Memory that a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
 
 import random
 import subprocess
@@ -6,6 +6,8 @@ import sys
 
 import numpy as np
 import pytest
+
+from lockstep.run.session import _say_lost_peer
 
 _BEGIN = """
 import resource, threading, torch
@@ -103,3 +105,14 @@ def test_a_seed_of_the_scripts_own_stays():
     assert weights == before
     assert float(drawn) == random.Random(1).random()
     assert float(other) == np.random.RandomState(1).rand()
+
+
+def test_a_lost_connection_is_a_line_and_another_error_is_printed(caplog):
+    printed = []
+    lost, own = RuntimeError("pair.cc:553] Connection closed by peer [127.0.0.1]:4471"), ValueError("own")
+    for error in (lost, own):
+        _say_lost_peer(3, lambda *given: printed.append(given), type(error), error, None)
+    assert caplog.messages == [
+        "Rank 3 lost the connection to a rank that was gone. The error of that rank is the cause."
+    ]
+    assert printed == [(ValueError, own, None)]

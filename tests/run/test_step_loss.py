@@ -66,3 +66,21 @@ def test_one_value_per_token_counts_tokens():
 def test_a_loss_that_sums_is_refused():
     with pytest.raises(ConfigError, match="reduction='mean'"):
         exact(nn.MSELoss(reduction="sum"))
+
+
+class Penalised(nn.CrossEntropyLoss):
+    """Adds a mean to torch's mean, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, output, target):
+        self.calls += 1
+        return super().forward(output, target) + output.square().mean()
+
+
+def test_a_derived_loss_with_a_forward_of_its_own_is_called_as_it_is():
+    loss, output, target = Penalised(), torch.randn(6, 3), torch.arange(6) % 3
+    total, weight = sum_and_weight(exact(loss)(output, target), 6)
+    assert float(total / weight) == pytest.approx(float(Penalised()(output, target)))
+    exact(loss)(output, target)
+    assert loss.calls == 2

@@ -1,7 +1,9 @@
 """The record of an exception that reached the top of a rank."""
 
+import pytest
+
 from lockstep.errors import DataError
-from lockstep.runtime.error_record import read_record, record_of, write_record
+from lockstep.runtime.error_record import ErrorPage, read_record, record_file, record_of, write_record
 
 
 def raised(error):
@@ -20,6 +22,26 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert "in raised" in record.shown
 
 
+@pytest.mark.fault("T2")
+def test_a_record_that_no_file_takes_is_on_its_page_with_long_texts_cut(tmp_path):
+    record = record_of(raised(DataError("é" * 100_000)), rank=3, beat=None)
+    ErrorPage(tmp_path, 3).write(record)
+    with pytest.raises(OSError):
+        write_record(tmp_path / "absent", record)
+    found = read_record(tmp_path / "absent", 3, tmp_path)
+    assert (found.kind, found.exit_code, found.on_purpose) == ("DataError", 3, True)
+    assert record.message.startswith(found.message)
+    assert record.shown.endswith(found.shown)
+    ErrorPage(tmp_path, 4)
+    assert read_record(tmp_path, 4, tmp_path) is None
+
+
+def test_a_file_that_is_no_record_is_none(tmp_path):
+    for text in ("", "[", "[" * 100_000, "{}", '{"samples": 3}', "null"):
+        record_file(tmp_path, 0).write_text(text)
+        assert read_record(tmp_path, 0, tmp_path) is None
+
+
 def test_an_error_of_lockstep_has_its_own_exit_code():
     record = record_of(raised(DataError("line 3 is torn")), rank=0, beat=None)
     assert (record.on_purpose, record.exit_code) == (True, 3)
@@ -29,3 +51,9 @@ def test_a_lost_connection_is_a_consequence_unless_lockstep_says_so():
     message = "[tcp] Connection closed by peer [127.0.0.1]:9"
     assert record_of(raised(RuntimeError(message)), rank=0, beat=None).is_consequence
     assert not record_of(raised(DataError(message)), rank=0, beat=None).is_consequence
+
+
+@pytest.mark.fault("T1")
+def test_a_broken_pipe_of_the_program_itself_is_no_lost_peer():
+    error = BrokenPipeError(32, "Broken pipe")
+    assert not record_of(raised(error), rank=0, beat=None).is_consequence

@@ -1,4 +1,5 @@
 import os
+import random
 import time
 import timeit
 
@@ -12,6 +13,8 @@ from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import (
     BACKWARD,
     FORWARD,
+    INDICES,
+    MEMBERSHIP,
     PACKED_PHASE,
     PHASES,
     REDUCE,
@@ -305,3 +308,18 @@ def test_indices_that_are_a_view_are_noted_too(world, tmp_path):
     heartbeat.mark("forward")
     heartbeat.samples(np.arange(10)[::-3])
     assert read_beat(tmp_path, 3).samples == (9, 6, 3, 0)
+
+
+@pytest.mark.fault("T6")
+def test_a_heartbeat_of_any_bytes_is_one_or_none(tmp_path):
+    draw = random.Random(3)
+    Heartbeat.open(World(run_directory=str(tmp_path))).mark("forward", step=3)
+    good = heartbeat_file(tmp_path, 0).read_bytes()
+    for _ in range(100):
+        content = bytearray(good)
+        for place in draw.choices(range(INDICES), k=draw.randrange(1, 12)):
+            content[place] = draw.randrange(256)
+        heartbeat_file(tmp_path, 0).write_bytes(content)
+        read_beat(tmp_path, 0)
+    heartbeat_file(tmp_path, 0).write_bytes(good[:MEMBERSHIP] + b"\x63" + good[MEMBERSHIP + 1 :])
+    assert read_beat(tmp_path, 0) is None

@@ -215,7 +215,17 @@ def _layout(r, k):
 
 
 _HEADER = """
+import contextvars
+import copy
+import functools
+import io
+import itertools
+import os
+import pickle
 import random
+import threading
+import time
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -223,6 +233,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -308,7 +319,7 @@ def text_of(program):
 def _data(p):
     """The data set, with the samples that the shape of the model wants."""
     made = DATA[p.data].source
-    if "data =" not in made.splitlines()[0] and "class" not in made:
+    if "data =" not in made.splitlines()[0] and not made.startswith(("class", "def")):
         change, _, rest = made.partition("\ndata =")
         pairs = DATA["pairs"].source.replace(
             "        return x", textwrap.indent(change, " " * 8) + "\n        return x"
@@ -340,6 +351,9 @@ def _train(p, model, optimizer):
 
     def at(place, indent):
         made = "\n".join(LINES[name].made for name in p.lines if LINES[name].kinds == place)
+        made = made.replace("(batch, CALL)", f"(batch, {call})").replace(
+            "(batch, loss_fn)", f"(batch, {call})"
+        )
         made = made.replace("(data, accuracy)", f"(data, {measured})")
         made = made.replace("(data, keep)", f"(data, keep{', ' if forward else ''}{forward})")
         return textwrap.indent(made, " " * indent)
@@ -366,6 +380,7 @@ def _train(p, model, optimizer):
         textwrap.indent(halves, "    "),
         f"    scheduler = {scheduler}" if scheduler else "",
         f"    average = {average}" if average else "",
+        at("made", 4),
         f"    {', '.join(given)} = run.prepare({', '.join(given)})",
         "    trained = model",
         at("prepared", 4),

@@ -6,7 +6,7 @@
 A block is a class, or an expression, that maps (rows, D), (rows, D, H, H) or (rows, T, D) to the same shape, as its
 kinds say: v, i and t. A line's kind is the place in the loop where it stands:
 
-    model, prepared             before and after run.prepare
+    model, made, prepared       after the model is made, after the optimizer is, after run.prepare
     epoch, end                  at the beginning and the end of an epoch
     before, backward, after     before run.backward, after it, and after the step
     z                           where gradients are set to zero
@@ -35,7 +35,7 @@ class Part:
     @property
     def defined(self):
         """The name of the class that the source defines; empty where it defines none."""
-        return found[1] if (found := re.match(r"class (\w+)", self.source)) else ""
+        return found[1] if (found := re.match(r"(?:@.*\n)*class (\w+)", self.source)) else ""
 
     @property
     def made(self):

@@ -8,6 +8,10 @@ from tests.sameness.programs import judge
 from tests.sameness.trials import Layout
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
+DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
+SERVER = Layout("server 3/1", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 1}})
+ODD = (("global_batch", 6), ("micro_batches", 3))
+K8 = (("global_batch", 16), ("micro_batches", 8))
 FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
 
 
@@ -15,6 +19,26 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
     ("parts", "layout", "what"),
     [
         pytest.param({"optimizer": "fused_adagrad", "recipe": FP16}, FSDP, "equal", id="fp16, fused Adagrad"),
+        pytest.param(
+            {"shape": "record", "recipe": ODD, "count": 12},
+            FSDP,
+            "equal",
+            id="dataclass output, spare micro-batch",
+        ),
+        pytest.param({"blocks": ("complex",), "recipe": FP16}, FSDP, "refused", id="fp16, complex parameter"),
+        pytest.param(
+            {"end": "zeros", "recipe": K8, "count": 24},
+            DDP,
+            "equal",
+            id="gradients kept as zeros, ragged step",
+        ),
+        pytest.param(
+            {"lines": ("dropped_gradient", "names"), "end": "by_hand", "blocks": ("unused", "linear")},
+            SERVER,
+            "equal",
+            id="gradients cleared and counted on workers",
+        ),
+        pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )
 def test_it_ends_as_it_should(parts, layout, what):

@@ -10,6 +10,7 @@ failure is what the launcher would report, and decides.
 import contextlib
 import gc
 import linecache
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -22,6 +23,8 @@ from pathlib import Path
 from tests.ranks import answers_of, forked
 
 _AFTER_FAILURE = 0.7
+_MOST_RUNS = 40
+"""Programs that a world runs; what they leave behind is not kept for longer."""
 PROGRAM = "program.py"
 _PRELOAD = ["torch._dynamo", "lockstep.strategies.fsdp", "tests.sameness.trials"]
 """torch's checkpoint imports its compiler."""
@@ -57,14 +60,77 @@ class Ended:
         return " ".join(self.message.split())[:110]
 
 
-def run_trial(text, phases, timeout=25.0):
+class Worlds:
+    """Worlds of ranks that are used for one program after the other, as long as each of them runs to its end.
+
+    A context: its ranks are killed at the end.
+    """
+
+    def __init__(self):
+        self._free = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for world in self._free.values():
+            world.close()
+        self._free.clear()
+
+    def run(self, ranks, task, timeout):
+        """How a task of so many ranks ended, in a world that has run others, or a new one."""
+        world = self._free.pop(ranks, None) or _World(ranks)
+        ended = world.run(task, timeout)
+        if ended.how == "ran" and world.runs < _MOST_RUNS:
+            self._free[ranks] = world
+        else:
+            world.close()
+        return ended
+
+
+class _World:
+    """Ranks that wait for programs."""
+
+    def __init__(self, ranks):
+        self.runs = 0
+        self._stack = contextlib.ExitStack()
+        context = multiprocessing.get_context("forkserver")
+        pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
+        tasks = [(rank, ranks, inbox) for rank, (inbox, _) in enumerate(pairs)]
+        self._outboxes = [outbox for _, outbox in pairs]
+        self._processes, self._pipes = self._stack.enter_context(forked(_rank, tasks, _PRELOAD))
+        for inbox, _ in pairs:
+            inbox.close()
+
+    def run(self, task, timeout):
+        self.runs += 1
+        folder = tempfile.mkdtemp(prefix="lockstep-ranks-")
+        try:
+            for outbox in self._outboxes:
+                with contextlib.suppress(BrokenPipeError):
+                    outbox.send((folder, *task))
+            return _wait(self._processes, self._pipes, timeout)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self):
+        self._stack.close()
+        for outbox in self._outboxes:
+            outbox.close()
+
+
+def run_trial(text, phases, timeout=25.0, worlds=None):
     """Runs ``train`` of the text on one layout after the other, each going on from the checkpoint of the one before.
 
     Args:
         text: source of the program.
         phases: layouts; the last one trains all epochs, one before it one epoch fewer.
         timeout: seconds for each.
+        worlds: that may be used; None: new ones.
     """
+    if worlds is None:
+        with Worlds() as own:
+            return run_trial(text, phases, timeout, own)
     folder = tempfile.mkdtemp(prefix="lockstep-trial-")
     try:
         merged = []
@@ -72,22 +138,13 @@ def run_trial(text, phases, timeout=25.0):
             options = dict(layout.options)
             if len(phases) > 1:
                 options |= {"directory": f"{folder}/run", "resume": "auto"}
-            ended = _run_phase(text, layout, options, number + 1 if len(phases) > 1 else None, timeout)
+            task = (text, options, number + 1 if len(phases) > 1 else None)
+            ended = worlds.run(layout.ranks, task, timeout)
             if ended.how != "ran":
                 return ended
             first = {key: value for key, value in merged[0].items() if key.startswith("e")} if merged else {}
             merged = [{**first, **found} for found in ended.found]
         return Ended("ran", merged)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run_phase(text, layout, options, epochs, timeout):
-    folder = tempfile.mkdtemp(prefix="lockstep-ranks-")
-    tasks = [(rank, layout.ranks, folder, text, options, epochs) for rank in range(layout.ranks)]
-    try:
-        with forked(_rank, tasks, _PRELOAD) as (processes, pipes):
-            return _wait(processes, pipes, timeout)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -112,28 +169,39 @@ def _wait(processes, pipes, timeout):
     return Ended("ran", [answers[rank].found for rank in range(len(processes))])
 
 
-def _rank(rank, ranks, folder, text, options, epochs, sender):
-    from lockstep.errors import LockstepError
+def _rank(rank, ranks, inbox, sender):
     from lockstep.runtime.parent_death import arm_future_children, die_with_parent
 
     die_with_parent()
     arm_future_children()
     gc.freeze()  # a collection at the end would touch, and so copy, all that torch made
+    ended = None
+    while ended is None or ended.how == "ran":
+        try:
+            folder, *task = inbox.recv()
+        except EOFError:
+            break
+        ended = _ending(rank, ranks, folder, *task)
+        with contextlib.suppress(BrokenPipeError):
+            sender.send_bytes(pickle.dumps((time.monotonic(), ended.how == "ran", ended)))
+    os._exit(0)
+
+
+def _ending(rank, ranks, folder, text, options, epochs):
+    from lockstep.errors import LockstepError
+
     try:
-        ended = Ended("ran", _call(rank, ranks, folder, text, options, epochs))
+        return Ended("ran", _call(rank, ranks, folder, text, options, epochs))
     except LockstepError as error:
-        ended = Ended("refused", message=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        return Ended("refused", message=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
     except BaseException as error:
         message = f"{type(error).__name__}: {error}"
-        ended = Ended("raised", message=message, traceback=traceback.format_exc(), own=_is_own(error))
-    with contextlib.suppress(BrokenPipeError):
-        sender.send_bytes(pickle.dumps((time.monotonic(), ended.how == "ran", ended)))
-    os._exit(0)
+        return Ended("raised", message=message, traceback=traceback.format_exc(), own=_is_own(error))
 
 
 def _is_own(error):
     """True where the innermost frame that is not torch's is of the program, or its backward pass cannot be run."""
-    if "modified by an inplace operation" in str(error):
+    if "modified by an inplace operation" in str(error) or "not implemented for '" in str(error):
         return True
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     for name in reversed(names):
@@ -162,11 +230,14 @@ def _call(rank, ranks, folder, text, options, epochs):
     warnings.simplefilter("ignore")
     postpone_compiler()
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks))
     os.chdir(folder)
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
+    os.close(silence)
     world = World(
         rank=rank,
         world_size=ranks,

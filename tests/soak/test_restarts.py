@@ -24,7 +24,7 @@ def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak,
     assert first.endswith(f". Logs: {logs}")
     assert second == "Restart 1 of 2: 2 ranks of 3 resume from the last checkpoint."
     assert {path.name for path in logs.iterdir()} >= {"rank-001.log", "rank-002.log", "restart-1"}
-    assert {path.name for path in (logs / "restart-1").iterdir()} == {"rank-001.log"}
+    assert {path.name for path in (logs / "restart-1").glob("[!.]*")} == {"rank-001.log"}
     assert [path.name for path in committed(soak.place / "run")] == ["step-00000023", "step-00000024"]
     assert soak.left_over() == []
     soak.wait_until_nothing_runs()

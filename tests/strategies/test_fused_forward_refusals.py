@@ -1,4 +1,4 @@
-"""What BatchNorm over the global batch cannot be combined with: one sentence each, that says what would work."""
+"""Combinations that BatchNorm over the global batch refuses: one sentence each, that says what would work."""
 
 import pytest
 import torch

@@ -111,12 +111,16 @@ def test_a_gradient_or_loss_that_is_not_finite_is_reported(bad):
     assert not bool(strategy.backward(batch_of(data, 1, 4), SquaredOutputs(model), scale=1.0, stop=0).finite)
 
 
-def test_sparse_gradients_are_refused_by_name():
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    strategy = Single(CPU, 2)
-    strategy.setup_model(model)
-    with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient.*sparse=False"):
-        strategy.backward(batch_of(torch.tensor([0, 1]), 1, 2), SquaredOutputs(model), scale=1.0, stop=0)
+def test_sparse_gradients_are_added_as_dense_ones():
+    torch.manual_seed(0)
+    model, found = nn.Embedding(5, 3, sparse=True), []
+    for layer in (model, nn.Embedding.from_pretrained(model.weight.detach().clone(), freeze=False)):
+        strategy = Single(CPU, 2)
+        strategy.setup_model(layer)
+        batch = batch_of(torch.tensor([0, 1, 1, 3]), 2, 2)
+        strategy.backward(batch, SquaredOutputs(layer), scale=1.0, stop=0)
+        found.append(layer.weight.grad)
+    assert found[0].layout is torch.strided and torch.equal(*found)
 
 
 def test_re_entrant_checkpointing_of_a_shared_parameter_is_refused_by_name():

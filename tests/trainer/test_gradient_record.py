@@ -1,4 +1,4 @@
-"""What is recorded of a run, on one rank and on several: the same lines, byte for byte."""
+"""The gradient record of a run, on one rank and on several: the same lines, byte for byte."""
 
 import pytest
 import torch

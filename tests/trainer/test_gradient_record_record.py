@@ -1,6 +1,8 @@
 import json
 import math
 
+import pytest
+
 from lockstep.core.fingerprint import combine
 from lockstep.trainer.gradient_record import FILE, GradientDigest, GradientLog, GradientRecord, read_records
 
@@ -53,3 +55,12 @@ def test_lines_that_are_no_records_are_passed_over(tmp_path):
     (tmp_path / FILE).write_text("\n".join(lines) + "\n")
     assert list(read_records(tmp_path)) == [7]
     assert read_records(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.fault("T6")
+def test_a_line_of_any_depth_is_no_record(tmp_path):
+    for text in ("[" * 100_000, '{"a":' * 100_000, "null", "9" * 5000):
+        with pytest.raises((ValueError, TypeError)):
+            GradientRecord.from_json(text)
+        (tmp_path / FILE).write_text(f"{text}\n{record(1).to_json()}\n")
+        GradientLog(tmp_path, 9)

@@ -1,4 +1,4 @@
-"""What a user sees when a whole job goes wrong, and that nothing is lost by it."""
+"""The messages of a whole job that goes wrong; nothing is lost by it."""
 
 import hashlib
 import shutil

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from tests.trainer.test_trainer import records, trainer
 from torch import nn
 
 from lockstep.core.world import World
 from lockstep.loggers import MultiLogger
+from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.trainer import Meter
 
@@ -34,7 +36,7 @@ def take(meter, losses, weight, right):
         losses=torch.tensor(losses).double(), weight=torch.tensor(float(weight)).double()
     )
     output = torch.eye(2)[[0] * len(right)]
-    meter.observed_loss(output, torch.tensor([0 if each else 1 for each in right]))
+    meter.on_output(None, output, torch.tensor([0 if each else 1 for each in right]))
     meter.on_backward_end(SimpleNamespace(plan=SimpleNamespace(samples=len(right))), result)
 
 
@@ -42,7 +44,7 @@ STEPS_BY_HAND = [([1.0, 2.5], 4, [1, 0, 0, 1]), ([0.25, 0.5], 3, [1, 1, 1]), ([4
 
 
 def meter():
-    return Meter(Alone(), nn.CrossEntropyLoss(), classifies=True)
+    return Meter(Alone(), classifies=True)
 
 
 def test_the_means_of_an_epoch_are_sums_over_weights_whenever_they_are_read():
@@ -93,17 +95,17 @@ def test_the_means_of_readings_that_an_earlier_version_kept_are_not_taken_for_su
 
 
 def losses_by_hand(folder):
-    """Trains; gives what the log should hold for each epoch, from the outputs that the loss function has seen."""
+    """Trains; gives what the log should hold for each epoch, from the outputs of its steps."""
     job, seen = trainer(World(), folder, log_every=3, epochs=EPOCHS), []
-    loss = job._meter._loss
 
-    def observed(output, target):
-        each = nn.functional.cross_entropy(output.detach().double(), target, reduction="none")
-        seen.append((each, output.detach().argmax(1) == target))
-        return loss(output, target)
+    class Outputs(Callback):
+        def on_output(self, micro_batch, output, target):
+            each = nn.functional.cross_entropy(output.detach().double(), target, reduction="none")
+            seen.append((each, output.detach().argmax(1) == target))
 
-    job._meter._loss = observed
+    job.run.add_callback(Outputs())
     job.fit()
+    assert sum(len(each) for each, _ in seen) == EPOCHS * SAMPLES
     samples = [torch.cat(each) for each in zip(*seen)]
     return [
         (float(losses.mean()), Fraction(int(right.sum()), SAMPLES))
@@ -190,3 +192,18 @@ def test_groups_with_rates_of_their_own_and_the_loss_scale_are_named(tmp_path):
     assert (record["learning_rate_1"], record["learning_rate_2"]) == (0.1, 0.02)
     assert record["loss_scale"] == 2.0**14
     assert "learning_rate" not in record
+
+
+def sent(world, folder, checks):
+    """What is counted as sent per step, and in all."""
+    job = trainer(world, folder / checks, epochs=1, checks=checks)
+    job.fit()
+    return job._bytes_per_step(), job.run.strategy.all_bytes_sent
+
+
+def test_what_the_rehearsals_of_the_first_steps_compute_and_send_is_in_no_number(tmp_path):
+    off, first = [run_ranks(sent, 2, tmp_path, checks)[0] for checks in ("off", "first")]
+    assert first[1] > off[1], "they send nothing, so the test shows nothing"
+    assert first[0] == off[0]
+    assert logged(tmp_path / "first", "step") == logged(tmp_path / "off", "step")
+    assert logged(tmp_path / "first", "epoch") == logged(tmp_path / "off", "epoch")

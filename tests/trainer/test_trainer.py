@@ -19,9 +19,26 @@ def blobs(seed):
     return TensorDataset(torch.randn(60, 3, generator=generator) + target[:, None], target)
 
 
-def trainer(world, folder, *, lr=0.1, resume="", save_every_steps=0, log_every=2, groups=False, **settings):
+def trainer(
+    world,
+    folder,
+    *,
+    lr=0.1,
+    resume="",
+    save_every_steps=0,
+    log_every=2,
+    groups=False,
+    checks="first",
+    **settings,
+):
     settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
-    options = {"global_batch": 16, "micro_batches": 4, "directory": folder, "resume": resume}
+    options = {
+        "global_batch": 16,
+        "micro_batches": 4,
+        "directory": folder,
+        "resume": resume,
+        "checks": checks,
+    }
     run = Run(RunOptions.of(**options, precision=settings.precision), world)
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

@@ -23,7 +23,7 @@ CASES = {
         "optimizer state '0|w|mo",
     ),
     "a parameter": (put("parameters", "b", "other"), Cause.UPDATE, "'b'"),
-    "a hyperparameter": (put("settings", "lr", "0.2"), Cause.OPTIMIZER, "lr"),
+    "a hyperparameter": (put("settings", "lr", "0.3"), Cause.OPTIMIZER, "lr"),
     "ranks apart": (lambda step: step.apart.append("w"), Cause.REPLICAS, "'w'"),
 }
 
@@ -48,9 +48,50 @@ def test_parameters_that_began_differently_come_first():
     assert (found.cause, found.step, found.tensor) == (Cause.START, -1, "'b'")
 
 
-def test_dropout_is_named_where_the_model_draws():
-    found = diagnose(trace(draws=True), changed(put("losses", 0, (9.0).hex())))
-    assert found.cause is Cause.MODEL_RANDOMNESS
+def other_loss(step):
+    step.losses[0] = (9.0).hex()
+
+
+def test_random_numbers_are_possible_where_the_model_draws_and_not_elsewhere():
+    for draws in (True, False):
+        found = diagnose(trace(draws=draws), changed(other_loss))
+        assert found.cause is Cause.FORWARD
+        assert any("random numbers" in each for each in found.possible) is draws
+
+
+def test_equal_outputs_blame_the_loss_and_kept_numbers_the_model():
+    reference, other = trace(), changed(other_loss)
+    for run in (reference, other):
+        for step in run.steps:
+            step.outputs, step.kept = {"0": "same"}, {"a": {"0": "2"}, "b": {"0": "tensor 1"}}
+    assert diagnose(reference, other).cause is Cause.LOSS
+    for step in other.steps:
+        step.outputs = {"0": "other"}
+    found = diagnose(reference, other)
+    assert found.cause is Cause.OUTPUT and found.possible and "'a'" not in found.text
+    other.steps[1].kept["b"] = {"1": "tensor 2"}
+    found = diagnose(reference, other)
+    assert found.cause is Cause.OUTPUT and "'b' is tensor 2 on rank 1" in found.detail
+    other.steps[1].kept["a"] = {"0": "2", "1": "1"}
+    found = diagnose(reference, other)
+    assert found.cause is Cause.HIDDEN_STATE and "'a' is 1 on rank 1 after the step, 2 in" in found.detail
+    assert not found.possible
+    other.steps[1].evaluating = {"drop": [1]}
+    assert diagnose(reference, other).cause is Cause.MODE
+
+
+def test_the_last_bits_of_a_loss_are_rounding_only_where_nothing_else_explains_them():
+    for level, cause in (("A", Cause.HIDDEN_STATE), ("B", Cause.ROUNDING)):
+        other = changed(put("losses", 1, (2.0000001).hex()), level=level)
+        other.steps[1].kept = {"a": {"0": "1"}}
+        assert diagnose(trace(), other).cause is cause
+
+
+def test_a_factor_of_the_number_of_ranks_has_its_own_name():
+    assert diagnose(trace(), changed(put("settings", "lr", "0.2"))).cause is Cause.LEARNING_RATE
+    assert diagnose(trace(), changed(put("settings", "lr", "0.3"))).cause is Cause.OPTIMIZER
+    assert diagnose(trace(), changed(scaled(2, ["c"]))).cause is Cause.REDUCED_TWICE
+    assert diagnose(trace(), changed(scaled(3, ["c"]))).cause is Cause.LEFT_OUT
 
 
 def test_an_operator_is_named_where_the_reference_does_not_repeat_itself():

@@ -1,4 +1,4 @@
-"""Which layouts of a job are compared."""
+"""The layouts of a job that are compared."""
 
 from lockstep.config.job_file import load_job
 from lockstep.verify.layouts import layouts

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
-from lockstep.verify.rank import coarsest_type, nudge_inputs, watch_script
-from lockstep.verify.trace import Trace
+from lockstep.verify.rank import coarsest_type, nudge_inputs, settled, watch_script
+from lockstep.verify.trace import Trace, refusal
 
 OWN_LOOP = """
 import torch
@@ -123,6 +124,34 @@ def test_a_script_that_fails_fails(watched):
     with pytest.raises(SystemExit):
         watched("raise SystemExit(3)", "exiting", steps=1)
     assert requested.get() is None
+
+
+def test_the_sentence_of_a_refusal_is_kept(watched, tmp_path):
+    text = OWN_LOOP.replace(
+        "        run.backward",
+        "        raise lockstep.errors.ConfigError('It has two.')\n        run.backward",
+    )
+    with pytest.raises(ConfigError):
+        watched(text, "refusing", steps=1)
+    assert refusal(tmp_path / "refusing") == "It has two."
+    assert refusal(tmp_path) == ""
+
+
+def test_the_time_of_a_step_leaves_out_those_that_are_checked():
+    assert settled([9.0, 8.0, 1.0, 3.0, 2.0]) == 2.0
+    assert settled([9.0, 8.0]) == 8.5
+    assert settled([9.0]) == 9.0
+
+
+def test_a_program_that_the_checks_refuse_has_their_sentence_as_its_finding(watched, tmp_path):
+    counting = (
+        "class Counter(torch.nn.Module):\n    calls = 0\n    def forward(self, x):\n"
+        "        self.calls += 1\n        return x * self.calls\n"
+    )
+    text = OWN_LOOP.replace("torch.manual_seed(0)\n", f"torch.manual_seed(0)\n{counting}")
+    with pytest.raises(ConfigError):
+        watched(text.replace("torch.nn.Flatten(),", "torch.nn.Flatten(), Counter(),"), "counting", steps=1)
+    assert "It changed the attribute 'calls' of 1" in refusal(tmp_path / "counting")
 
 
 def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():

@@ -1,9 +1,11 @@
 """The comparison of layouts, and its table."""
 
+import json
+
 from tests.verify.traces import changed, scaled, trace
 
 from lockstep.verify import Comparison, Trace, compare
-from lockstep.verify.report import table
+from lockstep.verify.report import as_json, table
 
 
 def test_a_layout_that_did_not_keep_level_a_is_broken_and_one_of_level_b_is_not():
@@ -57,3 +59,16 @@ def test_the_table_counts_equal_layouts_and_names_the_differences():
     assert "ddp on 2 differs since step 1, 'w': gradients are scaled differently" in lines[5]
     assert lines[6] == "fsdp on 2 did not run: It has one parameter."
     assert lines[7].startswith("1 of 2 layouts have the bits of one device after each of 3 steps")
+
+
+def test_a_refusal_while_it_trains_is_a_finding_and_one_before_is_none():
+    said = "The forward pass keeps 'calls'. Set checks='off'."
+    equal = compare(trace(), trace(memory=[1]), 0.0)
+    refused = compare(trace(), Trace("ddp on 2", "ddp", 2, "", refused=said, in_training=True), 0.0)
+    assert refused.is_broken
+    lines = table([equal, refused], steps=3).splitlines()
+    assert lines[2].split() == ["ddp", "on", "2", "refused"]
+    assert lines[4] == f"ddp on 2 refuses the program while it trains: {said}"
+    assert json.loads(as_json([equal, refused]))[1]["cause"] == "refused"
+    alone = table([refused], steps=3)
+    assert said in alone and alone.endswith("No layout was compared.")

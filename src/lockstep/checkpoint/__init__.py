@@ -5,6 +5,8 @@ from lockstep.checkpoint.folder import Best, committed, prune, read_best, write_
 from lockstep.checkpoint.reader import Restored, read, read_newest, verify
 from lockstep.checkpoint.state import (
     CheckpointState,
+    encoded_extra_states,
+    load_extra_states,
     load_model_state,
     load_optimizer_state,
     model_state,
@@ -22,7 +24,9 @@ __all__ = [
     "Restored",
     "clean",
     "committed",
+    "encoded_extra_states",
     "export",
+    "load_extra_states",
     "load_model_state",
     "load_optimizer_state",
     "model_state",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import JSON, decode, encode
@@ -47,6 +48,41 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
+def tensor_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of ``model.state_dict(keep_vars=True)``, without extra state."""
+    found = model.state_dict(keep_vars=True)
+    return {name: value for name, value in found.items() if not _is_extra_state(name)}
+
+
+def encoded_extra_states(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, JSON]:
+    """What ``get_extra_state`` gives of each module that has its own, by name, as JSON; tensors go into ``tensors``.
+
+    ``ConfigError`` for what a checkpoint cannot hold.
+    """
+    return {
+        name: encode(module.get_extra_state(), f"extra state of {name or 'the model'}", tensors)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def load_extra_states(model: nn.Module, encoded: Mapping[str, JSON], tensors: Mapping[str, Tensor]) -> None:
+    """Gives each module its extra state; ``CheckpointMismatch`` where one of a checkpoint has no module here."""
+    modules = dict(model.named_modules())
+    for name, value in encoded.items():
+        module = modules.get(name)
+        if module is None or type(module).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointMismatch(
+                f"The checkpoint holds extra state of the module {name!r}, which has no set_extra_state here. Resume "
+                "with the model that wrote it."
+            )
+        module.set_extra_state(decode(value, tensors))
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers of an unwrapped model by name, and the further names of tied ones.
 
@@ -55,7 +91,7 @@ def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in tensor_state(model).items():
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"The model's state {name!r} is a {type(value).__name__}; a checkpoint holds tensors only. "
@@ -104,7 +140,7 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor], aliases: M
     given = OrderedDict(_with_aliases(tensors, aliases))
     # Without the version metadata, torch would take every module's state for one of its oldest format.
     given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined] # torch's own name
-    model.load_state_dict(given)
+    model.load_state_dict(given, strict=False)  # the names were compared; extra state has a place of its own
 
 
 def _with_aliases(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:

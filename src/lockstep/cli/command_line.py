@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from lockstep import __version__
 from lockstep.errors import EXIT_INTERRUPTED, ConfigError, LockstepError, nearest
+from lockstep.runtime.output import lasting_stderr, open_standard_streams
+from lockstep.text import printable
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)'")
 
@@ -80,12 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Does not import torch: a mistake in the arguments or the job is reported before any process is started.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    open_standard_streams()
+    with lasting_stderr():
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         arguments = _parser(words).parse_args(words)
         _check_local_rank(arguments.local_rank)
         return int(arguments.command_main(arguments))
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        print(f"lockstep: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

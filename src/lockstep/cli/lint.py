@@ -10,7 +10,7 @@ from dataclasses import asdict
 from lockstep.cli.shared_options import add_options
 from lockstep.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from lockstep.lint import Finding, check_file, choose, table
-from lockstep.text import plural
+from lockstep.text import plural, printable
 
 EXIT_FINDINGS = 1
 
@@ -62,6 +62,6 @@ def _print(found: list[Finding], mistakes: list[str], as_json: bool) -> None:
 
 
 def _printable(text: str) -> str:
-    """The text as this terminal can show it; lone surrogates of file names are escaped."""
+    """The text as this terminal can show it; lone surrogates and control characters of file names are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return printable(text.encode(encoding, "backslashreplace").decode(encoding))

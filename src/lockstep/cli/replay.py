@@ -6,11 +6,14 @@ import argparse
 import bdb
 import logging
 import os
+import sys
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options
-from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED
+from lockstep.config.components import origins
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from lockstep.job.run_folder import FILE
 
 
 def add_arguments(parser: Parser) -> None:
@@ -23,6 +26,7 @@ def add_arguments(parser: Parser) -> None:
         parser,
         ("--micro-batch", "K", int, "only this micro-batch of the step, counted from 0"),
         ("--debug", "", False, "stop in the debugger before the samples of the step are read"),
+        ("--trust", "", False, "replay a run of another user, whose job names code that runs as you"),
         ("--force-context", "", False, "compare even if versions, device or threads of the run were others"),
     )
 
@@ -33,7 +37,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     folder = Path(arguments.run)
+    if not arguments.trust:
+        _refuse_others(folder)
     origin = find_origin(folder, arguments.step)
+    for line in origins(origin.start.job.components(), [*origin.start.job.code, str(Path.cwd())]):
+        print(f"imports: {line}", file=sys.stderr, flush=True)
     if origin.start.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     asked = ReplayRequest(
@@ -49,6 +57,16 @@ def main(arguments: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     print(describe(report))
     return 1 if report.differs else EXIT_DONE
+
+
+def _refuse_others(folder: Path) -> None:
+    """Raises ``ConfigError`` for a run folder that another user may have written."""
+    for path in (folder, folder / FILE):
+        if path.exists() and path.stat().st_uid != os.getuid():
+            raise ConfigError(
+                f"'{path}' belongs to user {path.stat().st_uid}, and the job in it names code that would run as you. "
+                "Give --trust if you trust them."
+            )
 
 
 def _pause() -> None:

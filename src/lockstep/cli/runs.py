@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -20,6 +19,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from lockstep.cli.shared_options import add_options
+from lockstep.core.atomic import is_running
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch.runs import (
     Process,
@@ -27,11 +27,12 @@ from lockstep.launch.runs import (
     choose_run,
     end_processes,
     find_runs,
+    has_ended,
     remove_run_directory,
 )
 from lockstep.launch.stalls import snapshot_lines, take_snapshots
 from lockstep.runtime.control import Control, StopReason
-from lockstep.text import format_bytes, format_duration, plural
+from lockstep.text import format_bytes, format_duration, plural, printable
 
 _RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
 
@@ -53,9 +54,11 @@ def ps(arguments: argparse.Namespace) -> int:
 def _print(run: RunOnHost, processes: list[Process]) -> None:
     total = sum(process.resident for process in processes)
     state = f"command pid {run.supervisor}" if run.is_supervised else "left over: its command was killed"
+    if run.is_elsewhere:
+        state += ", in another process namespace"
     age = format_duration(time.time() - run.started)
     print(f"{run.run_id}  {plural(run.ranks, 'rank')}, {age}, {format_bytes(total, binary=True)}, {state}")
-    print(f"  {run.command[:110]}")
+    print(f"  {printable(run.command[:110])}")
     ranks = {beat.pid: (rank, beat) for rank, beat in run.beats.items()}
     for process in processes:
         if process.pid in ranks:
@@ -63,7 +66,7 @@ def _print(run: RunOnHost, processes: list[Process]) -> None:
             silent = format_duration(time.monotonic() - beat.time)
             what = f"rank {rank}, {beat.position}, last heartbeat {silent} ago"
         else:
-            what = process.command[:80]
+            what = printable(process.command[:80])
         print(f"  {process.pid:>8}  {format_bytes(process.resident, binary=True):>9}  {what}")
 
 
@@ -91,14 +94,19 @@ def _as_dict(run: RunOnHost, processes: list[Process]) -> dict[str, Any]:
 def stop(arguments: argparse.Namespace) -> int:
     """Stops the run and returns the exit status."""
     run = choose_run(arguments.run)
+    if run.is_elsewhere:
+        raise ConfigError(
+            f"The run {run.run_id} was started in another process namespace or on another boot, as process "
+            f"{run.supervisor} there. Stop it from there, such as with `lockstep stop` in its container."
+        )
     save = run.is_supervised and not arguments.now
-    if save and _wait_for(run.supervisor, arguments.within, signal.SIGTERM):
+    if save and _wait_for(run, arguments.within, signal.SIGTERM):
         print(f"{run.run_id} has stopped.")
         return EXIT_DONE
     _refuse_restarts(run)
     count = end_processes(run)
     if run.is_supervised:
-        _wait_for(run.supervisor, 5.0)
+        _wait_for(run, 5.0)
     remove_run_directory(run)
     print(f"{run.run_id} has ended ({count} processes); its last checkpoint stands.", file=sys.stderr)
     return EXIT_DONE
@@ -110,16 +118,18 @@ def _refuse_restarts(run: RunOnHost) -> None:
         control.request_stop(StopReason.PREEMPTED)
 
 
-def _wait_for(pid: int, limit: float, first: signal.Signals | None = None) -> bool:
-    """Waits for a process, after a first signal to it; returns True if it exits within the limit."""
+def _wait_for(run: RunOnHost, limit: float, first: signal.Signals | None = None) -> bool:
+    """Waits for the command of a run, after a first signal to it; returns True if it exits within the limit."""
     try:
-        handle = os.pidfd_open(pid)
+        handle = os.pidfd_open(run.supervisor)
     except ProcessLookupError:
         return True
     try:
+        if not is_running(run.identity):  # its process id is another process's now
+            return True
         if first is not None:
             signal.pidfd_send_signal(handle, first)
-        return bool(select.select([handle], [], [], limit)[0])
+        return has_ended(handle, limit)
     finally:
         os.close(handle)
 
@@ -131,6 +141,11 @@ def clean(arguments: argparse.Namespace) -> int:
         print("Nothing is left over.")
     for run in left:
         pids = [str(process.pid) for process in run.processes()]
+        if run.is_elsewhere and not pids:
+            print(
+                f"{run.run_id}: is of another process namespace or boot; clean there, or remove {run.directory}"
+            )
+            continue
         if arguments.dry_run:
             print(
                 f"{run.run_id}: would end {len(pids)} processes ({', '.join(pids) or 'none'}), remove {run.directory}"

@@ -27,7 +27,7 @@ from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, run_lay
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
 from lockstep.verify.report import Comparison, as_json, compare, table
-from lockstep.verify.trace import Trace
+from lockstep.verify.trace import Trace, refusal
 
 ENTRY = "lockstep.verify.rank:main"
 SCRIPT_ENTRY = "lockstep.verify.rank:watch_script"
@@ -58,7 +58,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Runs the layouts and prints the table.
 
     Returns:
-        1 if a layout breaks its promise, if one whose strategy was given did not run, or if none ran; else 0.
+        1 if a layout breaks its promise or refuses the program while it trains, if one whose strategy was given did not
+        run, or if none ran; else 0.
     """
     if arguments.steps < 1:
         raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
@@ -128,6 +129,8 @@ def _compare_all(
     ``start`` is given the layout, a folder, and whether to change the inputs in their last place.
     """
     reference = start(one, folder / "reference", False)
+    if reference.trace.in_training:
+        return [Comparison(reference.trace, "")]
     if reference.trace.refused:
         raise ConfigError(reference.trace.refused)
 
@@ -176,8 +179,12 @@ def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge:
     reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label, nudge=nudge)
     if not reason and trace.exists():
         return Ran(Trace.read(trace), folder)
-    reason = reason or "its ranks recorded no step"
-    return Ran(Trace(layout.label, layout.strategy, layout.ranks, "", refused=reason), folder)
+    sentence = refusal(folder) if folder.exists() else ""
+    reason = sentence or reason or "its ranks recorded no step"
+    refused = Trace(
+        layout.label, layout.strategy, layout.ranks, "", refused=reason, in_training=bool(sentence)
+    )
+    return Ran(refused, folder)
 
 
 def _run_script(
@@ -198,6 +205,8 @@ def _run_script(
     trace = Trace(label, "", count, "")
     if outcome.code == EXIT_DONE and any((folder / "records").glob("rank-*.jsonl")):
         return Ran(trace, folder, Recording.read(folder / "records"))
+    if sentence := refusal(folder):
+        return Ran(dataclasses.replace(trace, refused=sentence, in_training=True), folder)
     reason = (
         f"{target.path} finished no step that was recorded. Train with lockstep.init and its run.batches, or call "
         "recorder.step() of a lockstep.verify.Recorder after each step."

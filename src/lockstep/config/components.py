@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import pkgutil
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
@@ -39,6 +40,21 @@ class Component:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def origins(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[str] = ()) -> list[str]:
+    """The files that a job's components are imported from, as in ``my_model from /home/u/my_model.py``; imports none.
+
+    Installed packages, Python's modules and Lockstep are left out; ``folders`` are searched first.
+    """
+    names, lines = StaticNames(folders), []
+    installed = tuple(sysconfig.get_paths().values())
+    for top in sorted({part.target.partition(":")[0].partition(".")[0] for _, part in components}):
+        spec = names.module(top)
+        place = (spec.origin or "a folder") if isinstance(spec, ModuleSpec) else "a place that is not found"
+        if top != __package__.partition(".")[0] and not place.startswith(installed):
+            lines.append(f"{top} from {place}")
+    return lines
 
 
 def preflight(components: Iterable[tuple[KeyPath, Component]], folders: Sequence[str] = ()) -> list[Problem]:

@@ -50,15 +50,19 @@ class Recipe(CheckedOptions):
     sync_batch_norm: bool = False
     """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()
-    """Patterns of buffers, beside BatchNorm's, that the forward pass changes and that are to be averaged."""
+    """Patterns of buffers, beside BatchNorm's, that the forward pass changes: averaged, or added up if integer."""
     strategy: str = field(default="ddp", metadata={"check": one_of(*STRATEGIES)})
     """Layout of the work: single (one device), ddp (a process and a replica per device), ..."""
     mesh: str = ""
     """The axes of strategy hybrid, the outermost first: ``data=2,pipeline=2``."""
     fingerprint_every: int = field(default=100, metadata={"check": at_least(0)})
     """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
+    checks: str = field(default="first", metadata={"check": one_of("first", "always", "off")})
+    """Rehearsals, which find state that user code keeps between forward passes: in the first two steps of each loss
+    function, always, or off."""
     evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
-    """Samples per forward pass of the evaluation; none: as many as in a training micro-batch."""
+    """Samples per forward pass of the evaluation; none: the batch size of a DataLoader that is evaluated, or as many as
+    in a training micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +133,15 @@ class RunOptions(RunSettings):
         return cls(**{name: _read(name, value) for name, value in options.items()})
 
 
+_WHOLE = ("global_batch", "micro_batches", "seed", "threads", "evaluation_batch", "fingerprint_every", "keep")
+
+
 def _read(name: str, value: Any) -> Any:
-    """The options of a strategy from a dict; anything else as it is."""
+    """The options of a strategy from a dict, one pattern as a tuple of it; anything else as it is."""
+    if name == "running_buffers" and isinstance(value, str):
+        return (value,)
+    if name in _WHOLE and (isinstance(value, float | str) or (value is None and name == "seed")):
+        raise ConfigError(f"lockstep.init takes a whole number for {name}, and was given {value!r}.")
     kind = OPTIONS.get(name)
     if kind is None or isinstance(value, kind):
         return value

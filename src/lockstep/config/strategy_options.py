@@ -266,4 +266,4 @@ def shares_rows_out(strategy: str, mesh: str) -> bool:
 
 def steps_parts(strategy: str, mesh: str) -> bool:
     """True where an optimizer sees parts of parameters, so that its update must be elementwise."""
-    return strategy in ("tensor", "parameter_server") or shares_rows_out(strategy, mesh) or "tensor" in mesh
+    return strategy == "tensor" or "tensor" in mesh or "fsdp" in mesh

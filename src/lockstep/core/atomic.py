@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -31,8 +32,20 @@ _FOREIGN_AGE = 3600.0
 
 def hidden(path: Path, purpose: str = "partial") -> Path:
     """A temporary name beside ``path``, marked as this process's."""
-    owner = f"{_place()}-{os.getpid()}-{_start_time(os.getpid())}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{owner}.{purpose}")
+    return path.with_name(f".{path.name}.{identity()}-{secrets.token_hex(4)}.{purpose}")
+
+
+def identity(pid: int | None = None) -> str:
+    """``<place>-<pid>-<start time>`` of a process, by default this one; no other process ever has the same."""
+    pid = os.getpid() if pid is None else pid
+    return f"{_place()}-{pid}-{_start_time(pid)}"
+
+
+def is_running(identity: str) -> bool | None:
+    """Whether a process of this host and process namespace runs; None for one of another. ``ValueError`` if invalid."""
+    place, pid, start = identity.split("-")
+    number, began = int(pid), int(start)
+    return _start_time(number) == began if place == _place() else None
 
 
 @contextmanager
@@ -144,6 +157,60 @@ def _is_held(entry: Path) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""What file systems without locks answer, such as Lustre mounted without them."""
+
+
+@contextmanager
+def sole_use(path: Path) -> Iterator[bool]:
+    """Keeps other processes that call this out for the block, and yields whether the file system has locks.
+
+    Where it has none, a file ``<path>.owner`` with host, process and start time takes the lock's place; one that a dead
+    process of this host left is removed. ``BlockingIOError`` if another process is in, with what to do.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            owner = _lease(path.with_name(f"{path.name}.owner"))
+        try:
+            yield owner is None
+        finally:
+            if owner is not None:
+                owner.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lease(file: Path) -> Path:
+    """Makes the file, in the name of this process."""
+    mine = f"{identity()} {socket.gethostname()}"
+    while True:
+        with suppress(FileExistsError):
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "w") as written:
+                written.write(mine)
+            return file
+        try:
+            owner, _, host = file.read_text().partition(" ")
+            is_dead, pid = is_running(owner) is False, owner.split("-")[1]
+        except FileNotFoundError:
+            continue
+        except ValueError:  # being written, or by something else
+            is_dead, pid, host = False, "unknown", "an unknown host"
+        if not is_dead:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK, f"process {pid} on {host} holds {file}; remove that file if it has ended"
+            )
+        with suppress(FileNotFoundError):  # another process may do the same: one of both renames it
+            file.rename(aside := hidden(file, "removed"))
+            aside.unlink()
 
 
 def _place() -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""A type of the same size for each size of a number."""
 _MATRIX_INSTRUCTIONS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
@@ -29,6 +31,15 @@ def digest_tensor(tensor: Tensor) -> str:
 def digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each named tensor."""
     return {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """A sum over the bits of a tensor, int64, 0-dim, where it lies: equal where all bits are, and quick."""
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def combine(digests: Mapping[str, str]) -> str:

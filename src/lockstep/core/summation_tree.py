@@ -167,7 +167,7 @@ def row_squares(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros(1, dtype=torch.float64, device=tensor.device)
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    rows = values.reshape(tensor.shape[0] if tensor.dim() else 1, -1).double()
+    rows = values.reshape(tensor.shape[0] if tensor.dim() else 1, -1).double().contiguous()
     squares: Tensor = torch.linalg.vecdot(rows, rows)
     return squares
 

@@ -49,6 +49,8 @@ class Source(FinishAlias):
     """Seconds to wait for one micro-batch of a worker."""
     batch_size: int | None = None
     """The batch size of the DataLoader, which the run's ``global_batch`` replaces."""
+    evaluation_batch: int | None = None
+    """Samples of a forward pass in evaluations: the batch size of the DataLoader, unless that is one of a rank."""
     device_transform: DeviceTransform | None = None
     """Applied to the input on its device, before the model."""
     notes: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or None,
         batch_size=batches.batch_size,
+        evaluation_batch=None if isinstance(batches.sampler, DistributedSampler) else batches.batch_size,
         device_transform=device_transform_of(inner),
         notes=notes if loader.worker_init_fn is None else (*notes, _WORKER_INIT),
     )

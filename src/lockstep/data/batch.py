@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,16 @@ from lockstep.errors import ConfigError
 
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with all changed that is no tuple, list or dict."""
+    """The same with all changed that is no tuple, list, dict or other mapping."""
     if isinstance(data, dict):
         return {name: map_leaves(value, change) for name, value in data.items()}
+    if isinstance(data, Mapping):
+        entries = {name: map_leaves(value, change) for name, value in data.items()}
+        if not isinstance(data, MutableMapping):
+            return entries
+        changed = copy.copy(data)  # a BatchEncoding of transformers has attributes and methods of its own
+        changed.update(entries)
+        return changed
     if isinstance(data, list):
         return [map_leaves(value, change) for value in data]
     if isinstance(data, tuple):

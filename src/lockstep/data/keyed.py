@@ -8,16 +8,20 @@ generator at all.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
+from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.plan import Indices, mix
 from lockstep.core.seeding import sample_seeds
+from lockstep.errors import DataError
 
 EVALUATION_EPOCH = -1
 """The epoch in the keys of samples that are evaluated: they look alike after every epoch of training."""
@@ -74,3 +78,39 @@ def generators_kept() -> Iterator[None]:
         torch.default_generator.set_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def require_repeatable(name: str, read: Callable[[], Any]) -> None:
+    """Reads samples twice; what cannot be read is left to the read that follows.
+
+    Args:
+        name: of the samples, for the message.
+        read: reads them, under the same keys each time.
+
+    Raises:
+        DataError: they differ.
+    """
+    try:
+        first, second = content_of(read()), content_of(read())
+    except DataError:
+        return
+    if first != second:
+        raise DataError(
+            f"{name} gave other values when it was read again with the same random seed: the data set keeps something "
+            "from one read to the next, such as a generator of its own, a counter, or samples that are changed in "
+            "place. What a step trains on would depend on which process read it before. Draw from torch, NumPy or "
+            "random, which are seeded for each sample, and change copies."
+        )
+
+
+def content_of(data: Any) -> list[str]:
+    """Digests of the arrays, and texts of the numbers and strings, in data of any depth; nothing of other objects."""
+    if isinstance(data, Mapping):
+        return [text for key, value in data.items() for text in (repr(key), *content_of(value))]
+    if isinstance(data, list | tuple):
+        return [text for value in data for text in content_of(value)]
+    if isinstance(data, Tensor):
+        return [digest_tensor(data)] if data.layout is torch.strided else []
+    if isinstance(data, np.ndarray) and not data.dtype.hasobject:
+        return [digest_tensor(torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).copy()))]
+    return [repr(data)] if isinstance(data, bool | int | float | str | bytes | np.generic) else []

@@ -186,9 +186,10 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size={micro_batch_size} must be at least 1.")
         require_map_style(dataset, "EvaluationLoader")
-        self._samples = len(dataset)
+        self.samples = len(dataset)
+        """Of the set."""
         self.micro_batch_size = micro_batch_size
-        self.count = -(-self._samples // micro_batch_size)
+        self.count = -(-self.samples // micro_batch_size)
         """Micro-batches of the set, over all ranks."""
         self.share, self._held = share, share.of(self.count)
         super().__init__(open_reading(dataset, prefetch=prefetch * options.get("workers", 0), **options))
@@ -213,7 +214,7 @@ class EvaluationLoader(_Prefetching[None, Iterator[Any]]):
         return self._reading.read(Request(EVALUATION_EPOCH, indices) for _, indices in self._parts())
 
     def _parts(self) -> Iterator[tuple[int, Indices]]:
-        return _in_order(self._held, self.micro_batch_size, self._samples)
+        return _in_order(self._held, self.micro_batch_size, self.samples)
 
 
 def _in_order(numbers: Sequence[int], size: int, samples: int) -> Iterator[tuple[int, Indices]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -48,6 +48,60 @@ def sample_error(dataset: Any, index: int, error: BaseException) -> DataError:
     found = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
     name = sample_name(dataset, index)
     return DataError(f"S{name[1:]} cannot be read: {found}")
+
+
+_NUMBERS = np.generic | float | int
+_COLLATABLE = (torch.Tensor, np.ndarray, np.generic, float, int, str, bytes, Mapping, Sequence)
+_OWN_COLLATE = "or a collate function that {}: run.batches(DataLoader(dataset, collate_fn=...))."
+
+
+def uncollatable(names: Sequence[str], samples: Sequence[Any], place: str = "") -> str:
+    """A sentence on why torch cannot make one batch of samples, and what to do; empty where that is not known.
+
+    Args:
+        names: of the samples.
+        samples: values at the same place of each sample.
+        place: in the sample, such as ``[1]['mask']``; empty for all of it.
+    """
+    where = f" at {place}" if place else ""
+    for name, value in zip(names, samples):
+        if value is None:
+            remedy = _OWN_COLLATE.format("leaves it out")
+            return f"{name} is None{where}. Give a tensor or a number there, {remedy}"
+        if not isinstance(value, _COLLATABLE):
+            found = f"{type(value).__module__}.{type(value).__qualname__}"
+            how = " with a transform such as torchvision.transforms.ToTensor()" if "PIL." in found else ""
+            return f"{name} is a {found}{where}. Make it a tensor{how}."
+    forms = list(map(_form, samples))
+    for name, form in zip(names, forms):
+        if form != forms[0]:
+            arrays = isinstance(samples[0], torch.Tensor | np.ndarray)
+            even = (
+                "a transform that makes all samples of one shape" if arrays else "the same for every sample"
+            )
+            remedy = f"Give {even}, {_OWN_COLLATE.format('pads them')}"
+            return f"{names[0]} is {forms[0]}{where}, and {name} is {form}. {remedy}"
+    first = samples[0]
+    keys: Iterable[Any] = ()
+    if isinstance(first, Mapping):
+        keys = first
+    elif isinstance(first, Sequence) and not isinstance(first, str | bytes):
+        keys = range(len(first))
+    inner = (uncollatable(names, [each[key] for each in samples], f"{place}[{key!r}]") for key in keys)
+    return next((found for found in inner if found), "")
+
+
+def _form(value: Any) -> str:
+    """What has to be equal in all samples of a batch."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"of shape {tuple(value.shape)}"
+    if isinstance(value, _NUMBERS):
+        return "a number"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {sorted(map(str, value))}"
+    if isinstance(value, str | bytes):
+        return f"a {type(value).__name__}"
+    return f"a {type(value).__name__} of {plural(len(value), 'value')}"
 
 
 def _path(dataset: Any, index: int) -> str:
@@ -106,7 +160,26 @@ def known_classes(dataset: Any) -> tuple[str, ...]:
 
 
 def require_map_style(dataset: Any, user: str) -> None:
-    """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user."""
+    """Raises a ``ConfigError`` for data without ``__len__`` or ``__getitem__``, in the name of its user.
+
+    So it does for what has both and is no data set: a path, a dict of data sets, a tuple of tensors.
+    """
+    if isinstance(dataset, str | bytes | PurePath):
+        raise ConfigError(
+            f"{user} was given the path {str(dataset)!r}, not a data set. Open it first, for example with "
+            "lockstep.data.ImageFolder(path)."
+        )
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"{user} was given a {type(dataset).__name__} with the keys {', '.join(map(repr, list(dataset)[:6]))}, "
+            "whose entries have no numbers. Give one of its values if they are data sets; of columns make a set: "
+            "torch.utils.data.TensorDataset(inputs, targets)."
+        )
+    if isinstance(dataset, tuple) and all(isinstance(each, torch.Tensor | np.ndarray) for each in dataset):
+        raise ConfigError(
+            f"{user} was given a tuple of {plural(len(dataset), 'array')}, which would be its samples. Make a data "
+            "set of their rows: torch.utils.data.TensorDataset(inputs, targets)."
+        )
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(
             f"{user} was given a {type(dataset).__name__}, which has no __len__ or no __getitem__. "

@@ -26,7 +26,8 @@ import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -38,8 +39,8 @@ from lockstep.core.plan import Indices
 from lockstep.data.batch import map_leaves, pinned
 from lockstep.data.images.image_arrays import ImageArrays
 from lockstep.data.images.transforms import warn_renamed
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
-from lockstep.data.naming import sample_error, unwrap_subset
+from lockstep.data.keyed import SampleKeys, generators_kept, require_repeatable, seed_generators
+from lockstep.data.naming import sample_error, sample_name, uncollatable, unwrap_subset
 from lockstep.errors import DataError
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import shorten
@@ -129,6 +130,8 @@ def plain_tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     return None
 
 
+_MOST_COMPARED = 16
+"""Samples of the first micro-batch that are read again."""
 _KEPT = 1024
 _FIELDS = 5
 
@@ -216,7 +219,7 @@ class SampleReader:
 
     Args:
         dataset: a map-style data set; ``Subset`` is looked through.
-        seed, collate, clock: see ``lockstep.data.workers.ReadingOptions``.
+        seed, collate, clock, checks: see ``lockstep.data.workers.ReadingOptions``.
         keep_generators: give torch, NumPy and ``random`` their state back after each micro-batch, so that
             reading in the training process disturbs nobody's random numbers.
     """
@@ -229,12 +232,13 @@ class SampleReader:
         collate: Collate | None = None,
         keep_generators: bool = True,
         clock: ReadTrace | None = None,
+        checks: bool = False,
     ) -> None:
         self._given = dataset
         self._dataset, self._numbers = unwrap_subset(dataset)
         self._seed = seed
         self._collate = None if collate is default_collate else collate
-        self._keep, self._clock = keep_generators, clock
+        self._keep, self._clock, self._unchecked = keep_generators, clock, checks
         self.rows_independent = False
         """True if every row follows from its own number and key, so that micro-batches can be read as a group."""
         self._seen: list[tuple[torch.Tensor, int]] = []
@@ -288,10 +292,24 @@ class SampleReader:
             return GroupedBatch([self._read_noted(epoch, part) for part in parts], None)
 
     def _read_noted(self, epoch: int, indices: Indices) -> Any:
+        if self._unchecked:
+            self._unchecked = False
+            self._require_repeatable(SampleKeys(self._seed, epoch, indices[:_MOST_COMPARED]))
         if self._clock is None:
             return self._read(SampleKeys(self._seed, epoch, indices))
         with self._clock.noting(epoch, indices):
             return self._read(SampleKeys(self._seed, epoch, indices))
+
+    def _require_repeatable(self, keys: SampleKeys) -> None:
+        """Reads samples twice under the same keys; see ``require_repeatable``."""
+        if self._read == self._read_tensors or type(self._dataset).__module__.startswith("lockstep."):
+            return
+        parts = [keys]
+        if self._read == self._read_each:
+            parts = [replace(keys, indices=keys.indices[n : n + 1]) for n in range(len(keys.indices))]
+        for part in parts:
+            name = f"{type(self._dataset).__name__}[{shorten(self._rows(part).tolist(), 4)}]"
+            require_repeatable(name, partial(self._read, part))
 
     def _choose(self) -> Callable[[SampleKeys], Any]:
         self._seeds = False
@@ -319,7 +337,7 @@ class SampleReader:
                 return self._read(keys)
         self._seen = [(tensor, tensor._version) for tensor in tensors] if self.rows_independent else []
         rows = torch.from_numpy(self._rows(keys))
-        return tuple(tensor.index_select(0, rows) for tensor in tensors)
+        return tuple(tensor.detach().index_select(0, rows) for tensor in tensors)
 
     def _read_whole(self, keys: SampleKeys) -> Any:
         get_batch = cast(Callable[[Indices, SampleKeys], Any], self._dataset.get_batch)
@@ -359,10 +377,16 @@ class SampleReader:
         try:
             data = (self._collate or default_collate)(samples)
         except Exception as error:
-            raise DataError(
-                f"{_named(keys)} cannot be collated into one micro-batch: {_told(error)}. "
-                "Give a transform that makes all samples of one shape, or a collate function that pads them."
-            ) from error
+            if self._collate is not None:
+                raise DataError(
+                    f"{_named(keys)} cannot be collated into one micro-batch: the collate function of the DataLoader "
+                    f"raised {_told(error)}"
+                ) from error
+            names = [sample_name(self._given, int(index)) for index in keys.indices]
+            why = (
+                uncollatable(names, samples) or f"{_told(error)}. Give a DataLoader with a collate function."
+            )
+            raise DataError(f"{_named(keys)} cannot be collated into one micro-batch: {why}") from error
         is_pair = self._collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
         return tuple(data) if is_pair else data
 

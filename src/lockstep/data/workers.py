@@ -7,16 +7,19 @@ SIGTERM to the rank (which finishes its step and saves), and end with the rank h
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from lockstep.data.keyed import content_of
 from lockstep.data.reader import Collate, GroupedBatch, InlineReading, ReadTrace, Request, SampleReader
 from lockstep.data.worker_process import (
     Failure,
@@ -224,6 +227,8 @@ class ReadingOptions(TypedDict, total=False):
     """Seconds (120) to wait for one answer of a worker: a micro-batch, or its part of a step that is read together."""
     clock: ReadTrace | None
     """Notes when each micro-batch is read."""
+    checks: bool
+    """Reads samples of the first micro-batch twice, to see that they are equal (False)."""
 
 
 def open_reading(
@@ -243,7 +248,8 @@ def open_reading(
     workers, pin_memory = options.get("workers", 0), options.get("pin_memory", False)
     if workers < 0:
         raise ConfigError(f"workers={workers} must be 0 (read in the training process) or more.")
-    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock)
+    checks = options.get("checks", False)
+    reader = SampleReader(dataset, seed=seed, collate=collate, clock=clock, checks=checks)
     if workers == 0 or reader.in_memory:
         return InlineReading(
             reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
@@ -252,13 +258,32 @@ def open_reading(
         -(-per_step // workers) if reader.rows_independent else 1
     )  # then each worker answers once a step
     return WorkerReading(
-        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock),
+        SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock, checks=checks),
         workers=workers,
         prefetch=max(2, -(-prefetch // (workers * at_a_time))),
         at_a_time=at_a_time,
         pin_memory=pin_memory,
         timeout=options.get("timeout", 120.0),
     )
+
+
+def sample_digests(dataset: Any, indices: Sequence[int], **options: Unpack[ReadingOptions]) -> dict[str, str]:
+    """Digests of some samples as they are read for training, by the words of messages.
+
+    They are read where training reads them: in a worker process if there are any, so that files which a set keeps open
+    are not opened here.
+    """
+    options["workers"] = min(1, options.get("workers", 0))
+    options["checks"], options["clock"] = True, None
+    reading, found = open_reading(dataset, **options), {}
+    for index in indices:
+        try:
+            content = content_of(next(reading.read(iter([Request(0, np.array([index]))]))))
+        except DataError:  # the step that holds it raises this too, or skips the sample
+            content = ["cannot be read"]
+        found[f"sample {index}"] = hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+    reading.close()
+    return found
 
 
 def _steps(reader: SampleReader, rows: int) -> int:

@@ -56,6 +56,15 @@ class RunLog:
         pairs = ((record, record.get(metric)) for record in steps or self.ends)
         return [(record, float(y)) for record, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
 
+    def final(self, metric: str) -> float | None:
+        """The metric of the last finished epoch, over all of it where the epoch's record has it, else the last."""
+        if self.ends:
+            whole = self.ends[-1].get(metric)
+            if isinstance(whole, int | float) and math.isfinite(whole):
+                return float(whole)
+        last = self.ends[-1]["step"] if self.ends else math.inf
+        return next((y for record, y in reversed(self.values(metric)) if record["step"] <= last), None)
+
     def points(self, metric: str, axis: str) -> list[Point]:
         """The curve of a metric; ``axis`` is ``epochs`` or ``seconds``.
 
@@ -108,17 +117,20 @@ def metrics_of(logs: Sequence[RunLog]) -> list[str]:
 
 
 def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
-    """A head, and a row for each run: epochs, time, the last of each metric, and the best accuracy."""
+    """A head, and a row for each run: epochs, time, each metric of the last epoch, and the best accuracy."""
     metrics = metrics_of(logs)
     best = "validation_accuracy" in metrics
     head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
     rows: list[tuple[str, ...]] = [head]
     for log in logs:
         seconds = log.records[-1].get("seconds")
-        cells = [log.name, str(len(log.ends)), "-" if seconds is None else format_duration(seconds)]
-        for metric in metrics:
-            values = log.values(metric)
-            cells.append(_shown(metric, values[-1][1]) if values else "-")
+        cells = [
+            log.name,
+            str(log.ends[-1]["epoch"] + 1 if log.ends else 0),
+            "-" if seconds is None else format_duration(seconds),
+        ]
+        finals = {metric: log.final(metric) for metric in metrics}
+        cells += ["-" if value is None else _shown(metric, value) for metric, value in finals.items()]
         if best:
             found = [(value, -record["epoch"]) for record, value in log.values("validation_accuracy")]
             value, epoch = max(found, default=(0.0, 0))

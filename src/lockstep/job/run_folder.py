@@ -14,21 +14,22 @@ A resumed run may have another layout, or other settings, than before; a step be
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
+from lockstep.core.atomic import sole_use
 from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
+from lockstep.runtime.output import say
 
 FILE, LOCK = "job.json", "lock"
 
@@ -94,7 +95,7 @@ def read_starts(folder: Path) -> list[Start]:
         if not starts:
             raise ValueError("it names no start")
         return starts
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not what 'lockstep train' wrote: {error!r}.") from error
 
 
@@ -115,7 +116,7 @@ def _recipe(job: JobConfig) -> str:
     table["threads"] = job.run.threads
     for section in ("run", "checkpoint", "log", *STRATEGIES):
         table.pop(section, None)
-    for key in ("strategy", "mesh", "fingerprint_every", "gradients_every", "record_micro_batches"):
+    for key in ("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches"):
         table.get("training", {}).pop(key, None)
     return json.dumps(table, sort_keys=True)
 
@@ -154,17 +155,19 @@ def _resumed_folder(config: JobConfig) -> Path | None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other runs out of a run folder; the lock goes with this process, however it ends."""
-    try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as stack:
+        try:
+            has_locks = stack.enter_context(sole_use(folder / LOCK))
+        except BlockingIOError as error:
+            who = f" ({error.strerror})" if LOCK in str(error) else ""
+            raise ConfigError(
+                f"The run folder '{folder}' is used by a run that is still going on{who}."
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"The run folder '{folder}' cannot be written: {error.strerror}.") from error
+        if not has_locks:
+            say(f"the file system of {folder} has no locks; {LOCK}.owner there keeps other runs out.")
         yield
-    except BlockingIOError as error:
-        raise ConfigError(f"The run folder '{folder}' is used by a run that is still going on.") from error
-    finally:
-        os.close(descriptor)
 
 
 def latest_run(config: JobConfig) -> Path | None:

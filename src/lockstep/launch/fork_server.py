@@ -4,7 +4,8 @@
                                <── started, ended (in order) ──────
 
 The server runs no torch operator and never touches a GPU, so it is safe to fork. It forks from its main thread, so the
-parent-death signal of a rank means that the server has ended; it is tied to the supervisor in the same way.
+parent-death signal of a rank means that the server has ended. It is tied to the supervisor in the same way, and lives
+on for the moment that it takes to kill the ranks and the processes that they have started.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.launch.rank_process import RankTask, run_rank
+from lockstep.launch.runs import has_ended
 from lockstep.launch.targets import from_json
-from lockstep.runtime.parent_death import arm
-from lockstep.runtime.stop_signals import stop_signals_held
+from lockstep.runtime.parent_death import arm, end_leftovers
+from lockstep.runtime.stop_signals import REASONS, stop_signals_held
 
+_END_LIMIT = 2.0
 _PROGRAM = "from lockstep.launch.fork_server import main; main()"
 
 
 class ServerProcess:
     """A running fork server, in its own session, so that Ctrl-C at the terminal reaches only the supervisor.
 
-    Stop signals are blocked in it, because SLURM and systemd send them to every process of a job; a rank unblocks them
-    when it can handle them. The ranks inherit its environment and the descriptor ``signal_pipe``.
+    Stop signals are blocked until it has forked the ranks, because SLURM and systemd send them to every process of a
+    job; then it passes them on to the supervisor through ``signal_pipe``, as the ranks do.
     """
 
     def __init__(self, order: Mapping[str, Any], environment: Mapping[str, str], signal_pipe: int) -> None:
@@ -52,6 +55,7 @@ class ServerProcess:
                 )
         finally:
             theirs.close()
+        self._run_directory = environment.get("LOCKSTEP_RUN_DIRECTORY", "")
         self._received = b""
         self.closed = False
         """True if the server has closed its end."""
@@ -62,15 +66,16 @@ class ServerProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the server and the remaining ranks."""
+        """Ends the server, the remaining ranks, and what they have started, unless the server ended by itself."""
         self._channel.close()
-        if kind is not None:
+        if kind is not None or not _ends_within(self._process.pid, _END_LIMIT):
             self._process.kill()
-        try:
-            self._process.wait(timeout=2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
+            end_leftovers(
+                self._run_directory, self._process.pid
+            )  # not reaped yet, so the id is still its session's
+        self._process.wait()
 
     def fileno(self) -> int:
         """The descriptor to wait on for events."""
@@ -106,6 +111,14 @@ class ServerProcess:
         self._process.kill()
 
 
+def _ends_within(process: int, seconds: float) -> bool:
+    handle = os.pidfd_open(process)
+    try:
+        return has_ended(handle, seconds)
+    finally:
+        os.close(handle)
+
+
 def main() -> None:
     """Serves one run; the arguments are the socket, the signal pipe and the supervisor's process id."""
     channel_number, signal_pipe, supervisor = (int(argument) for argument in sys.argv[1:4])
@@ -118,7 +131,7 @@ def main() -> None:
     except Exception:
         _send(channel, {"event": "broken", "message": traceback.format_exc()})
         return
-    task = _Server(channel).serve(order, signal_pipe)
+    task = _Server(channel).serve(order, signal_pipe, supervisor)
     if task is not None:
         run_rank(task)
     os._exit(0)
@@ -150,7 +163,7 @@ class _Server:
         for end in (self._wake, self._woken):
             end.setblocking(False)
 
-    def serve(self, order: Mapping[str, Any], signal_pipe: int) -> RankTask | None:
+    def serve(self, order: Mapping[str, Any], signal_pipe: int, supervisor: int) -> RankTask | None:
         """Forks the ranks and reports their ends until the last; in a fork, returns that rank's task."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno())
@@ -168,8 +181,35 @@ class _Server:
                 )
             self._ranks[process] = rank["rank"]
             _send(self._channel, {"event": "started", "rank": rank["rank"], "pid": process})
-        self._watch()
+        self._outlive_supervisor(supervisor)
+        self._pass_on_stop_signals()
+        self._watch(signal_pipe)
         return None
+
+    def _outlive_supervisor(self, supervisor: int) -> None:
+        """Asks for SIGCONT when the supervisor ends, which wakes a stopped process too, and then ends everything."""
+
+        def look(number: int, frame: object) -> None:
+            if os.getppid() != supervisor:
+                self._end_everything()
+
+        signal.signal(signal.SIGCONT, look)
+        arm(supervisor, signal.SIGCONT)
+
+    def _end_everything(self) -> NoReturn:
+        """Kills the ranks and what they have started, and exits."""
+        for process in self._ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, signal.SIGKILL)
+        end_leftovers(os.environ["LOCKSTEP_RUN_DIRECTORY"], os.getpid())
+        os._exit(1)
+
+    def _pass_on_stop_signals(self) -> None:
+        """Lets stop signals in, whose numbers then arrive in ``_woken``; ignored ones stay ignored."""
+        for number in REASONS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, REASONS)
 
     def _forget(self) -> None:
         """Closes, in a fork, what belongs to the server."""
@@ -178,7 +218,7 @@ class _Server:
         for end in (self._wake, self._woken, self._channel):
             end.close()
 
-    def _watch(self) -> None:
+    def _watch(self, signal_pipe: int) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
@@ -187,11 +227,13 @@ class _Server:
             while self._ranks:
                 for key, _ in selector.select():
                     if key.fileobj is self._woken:
-                        self._woken.recv(4096)
+                        stops = bytes(number for number in self._woken.recv(4096) if number in REASONS)
+                        with suppress(BlockingIOError):  # full of such requests
+                            os.write(signal_pipe, stops)
                     elif part := self._channel.recv(65536):
                         received = self._forward_signals(received + part)
-                    else:  # the supervisor has ended; its death signal follows
-                        raise SystemExit
+                    else:  # the supervisor has ended
+                        self._end_everything()
                 self._reap()
 
     def _forward_signals(self, received: bytes) -> bytes:

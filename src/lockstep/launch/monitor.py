@@ -3,7 +3,7 @@
 first failure           0.25 s for the others to notice by themselves, SIGTERM, 3 s later SIGKILL
 Ctrl-C                  stop flag; after 3 s SIGTERM, after 4 s SIGKILL; later while a rank saves
 ... that no rank reads  SIGTERM at once, after 3 s SIGKILL
-... once more           SIGKILL
+... once more           SIGKILL, and 3 s later, or once more, to the fork server
 preemption signal       stop flag; after the grace SIGTERM, 3 s later SIGKILL
 a rank left early       2 s for the others to end as well, SIGTERM, 3 s later SIGKILL
 the run stands still    SIGTERM at once, 3 s later SIGKILL
@@ -155,6 +155,7 @@ class Watch:
         self._schedule = TerminationSchedule()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
+        self._killed_at = float("inf")
         self._early_exits = EarlyExitDetector(directory, options.stall_limit)
         self._memory, self._windows = MemoryWatch(), StepWindows(directory)
         self._slow_ranks: SlowRanks | SharedStepWindows = coordinator.windows if coordinator else SlowRanks()
@@ -191,8 +192,8 @@ class Watch:
                     self._schedule.within(_NOTICE, _NOTICE + _FORCE)
                 self._start_stopping()
                 self._memory.look(self._running)
-                slow = self._slow_ranks.take(self._windows.look(self._running))
-                print(slow, end="", file=sys.stderr, flush=True)
+                if slow := self._slow_ranks.take(self._windows.look(self._running)):
+                    print(slow, end="", file=sys.stderr, flush=True)
                 self._check_early_exits()
                 self._check_stall()
                 self._send_due_signals()
@@ -217,7 +218,7 @@ class Watch:
             killer=self._memory.killer_of(rank, code),
             ended_by_us=rank in self._told,
             beat=read_beat(self._directory, rank),
-            record=read_record(self._logs, rank),
+            record=read_record(self._logs, rank, self._directory),
         )
         self._ended[rank] = end
         asked = self._control.reason is not StopReason.NONE and code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
@@ -227,6 +228,8 @@ class Watch:
     def _take_signals(self, own: Iterable[signal.Signals], from_ranks: bytes) -> None:
         for number in own:
             if number is signal.SIGINT and self._control.reason is StopReason.INTERRUPTED:
+                if self._asked_twice:
+                    self._server.kill()
                 self._asked_twice = True
                 self._schedule.within(0.0, 0.0)
             self._control.request_stop(REASONS[number])
@@ -281,6 +284,10 @@ class Watch:
             self._control.ending = True
             self._told.update(self._running)
             self._server.signal(number, self._running)
+            if number is signal.SIGKILL:
+                self._killed_at = time.monotonic()
+        if time.monotonic() > self._killed_at + _FORCE:  # the server is stopped, or hangs
+            self._server.kill()
 
     def _wait_for_saving(self, now: float) -> None:
         """After one Ctrl-C, ranks that write a checkpoint get a few seconds more."""

@@ -262,7 +262,9 @@ def _process(end: RankEnd) -> str:
 
 def _file(end: RankEnd, logs: Path) -> str:
     file = record_file(Path(end.logs) if end.logs else logs, end.rank)
-    return f"{file} on {end.host}" if end.logs else str(file)
+    if end.logs:
+        return f"{file} on {end.host}"
+    return str(file) if file.exists() else f"{file} could not be written"
 
 
 def _signal_name(number: int) -> str:

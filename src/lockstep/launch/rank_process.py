@@ -38,8 +38,9 @@ from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_RA
 from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, wait_for_debugger
 from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
-from lockstep.runtime.error_record import record_of, result_file, write_record
-from lockstep.runtime.heartbeat import Heartbeat, read_beat
+from lockstep.runtime.error_record import ErrorPage, record_of, result_file, write_record
+from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.output import lasting
 from lockstep.runtime.parent_death import arm, arm_future_children
 from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -123,9 +124,9 @@ def run_rank(task: RankTask) -> NoReturn:
     os.setpgid(0, 0)
     arm(task.parent)
     os.environ.update(task.environment)
-    _redirect(task.log)
+    _redirect(task.log, Path(task.log_directory))
     world = World.from_environment()
-    heartbeat = Heartbeat.open(world)
+    heartbeat, page = Heartbeat.open(world), ErrorPage(Path(world.run_directory), world.rank)
     stop_signals.install(heartbeat.control)
     os.set_blocking(task.signal_pipe, False)
     signal.set_wakeup_fd(task.signal_pipe, warn_on_full_buffer=False)
@@ -141,13 +142,13 @@ def run_rank(task: RankTask) -> NoReturn:
     heartbeat.mark("start")
     code = EXIT_RANK
     try:
-        code = _run(task, world)
+        code = _run(task, world, heartbeat, page)
     finally:
         _flush()
         os._exit(code)
 
 
-def _run(task: RankTask, world: World) -> int:
+def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) -> int:
     try:
         from lockstep.distributed.rendezvous import register_env_rendezvous
 
@@ -161,9 +162,10 @@ def _run(task: RankTask, world: World) -> int:
     except SystemExit as ending:
         return _leave_with(ending)
     except BaseException as error:
-        beat = read_beat(Path(world.run_directory), world.rank)
-        record = record_of(error, rank=world.rank, beat=beat)
-        write_record(Path(task.log_directory), record)
+        record = record_of(error, rank=world.rank, beat=heartbeat.last)
+        page.write(record)
+        with suppress(OSError):  # a full disk, or no descriptor is left: the page has it
+            write_record(Path(task.log_directory), record)
         if task.log:
             print(record.traceback, file=sys.stderr)
         wait_for_critical_threads(_LAST_WRITE_SECONDS)
@@ -184,15 +186,25 @@ def _leave_with(ending: SystemExit) -> int:
     return code & 0xFF
 
 
-def _redirect(log: str) -> None:
+def _redirect(log: str, folder: Path) -> None:
+    """Sends output to the log, if there is one; writing does not fail where the terminal is gone or a disk is full."""
     if log:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with Path(os.devnull).open() as nothing, os.fdopen(output, "a") as file:
-            for source, descriptor in ((nothing, 0), (file, 1), (file, 2)):
-                os.dup2(source.fileno(), descriptor)
-    for stream in (sys.stdout, sys.stderr):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        try:
+            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            file = os.dup(nothing)
+        for source, descriptor in ((nothing, 0), (file, 1), (file, 2)):
+            os.dup2(source, descriptor)
+        os.close(file)
+        os.close(nothing)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)  # a module that was imported may have kept it
         with suppress(AttributeError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the fork server's TextIOWrapper
+            stream.reconfigure(line_buffering=True)
+        lasts = lasting(stream, folder, is_result=name == "stdout" and not log)
+        for each in (name, f"__{name}__"):
+            setattr(sys, each, lasts)
 
 
 def _keep_result(task: RankTask, result: Any) -> None:

@@ -17,12 +17,12 @@ from lockstep.errors import EXIT_DONE
 from lockstep.launch.options import Devices, LaunchOptions, new_run_id
 from lockstep.launch.outcome import LostRanks, RankEnd, Verdict, WorldOutcome
 from lockstep.runtime.stop_signals import REASONS, SignalInbox
-from lockstep.text import plural
+from lockstep.text import plural, printable
 
 _TRANSIENT = frozenset(
     {
         *("AcceleratorError", "DistBackendError", "DistNetworkError"),
-        *("OSError", "TimeoutError", "BrokenPipeError"),
+        *("OSError", "TimeoutError"),
         *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
     }
 )
@@ -52,7 +52,9 @@ def with_restarts(attempt: Callable[[LaunchOptions], WorldOutcome], options: Lau
             options = _next(options, first, lost)
             if not outcome.is_reported:
                 print(
-                    f"{_summary(outcome.lines)}\n{_announcement(options, first)}", file=sys.stderr, flush=True
+                    f"{printable(_summary(outcome.lines))}\n{_announcement(options, first)}",
+                    file=sys.stderr,
+                    flush=True,
                 )
 
 

@@ -1,7 +1,8 @@
 """The run directory of a run, and this user's runs on this host, which are found by their run directories.
 
 The run directory holds rendezvous file, heartbeats and results. It is in memory if possible, private to its owner, and
-removed with the run. If the launcher was killed, its lock is free and the user's next launcher removes the directory.
+removed with the run. If the launcher was killed, its lock is free, and the user's next launcher removes the directory
+once no process of the run is left.
 
 A process belongs to a run if its environment has the run's id; names and command lines are ignored. It is signalled
 through a pidfd that was opened before the environment was read, so a reused process id is never signalled.
@@ -18,14 +19,20 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from lockstep.core.atomic import identity, is_running
 from lockstep.errors import ConfigError
-from lockstep.runtime.heartbeat import Beat, read_beat
+from lockstep.runtime.control import map_file
+from lockstep.runtime.error_record import ErrorPage
+from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beat
+from lockstep.runtime.output import say
+from lockstep.runtime.parent_death import has_processes
+from lockstep.text import format_bytes
 
 _PREFIX = "lockstep-run-"
 _LOCK = "lock"
@@ -34,17 +41,27 @@ _LONGEST_BASE = 50
 
 
 @contextmanager
-def run_directory(base: Path | None = None) -> Iterator[Path]:
-    """Makes the directory (mode 0700) and removes it at the end."""
-    base = _base() if base is None else base
-    _remove_abandoned(base)
-    directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    lock = _held_lock(directory)
-    try:
+def run_directory(base: Path | None = None, ranks: range = range(0)) -> Iterator[Path]:
+    """Makes the directory (mode 0700), with the files that ranks map, and removes it at the end.
+
+    ``ConfigError`` if no folder has room for it.
+    """
+    with ExitStack() as stack:
+        try:
+            base = _base(len(ranks)) if base is None else base
+            _remove_abandoned(base)
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+            stack.callback(os.close, _held_lock(directory))
+            for rank in ranks:
+                map_file(heartbeat_file(directory, rank), SIZE).close()
+                ErrorPage(directory, rank)
+        except OSError as error:
+            raise ConfigError(
+                f"The files of the run cannot be made in {base or tempfile.gettempdir()}: {error.strerror or error}. "
+                f"Make room there, or set XDG_RUNTIME_DIR to a folder with {format_bytes(_room(len(ranks)))} of it."
+            ) from error
         yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
 
 
 def run_directories() -> list[Path]:
@@ -72,11 +89,30 @@ def _bases() -> list[Path]:
     return [Path(name) for name in dict.fromkeys(names) if name and Path(name).is_dir()]
 
 
-def _base() -> Path:
-    """Returns the first writable folder, if possible one whose path is short enough for sockets."""
-    usable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+def _base(ranks: int) -> Path:
+    """Returns the first writable folder with room, if possible one whose path is short enough for sockets."""
+    writable = [base for base in _bases() if os.access(base, os.W_OK | os.X_OK)]
+    usable = [base for base in writable if _has_room(base, ranks)] or writable
     short = (base for base in usable if len(os.fsencode(base)) <= _LONGEST_BASE)
-    return next(short, (usable or [Path(tempfile.gettempdir())])[0])
+    found = next(short, (usable or [Path(tempfile.gettempdir())])[0])
+    if full := [str(base) for base in writable[: writable.index(found)] if not _has_room(base, ranks)]:
+        say(f"{' and '.join(full)} has no room left, so the files of the run are in {found}.")
+    return found
+
+
+def _room(ranks: int) -> int:
+    """Bytes that a run directory may take."""
+    return (4 << 20) + ranks * (1 << 18)
+
+
+def _has_room(base: Path, ranks: int) -> bool:
+    try:
+        disk = os.statvfs(base)
+    except OSError:
+        return False
+    return disk.f_bavail * disk.f_frsize >= _room(ranks) and (
+        disk.f_favail > 16 + 8 * ranks or not disk.f_files
+    )
 
 
 def _held_lock(directory: Path) -> int:
@@ -93,7 +129,8 @@ def _remove_abandoned(base: Path) -> None:
         with suppress(OSError):  # another launcher may remove the same one
             if directory.lstat().st_uid == os.getuid():
                 with _locked(directory):
-                    shutil.rmtree(directory, ignore_errors=True)
+                    if not has_processes(str(directory)):  # else it stays for `lockstep clean`
+                        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -138,6 +175,10 @@ class RunOnHost:
     ranks: int
     is_supervised: bool
     """True if the command that started it is still running."""
+    identity: str
+    """Of the command; see ``lockstep.core.atomic.identity``."""
+    is_elsewhere: bool
+    """True if it was started in another process namespace, such as a container, where process ids differ."""
 
     @property
     def beats(self) -> dict[int, Beat]:
@@ -147,7 +188,7 @@ class RunOnHost:
 
     def processes(self) -> list[Process]:
         """Returns all processes of the run but the command itself, by process id."""
-        return [process for pid in psutil.pids() if (process := _process_of(self.run_id, pid)) is not None]
+        return [process for pid in _all_pids() if (process := _process_of(self.run_id, pid)) is not None]
 
 
 def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path, ranks: int) -> None:
@@ -155,6 +196,7 @@ def write_note(directory: Path, run_id: str, command: Sequence[str], logs: Path,
     note = {
         "run_id": run_id,
         "supervisor": os.getpid(),
+        "identity": identity(),
         "started": time.time(),
         "command": list(command),
         "logs": str(logs),
@@ -187,13 +229,18 @@ def choose_run(name: str | None) -> RunOnHost:
 def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
     """Sends SIGTERM to all processes of a run, SIGKILL to those left after ``within`` seconds; returns how many."""
     ended: set[int] = set()
-    for number, limit in ((signal.SIGTERM, within), (signal.SIGKILL, within)):
-        handles = list(_handles(run.run_id, psutil.pids()))
-        ended.update(pid for pid, _ in handles)
-        for _, handle in handles:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        found = []
+        for pid, handle in _handles(run.run_id, _all_pids()):  # one at a time: few may be open
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-        _wait([handle for _, handle in handles], limit)
+            os.close(handle)
+            found.append(pid)
+        ended.update(found)
+        deadline = time.monotonic() + within
+        for _, handle in _handles(run.run_id, found):
+            has_ended(handle, max(0.0, deadline - time.monotonic()))
+            os.close(handle)
     return len(ended)
 
 
@@ -232,8 +279,10 @@ def _read(directory: Path) -> RunOnHost | None:
             logs=str(note["logs"]),
             ranks=min(int(note["ranks"]), _MOST_RANKS),
             is_supervised=is_in_use(directory),
+            identity=str(note["identity"]),
+            is_elsewhere=is_running(str(note["identity"])) is None,
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -250,22 +299,36 @@ def _process_of(run_id: str, pid: int) -> Process | None:
         return None
 
 
+def _all_pids() -> list[int]:
+    try:
+        return list(psutil.pids())
+    except OSError as error:
+        raise _without_descriptors(error) from error
+
+
+def _without_descriptors(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"Processes cannot be looked at: {error.strerror}. Raise the limit of open files (ulimit -n)."
+    )
+
+
 def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields process id and pidfd of those processes that belong to a run; the caller closes the pidfds."""
     for pid in pids:
         try:
             handle = os.pidfd_open(pid)
-        except OSError:
+        except ProcessLookupError:
             continue
+        except OSError as error:
+            raise _without_descriptors(error) from error
         if pid != os.getpid() and _process_of(run_id, pid) is not None:
             yield pid, handle
         else:
             os.close(handle)
 
 
-def _wait(handles: Sequence[int], limit: float) -> None:
-    """Waits until the processes have ended, and closes the pidfds."""
-    deadline = time.monotonic() + limit
-    for handle in handles:
-        select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
-        os.close(handle)
+def has_ended(handle: int, within: float) -> bool:
+    """Waits at most ``within`` seconds for the process of a pidfd; returns True if it has ended."""
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(1000 * within))

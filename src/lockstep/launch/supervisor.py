@@ -11,12 +11,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.atomic import sole_use
 from lockstep.core.world import HostLayout
 from lockstep.distributed.authentication import write_rank_key
 from lockstep.errors import EXIT_CONFIG, EXIT_RANK, EXIT_STALLED, ConfigError
@@ -37,34 +38,90 @@ from lockstep.launch.stalls import report_stall
 from lockstep.launch.targets import EntryTarget, Target, to_json
 from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import log_file, result_file
+from lockstep.runtime.output import TERMINAL_LOG, lasting_stderr, say
+from lockstep.runtime.parent_death import end_leftovers
 from lockstep.runtime.stop_signals import SignalInbox
+from lockstep.text import printable
+
+_OF_RUN = ".lockstep"
+"""Marks a log folder; locked by the run that uses it."""
 
 
-def _log_folder(options: LaunchOptions, layout: HostLayout) -> Path:
-    """Makes the folder for the output and error records of ranks: the one asked for, or a temporary one (0700).
+@dataclass
+class LogFolder:
+    """The folder for output and error records of the ranks of one start."""
 
-    Each host has a folder of its own, because all may share a disk.
+    path: Path
+    is_kept: bool
+    """False for a temporary one, which is removed unless the run failed or its terminal was lost."""
+
+    def keep(self, lines: Sequence[str]) -> None:
+        """Keeps the folder, with the report."""
+        self.is_kept = True
+        with suppress(OSError):
+            (self.path / "report.txt").write_text("".join(f"{line}\n" for line in lines), errors="replace")
+
+
+@contextmanager
+def open_log_folder(options: LaunchOptions, layout: HostLayout) -> Iterator[LogFolder]:
+    """Makes the log folder: the one asked for, or a temporary one (0700).
+
+    Each host has a folder of its own, because all may share a disk. A folder that another run uses, or that holds files
+    with the names of ours which no run has made, stays as it is: the logs go to a folder in it with the run's id.
     """
-    asked = options.log_directory
-    if not asked:
-        return Path(tempfile.mkdtemp(prefix=f"lockstep-logs-{layout.run_id}-"))
-    path = Path(asked, f"host-{layout.node}" if layout.node else "").resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot create the log folder {asked!r}: {error.strerror}. Choose a folder that is writable."
-        ) from error
-    for file in (*path.glob("rank-*.error.json"), *path.glob("rank-*.log")):
-        file.unlink()  # of an earlier run, which would be taken for this one's
-    return path
+    with ExitStack() as stack:
+        try:
+            if options.log_directory:
+                asked = Path(options.log_directory, f"host-{layout.node}" if layout.node else "").resolve()
+                logs = LogFolder(stack.enter_context(_claimed(asked, layout.run_id)), is_kept=True)
+            else:
+                made = tempfile.mkdtemp(prefix=f"lockstep-logs-{layout.run_id}-")
+                logs = LogFolder(Path(made), is_kept=False)
+        except OSError as error:
+            asked_for = options.log_directory or tempfile.gettempdir()
+            raise ConfigError(
+                f"Cannot create the log folder {asked_for!r}: {error.strerror}. Choose a folder that is writable."
+            ) from error
+        try:
+            yield logs
+        finally:
+            if not logs.is_kept and not (logs.path / TERMINAL_LOG).exists():
+                shutil.rmtree(logs.path, ignore_errors=True)
+
+
+@contextmanager
+def _claimed(asked: Path, run_id: str) -> Iterator[Path]:
+    """Makes the folder, or the one in it that takes its place, and clears away what an earlier run left there."""
+    path = asked
+    path.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        is_ours, found = (path / _OF_RUN).exists(), _files_of_ranks(path)
+        try:
+            if found and not is_ours:
+                raise BlockingIOError
+            stack.enter_context(sole_use(path / _OF_RUN))
+        except BlockingIOError:
+            path, why = (
+                asked / run_id,
+                "holds other files" if found and not is_ours else "is used by another run",
+            )
+            path.mkdir(exist_ok=True)
+            stack.enter_context(sole_use(path / _OF_RUN))
+            say(f"the log folder {asked} {why}, so the logs of this one are in {path}.")
+        for file in _files_of_ranks(path):
+            file.unlink()  # of an earlier run, which would be taken for this one's
+        yield path
+
+
+def _files_of_ranks(path: Path) -> list[Path]:
+    return [*path.glob("rank-*.error.json"), *path.glob("rank-*.log")]
 
 
 def supervise(target: Target, options: LaunchOptions, joined: Joined | None = None) -> int:
     """Runs the target on every rank of this host, prints the report of a failure, and returns the exit code."""
     last = with_restarts(lambda options: run_world(target, options, joined), options)
     for line in () if last.is_reported else last.lines:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
     return last.code
 
 
@@ -75,25 +132,24 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
     results are those of this host's ranks.
     """
     layout = single_host_layout(options) if joined is None else joined.layout
+    ranks = range(layout.first_rank, layout.first_rank + options.devices.count)
     with (
         SignalInbox() as inbox,
-        run_directory() as directory,
-        ExitStack() as unless_failed,
+        open_log_folder(options, layout) as logs,
+        lasting_stderr(logs.path),
+        run_directory(ranks=ranks) as directory,
         _pipe() as (from_ranks, to_supervisor),
         closing(Control(directory)) as control,
     ):
-        logs = _log_folder(options, layout)
-        if not options.log_directory:
-            unless_failed.callback(shutil.rmtree, logs, ignore_errors=True)
-        write_note(directory, layout.run_id, sys.argv, logs, layout.first_rank + options.devices.count)
+        write_note(directory, layout.run_id, sys.argv, logs.path, ranks.stop)
         environment = world_environment(options, layout, directory, os.environ)
-        coordinator = HostCoordinator(joined, control, directory, logs) if joined else None
+        coordinator = HostCoordinator(joined, control, directory, logs.path) if joined else None
         if joined is not None:
             write_rank_key(directory, joined.token, layout.run_id)
-        with ServerProcess(_order(target, options, layout, logs), environment, to_supervisor) as server:
-            watch = Watch(server, control, directory, logs, options, layout.first_rank, coordinator)
+        with ServerProcess(_order(target, options, layout, logs.path), environment, to_supervisor) as server:
+            watch = Watch(server, control, directory, logs.path, options, layout.first_rank, coordinator)
             watch.wait_for_ranks(inbox, from_ranks)
-        outcome = replace(_outcome(watch, control, directory, logs), asked=control.reason)
+        outcome = replace(_outcome(watch, control, directory, logs.path), asked=control.reason)
         if coordinator is not None:
             failed_to_run = watch.broken or watch.server_lost
             fault = (outcome.code, outcome.lines) if failed_to_run else None
@@ -107,8 +163,10 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
                 lost=lost,
                 is_reported=coordinator.is_reported,
             )
+        if outcome.has_failed or outcome.lost is not None:
+            end_leftovers(str(directory))
         if outcome.has_failed:
-            unless_failed.pop_all()
+            logs.keep(outcome.lines)
         return outcome
 
 

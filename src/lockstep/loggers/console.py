@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from lockstep.text import format_duration
@@ -65,9 +68,18 @@ class Console:
         return (time.monotonic() - self._began) / done * (self._epochs - epoch - 1)
 
 
-def _open_bar(stream: TextIO, text: str, steps: int) -> Any:
-    from tqdm import tqdm
+def import_installed(name: str) -> ModuleType:
+    """Imports a package of the command's own, for which a module of that name in the current folder is not taken."""
+    former, here = sys.path[:], Path.cwd()
+    sys.path[:] = [path for path in former if path and Path(path).resolve() != here]
+    try:
+        return import_module(name)
+    finally:
+        sys.path[:] = former
 
+
+def _open_bar(stream: TextIO, text: str, steps: int) -> Any:
+    tqdm = import_installed("tqdm").tqdm
     # No monitor thread: a process with threads should not fork, and data workers are forked.
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
     return quiet(

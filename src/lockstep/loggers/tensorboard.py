@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.loggers.console import import_installed
+
 _messages = logging.getLogger(__name__)
 
 
@@ -51,7 +53,7 @@ class TensorBoard:
 
     def _open(self) -> None:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            SummaryWriter = import_installed("torch.utils.tensorboard").SummaryWriter
         except ImportError:
             self._missing = True
             _messages.warning(

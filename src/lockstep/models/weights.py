@@ -162,7 +162,7 @@ def load_weights(model: nn.Module, path: Path | str, *, strict_head: bool = Fals
     """
     path = Path(path)
     given = _strip(_read(path))
-    wanted = model.state_dict(keep_vars=True)
+    wanted = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
     # Old files have no batch counters, and a tied tensor may stand under one of its names only.
     present = {id(value) for name, value in wanted.items() if name in given}
     optional = [n for n, v in wanted.items() if n.endswith("num_batches_tracked") or id(v) in present]

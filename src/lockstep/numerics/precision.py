@@ -60,11 +60,13 @@ class Precision:
         return cls(options.precision, device, options.shape.micro_batch_size, **scaling)
 
     def prepare(self, model: nn.Module) -> None:
-        """Lets every layer of a model run in this number format.
+        """Lets every layer of a model run in this number format; ``ConfigError`` names a parameter that cannot.
 
         oneDNN cannot train an LSTM in float16 on a CPU, nor in bfloat16 on one without AVX-512 ("could not create a
         primitive descriptor"), so torch's own implementation computes it there.
         """
+        if self.scaler is not None:
+            _require_unscaled_types(model)
         if self._device.type != "cpu":
             return
         has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # torch asks it before it compiles for oneDNN
@@ -81,6 +83,17 @@ class Precision:
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+
+
+def _require_unscaled_types(model: nn.Module) -> None:
+    """Refuses gradients of number types that torch's GradScaler does not divide by the loss scale."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            raise ConfigError(
+                f"precision fp16 scales the loss, and torch cannot divide the gradient of {name!r} by the scale again, "
+                f"as it is {str(parameter.dtype).removeprefix('torch.')}. Use precision bf16 or fp32, or make the "
+                "parameter float32 (a complex one as two real ones)."
+            )
 
 
 def _without_onednn(module: nn.Module) -> None:

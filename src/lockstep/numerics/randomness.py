@@ -14,19 +14,36 @@ which nothing can draw for nothing: several threads may then run replicas of it 
 
 Activation checkpointing runs units again, in backward. It first puts the generator back, whose seed then tells which
 call is meant: the units replay the keys they had when they were entered from that seed.
+
+Backward goes on with the numbers of the loss, in the order in which autograd runs. That is the order of one device
+wherever one process has the whole graph. The hooks of a parameter's gradient, and of a module's backward pass, have
+keys of their own, and so draw the same numbers in a pipeline too.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.seeding import derive_seed, unit_seed
 from lockstep.errors import ConfigError
+from lockstep.numerics.hooks import (
+    Hooks,
+    Surrounded,
+    backward_hooks,
+    first_hooked,
+    forward_hooks,
+    gradient_hooks,
+    hooked_globally,
+    is_hooked,
+    put_users_first,
+)
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NEVER_DRAW = (
@@ -79,6 +96,8 @@ class KeyedRandomness:
         device: whose generator the model draws from; the CPU's is always seeded too.
         others: further devices that parts of the model draw on.
         units: the units, if not those that ``find_units`` finds (a compiled model has coarser ones).
+        units_only: True where parts of the model run in other processes, so that what is drawn outside of every unit
+            has no key that all layouts share; it is then refused.
     """
 
     def __init__(
@@ -88,61 +107,141 @@ class KeyedRandomness:
         device: torch.device,
         units: dict[str, nn.Module] | None = None,
         others: Sequence[torch.device] = (),
+        units_only: bool = False,
     ) -> None:
-        self._seed = seed
+        self._model, self._seed, self._units_only = model, seed, units_only
         self._generators = [torch.default_generator]
+        self.keys_global_generators = False
+        """True if NumPy's and Python's global generators are seeded too."""
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's stub
             numbers = dict.fromkeys(each.index or 0 for each in (device, *others))
             self._generators += [torch.cuda.default_generators[number] for number in numbers]
+        self._fresh = [torch.Generator(each.device) for each in self._generators]
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
         self._entered: dict[tuple[str, int], _Frame] = {}
         self._begun: dict[tuple[int, int], tuple[dict[str, int], dict[tuple[str, int], _Frame]]] = {}
         self._where: tuple[int, int] | None = None
-        self._handles: list[RemovableHandle] = []
-        units = find_units(model) if units is None else units
-        for name, module in units.items() if draws_in_forward(model) else ():
-            if _may_draw(module):
-                self._watch(name, module)
+        self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._surrounded: dict[str, Surrounded] = {}
+        self._interrupted: list[list[torch.Tensor]] = []
+        self._outermost_seed: int | None = None
+        self._phase, self._replays = "forward", False
+        self._units = find_units(model) if units is None else units
+        self._look_for_hooks()
+
+    def key_global_generators(self) -> None:
+        """Seeds NumPy's and Python's global generators too from now on; every rank must call this at the same step."""
+        self.keys_global_generators = True
 
     def remove(self) -> None:
         """Takes the hooks away from the model."""
-        for handle in self._handles:
-            handle.remove()
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        for surrounded in self._surrounded.values():
+            surrounded.remove()
         self._handles.clear()
+        self._surrounded.clear()
+
+    def _look_for_hooks(self) -> None:
+        """Watches the units that may draw, and gives keys to the hooks of the user that are there by now."""
+        self._draw_themselves = {name for name, module in self._units.items() if not _passes_through(module)}
+        if draws_in_forward(self._model):
+            for name, module in self._units.items():
+                if name not in self._handles and _may_draw(module):
+                    self._watch(name, module)
+                elif name in self._handles:
+                    put_users_first(module._forward_hooks)
+        for name, module in self._model.named_modules():
+            for place, hooks in enumerate(backward_hooks(module)):
+                if is_hooked(hooks) and getattr(module, "_is_full_backward_hook", None) is not False:
+                    self._surround(f"backward {place} of {name}", hooks)
+        for name, parameter in self._model.named_parameters():
+            for place, hooks in enumerate(gradient_hooks(parameter)):
+                if is_hooked(hooks):
+                    self._surround(f"gradient {place} of {name}", hooks)
+        self._hooks_seen = RemovableHandle.next_id
+
+    def _surround(self, name: str, hooks: Hooks) -> None:
+        """Keys what some hooks draw in backward, and leaves the stream around them as it was."""
+
+        def begin(*_: object) -> None:
+            if self._where is None:
+                return
+            self._interrupted.append([generator.get_state() for generator in self._generators])
+            call = self._calls[name] = self._calls.get(name, -1) + 1
+            self._plant((name, call, 0))
+
+        def end(*_: object) -> None:
+            if self._where is not None and self._interrupted:
+                for generator, state in zip(self._generators, self._interrupted.pop()):
+                    generator.set_state(state)
+
+        if name not in self._surrounded or self._surrounded[name].hooks is not hooks:
+            self._surrounded[name] = Surrounded(hooks, begin, end)
+        self._surrounded[name].arrange()
 
     def begin_micro_batch(self, step: int, k: int) -> None:
         """Keys everything that is drawn from here on by global step ``step`` and micro-batch ``k``."""
         self._begun[step, k] = {}, {}
         self.resume_micro_batch(step, k)
 
-    def resume_micro_batch(self, step: int, k: int) -> None:
+    def resume_micro_batch(self, step: int, k: int, phase: str = "forward") -> None:
         """Goes on with a micro-batch of this step after others: its backward pass, or further units of its forward."""
-        self._where = (step, k)
+        self._require_units()
+        if self._hooks_seen != RemovableHandle.next_id:
+            self._look_for_hooks()
+        self._where, self._phase = (step, k), phase
         self._calls, self._entered = self._begun[step, k]
         self._begin("<forward>")
 
+    def end_inputs(self) -> None:
+        """Goes on with the keys of the model, after a transform of the inputs may have drawn."""
+        if self._units_only:
+            self._plant((self._frames[0].unit, 0, 0))
+
     def begin_loss(self) -> None:
         """Keys what the loss function draws."""
+        self._require_units()
+        self._phase = "loss"
         self._begin("<loss>")
+
+    def leave(self) -> None:
+        """Ends the keys in the middle of a step, whose micro-batches may begin anew."""
+        self._require_units()
+        self._where = None
 
     def end_step(self, step: int) -> None:
         """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
+        self._require_units()
         self._where = None
         self._begun.clear()
         self._manual_seed(derive_seed(self._seed, "loop", step))
 
     def _begin(self, outermost: str) -> None:
         self._frames = [_Frame(outermost)]
+        self._interrupted.clear()
+        self._replays = False
         self._plant((outermost, 0, 0))
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        draws_itself = not _passes_through(module)
+    def _require_units(self) -> None:
+        """Raises ``ConfigError`` where something was drawn outside of every unit and only units have keys."""
+        if not self._units_only or self._where is None or self._phase == "loss" or self._replays:
+            return
+        if len(self._frames) != 1 or self._outermost_seed is None:
+            return
+        for generator, fresh in zip(self._generators, self._fresh):
+            if not torch.equal(generator.get_state(), fresh.manual_seed(self._outermost_seed).get_state()):
+                self._where = None
+                raise ConfigError(_UNKEYED[self._phase])
 
+    def _watch(self, name: str, module: nn.Module) -> None:
         def enter(*_: object) -> None:
             if self._where is None:
                 return
+            draws_itself = name in self._draw_themselves
             frame = self._replayed(name) if in_backward() else self._entering(name, draws_itself)
             self._frames.append(frame)
             if draws_itself:
@@ -155,11 +254,15 @@ class KeyedRandomness:
             if after is not None:
                 self._plant(after)
 
-        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles[name] = (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
 
     def _entering(self, name: str, draws_itself: bool) -> _Frame:
         around = self._frames[-1]
+        if len(self._frames) == 1:
+            self._require_units()
         around.segment += 1
         after = (around.unit, around.call, around.segment) if around.draws_itself else None
         frame = _Frame(name, self._calls.get(name, 0), draws_itself, after)
@@ -171,6 +274,7 @@ class KeyedRandomness:
         """The frame of the call that backward runs again. Without the seed, there must have been one call only."""
         frame = self._entered.get((name, self._generators[0].initial_seed()))
         if frame is None:
+            self._replays = True
             frames = [entered for (unit, _), entered in self._entered.items() if unit == name]
             if len(frames) != 1:
                 raise ConfigError(
@@ -183,11 +287,17 @@ class KeyedRandomness:
     def _plant(self, key: _Key) -> None:
         if self._where is not None:
             (step, k), (unit, call, segment) = self._where, key
-            self._manual_seed(unit_seed(self._seed, step, k, unit, call, segment))
+            seed = unit_seed(self._seed, step, k, unit, call, segment)
+            if self._frames and unit == self._frames[0].unit:
+                self._outermost_seed = seed
+            self._manual_seed(seed)
 
     def _manual_seed(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
+        if self.keys_global_generators:
+            np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
+            random.seed(seed)
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -203,8 +313,24 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in units.items() if first_names.setdefault(module, name) == name}
 
 
+_UNKEYED = {
+    "forward": (
+        "The forward pass draws random numbers outside of every child of a Sequential or ModuleList, where no "
+        "process of a pipeline knows how many were drawn before. Put the layers that draw, such as Dropout, into an "
+        "nn.Sequential, or use strategy 'ddp' or 'fsdp'."
+    ),
+    "backward": (
+        "The backward pass draws random numbers, as a torch.autograd.Function of your own or a hook on an activation "
+        "does, and no process of a pipeline knows how many were drawn before. Draw them in forward, or in a hook on a "
+        "parameter or module (register_hook, register_full_backward_hook), or use strategy 'ddp' or 'fsdp'."
+    ),
+}
+
+
 def draws_in_forward(model: nn.Module) -> bool:
     """Returns whether a forward pass of the model may draw random numbers; code that is not known might."""
+    if hooked_globally() or first_hooked(model) is not None:
+        return True
     own = [m for m in model.modules() if not _passes_through(m) and not _draws_through_children(m)]
     return any(_may_draw(module) for module in own)
 
@@ -221,6 +347,8 @@ def in_backward() -> bool:
 
 def _may_draw(module: nn.Module) -> bool:
     """Returns whether a forward of the module could draw random numbers; unknown code might."""
+    if hooked_globally() or any(map(is_hooked, forward_hooks(module))):
+        return True
     if _passes_through(module):
         return any(_may_draw(child) for child in module.children())
     return not (isinstance(module, _NEVER_DRAW) and type(module).__module__.startswith("torch.nn."))
@@ -228,4 +356,4 @@ def _may_draw(module: nn.Module) -> bool:
 
 def _passes_through(module: nn.Module) -> bool:
     """Returns whether the module only calls its children one after the other and draws nothing itself."""
-    return type(module) in CONTAINERS
+    return type(module) in CONTAINERS and not any(map(is_hooked, forward_hooks(module)))

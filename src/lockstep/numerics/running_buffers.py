@@ -1,9 +1,11 @@
 """Running statistics (BatchNorm's, and buffers the user declares) that do not depend on who ran which micro-batch.
 
 Every micro-batch of a step starts from the step's old values. The step's new values are the tree mean of what the
-micro-batches left behind; a module that no micro-batch used in training mode keeps its old ones, bit for bit. Integer
-counters advance once per step. All values lie in one flat tensor, so that saving and restoring them is one copy; where
-the layers lie on several devices there is one on each.
+micro-batches left behind; a module that no micro-batch used in training mode keeps its old ones, bit for bit.
+BatchNorm's integer counters advance once per step; integer buffers that the user declares advance by the sum of what
+the micro-batches added. The vectors of spectral normalisation are averaged too: all micro-batches begin with the same
+ones and make the same iterations, which depend on the weight alone. All averaged values lie in one flat tensor, so
+that saving and restoring them is one copy; where the layers lie on several devices there is one on each.
 """
 
 from __future__ import annotations
@@ -11,18 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lockstep.core.fingerprint import digest_tensors
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack
 from lockstep.errors import ConfigError
 
+_MOST_ADDED = 2**24
+"""Integers below this are exact in float32."""
 _COUNTING = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 """Forward passes that advance ``num_batches_tracked`` whenever they change the statistics."""
+_STEPS_WATCHED = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +63,69 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], list[BufferLocation]]:
-    """The groups of buffers that are averaged, and the integer counters.
+def explain_single_values(model: nn.Module, global_batch: int, micro_batches: int) -> None:
+    """Lets BatchNorm say what is wrong with the recipe where a micro-batch of one row gives it no variance.
+
+    Rows of images and sequences hold several values of each channel, so a row is enough for some models.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_pre_hook(
+                partial(_refuse_single_values, name, global_batch, micro_batches)
+            )
+
+
+def _refuse_single_values(
+    name: str, global_batch: int, micro_batches: int, module: nn.Module, inputs: tuple[Any, ...]
+) -> None:
+    if not module.training or not inputs or inputs[0].dim() < 2 or inputs[0].numel() != inputs[0].shape[1]:
+        return
+    fewer = (
+        max(k for k in range(1, global_batch // 2 + 1) if global_batch % k == 0) if global_batch > 1 else 0
+    )
+    remedy = f"micro_batches={fewer}" if fewer else "global_batch=2 or more"
+    raise ConfigError(
+        f"BatchNorm {name!r} got one value of each channel and needs two for a variance: with global_batch="
+        f"{global_batch} and micro_batches={micro_batches} a micro-batch has one row. Use {remedy}, "
+        "sync_batch_norm=True, which takes the statistics of the global batch, or LayerNorm or GroupNorm."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class FoundBuffers:
+    """The buffers of a model that its forward pass changes."""
+
+    groups: list[BufferGroup]
+    """Averaged."""
+    counters: list[BufferLocation]
+    """BatchNorm's, which advance once per step."""
+    summed: list[BufferLocation]
+    """Integers that advance by the sum of what the micro-batches added."""
+
+    @property
+    def names(self) -> set[str]:
+        """Of all of them."""
+        averaged = (location for group in self.groups for location in group.locations)
+        return {location.name for location in (*averaged, *self.counters, *self.summed)}
+
+    def on(self, device: torch.device) -> FoundBuffers:
+        """Those on a device."""
+        return FoundBuffers(
+            [group for group in self.groups if group.locations[0].buffer.device == device],
+            [location for location in self.counters if location.buffer.device == device],
+            [location for location in self.summed if location.buffer.device == device],
+        )
+
+
+def find(model: nn.Module, declared: Sequence[str]) -> FoundBuffers:
+    """The buffers of a model that its forward pass changes, as far as they are known or ``declared``.
 
     Raises:
         ConfigError: a pattern of ``declared`` matches nothing, or the types of the buffers differ.
     """
     groups: list[BufferGroup] = []
     counters: list[BufferLocation] = []
+    summed: list[BufferLocation] = []
     buffers = {location.name: location for location in _buffers(model)}
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
@@ -72,12 +136,27 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
             groups.append(
                 BufferGroup([mean, variance], counter if type(module).forward in _COUNTING else None)
             )
-    found = _names(groups, counters)
+        iterated = [buffers[path + key] for key in _power_iteration(module) if path + key in buffers]
+        if iterated:
+            groups.append(BufferGroup(iterated))
+    found = FoundBuffers(groups, counters, summed).names
     for pattern in declared:
         matched = [name for name in buffers if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(f"running_buffers: no buffer of the model matches {pattern!r}.")
-        groups += [BufferGroup([buffers[name]]) for name in matched if name not in found]
+        for name in matched:
+            path, _, key = name.rpartition(".")
+            if key in model.get_submodule(path)._non_persistent_buffers_set:
+                raise ConfigError(
+                    f"running_buffers has {name!r}, which was registered with persistent=False: neither fingerprint "
+                    "nor checkpoint would hold it, and a resumed run would go on from its first value. Register it "
+                    "with persistent=True."
+                )
+        for location in (buffers[name] for name in matched if name not in found):
+            if location.buffer.is_floating_point() or location.buffer.is_complex():
+                groups.append(BufferGroup([location]))
+            else:
+                summed.append(_summable(location))
         found.update(matched)
     averaged = [location for group in groups for location in group.locations]
     wide = torch.float64 if averaged and averaged[0].buffer.dtype == torch.float64 else torch.float32
@@ -87,13 +166,25 @@ def find(model: nn.Module, declared: Sequence[str]) -> tuple[list[BufferGroup], 
                 f"The running buffer {location.name!r} is {location.buffer.dtype}, but running buffers must be all "
                 "float32 or all float64. Convert them to one type."
             )
-    return groups, counters
+    return FoundBuffers(groups, counters, summed)
 
 
-def _names(groups: Sequence[BufferGroup], counters: Sequence[BufferLocation]) -> set[str]:
-    return {location.name for group in groups for location in group.locations} | {
-        location.name for location in counters
-    }
+def _power_iteration(module: nn.Module) -> list[str]:
+    """The names of the vectors that spectral normalisation keeps in a module, as either of torch's ways has them."""
+    if isinstance(module, _SpectralNorm):
+        return ["_u", "_v"]
+    hooks = module._forward_pre_hooks.values()
+    return [f"{hook.name}_{each}" for hook in hooks if isinstance(hook, SpectralNorm) for each in "uv"]
+
+
+def _summable(location: BufferLocation) -> BufferLocation:
+    """The same; ``ConfigError`` if it holds truth values."""
+    if location.buffer.dtype == torch.bool:
+        raise ConfigError(
+            f"running_buffers names {location.name!r}, which holds truth values. Floating-point buffers are averaged "
+            "over the micro-batches and integers are added up; set a flag outside of the forward pass."
+        )
+    return location
 
 
 def _buffers(model: nn.Module) -> Iterator[BufferLocation]:
@@ -111,27 +202,28 @@ class RunningBuffers:
 
     Args:
         model: the model, on its device; its running buffers become views of one flat tensor.
-        declared: name patterns of further floating-point buffers to average (``["ema.*"]``).
+        declared: name patterns of further buffers (``["ema.*"]``): floating-point ones are averaged, integers added up.
         on: take only the buffers on this device; None for all.
     """
 
     _others: dict[str, str] | None = None
-    _others_stay = False
+    _others_stayed = 0
 
     def __init__(
         self, model: nn.Module, declared: Sequence[str] = (), on: torch.device | None = None
     ) -> None:
         self._model = model
-        groups, counters = find(model, declared)
-        self._known = _names(groups, counters)
-        groups = [group for group in groups if on in (None, group.locations[0].buffer.device)]
-        counters = [location for location in counters if on in (None, location.buffer.device)]
+        found = find(model, declared)
+        self._known = found.names
+        found = found if on is None else found.on(on)
+        groups, counters, self._summed = found.groups, found.counters, found.summed
         averaged = [location for group in groups for location in group.locations]
-        self._locations = [*averaged, *counters]
-        dtype = averaged[0].buffer.dtype if averaged else torch.float32
+        self._locations = [*averaged, *counters, *self._summed]
+        dtype = averaged[0].buffer.dtype if averaged else torch.float64 if self._summed else torch.float32
         self._flat = _flatten([location.buffer for location in averaged], dtype)
         self._counts = _flatten([location.buffer for location in counters], torch.int64)
         self._old, self._old_counts = self._flat.clone(), self._counts.clone()
+        self._old_summed = [location.buffer.clone() for location in self._summed]
         compared = [group for group in groups if group.counter is None]
         signal = {id(group): number for number, group in enumerate(compared, len(counters))}
         signal |= {id(g): counters.index(g.counter) for g in groups if g.counter is not None}
@@ -142,18 +234,19 @@ class RunningBuffers:
         self._compared = [
             slice(end - group.numel, end) for group, end in zip(groups, ends) if group.counter is None
         ]
-        self.numel: int = self._flat.numel()
-        """Number of values that are averaged."""
+        self.numel: int = self._flat.numel() + sum(before.numel() for before in self._old_summed)
+        """Number of values that are averaged or added up."""
         self.counters: int = self._counts.numel() + len(self._compared)
         """Numbers that tell which buffers were used: the integer counters, and one for each other group."""
         self.dtype = dtype
-        """Type of the values: float32, or float64 for a model of float64."""
-        self.device = self._flat.device
+        """Type of the values: float32, or float64 for a model of float64 and where integers alone are added up."""
+        self.device = self._summed[0].buffer.device if self._summed else self._flat.device
 
     def tensors(self) -> list[Tensor]:
-        """The values and the integer counters, each as the one flat tensor that the model's buffers are views of."""
+        """The values and BatchNorm's counters, each as the one flat tensor that the model's buffers are views of, and
+        the buffers that are added up."""
         self._take_back(keep=True)
-        return [self._flat, self._counts]
+        return [self._flat, self._counts, *(location.buffer for location in self._summed)]
 
     def new_rows(self, count: int) -> Tensor:
         """Zeros for the values of ``count`` micro-batches, shape (count, numel)."""
@@ -165,6 +258,8 @@ class RunningBuffers:
             self._take_back(keep=True)
             self._old.copy_(self._flat)
             self._old_counts.copy_(self._counts)
+            for location, before in zip(self._summed, self._old_summed):
+                before.copy_(location.buffer)
 
     def begin_micro_batch(self) -> None:
         """Puts the old values back before a forward pass."""
@@ -172,6 +267,8 @@ class RunningBuffers:
             self._take_back(keep=False)
             self._flat.copy_(self._old)
             self._counts.copy_(self._old_counts)
+            for location, before in zip(self._summed, self._old_summed):
+                location.buffer.copy_(before)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns copies of a forward pass's values (numel,), and how often each group was used (counters,)."""
@@ -180,7 +277,10 @@ class RunningBuffers:
         if self._compared:
             changed = [(self._flat[part] != self._old[part]).any() for part in self._compared]
             advanced = torch.cat([advanced, torch.stack(changed).to(advanced.dtype)])
-        return self._flat.clone(), advanced
+        if not self._summed:
+            return self._flat.clone(), advanced
+        added = [location.buffer - before for location, before in zip(self._summed, self._old_summed)]
+        return torch.cat([self._flat, *(each.flatten().to(self.dtype) for each in added)]), advanced
 
     def finish_step(self, total: Tensor, leaves: int, advanced: Tensor) -> None:
         """Sets the new values.
@@ -191,9 +291,18 @@ class RunningBuffers:
             advanced: sum over the micro-batches of how often each group was used, shape (counters,).
         """
         self._take_back(keep=False)
+        sizes = [self._flat.numel(), *(before.numel() for before in self._old_summed)]
+        averaged, *added = torch.split(total, sizes)
         unused = (advanced == 0).index_select(0, self._signal_of)
-        torch.where(unused, self._old, total / leaves, out=self._flat)
+        torch.where(unused, self._old, averaged / leaves, out=self._flat)
         self._counts.copy_(self._old_counts + (advanced[: self._counts.numel()] > 0))
+        for location, before, sums in zip(self._summed, self._old_summed, added):
+            if bool((sums.abs() >= _MOST_ADDED).any()):
+                raise ConfigError(
+                    f"The buffer {location.name!r} changed by {_MOST_ADDED} or more in one step, which is more than "
+                    "running_buffers adds up exactly. Count in larger units, or outside of the forward pass."
+                )
+            location.buffer.copy_(before + sums.view(before.shape).to(before.dtype))
 
     def finish_step_from_rows(self, rows: Tensor, share: Share, leaves: int, advanced: Tensor) -> None:
         """Sets the new values from those of all micro-batches, shape (ranks, longest share, numel)."""
@@ -219,7 +328,7 @@ class RunningBuffers:
     @staticmethod
     def names(model: nn.Module, declared: Sequence[str] = ()) -> set[str]:
         """The names of a model's running buffers and their counters."""
-        return _names(*find(model, declared))
+        return find(model, declared).names
 
     def take_over(self, other: RunningBuffers) -> None:
         """Sets the values to those of the same model's buffers elsewhere."""
@@ -227,10 +336,15 @@ class RunningBuffers:
             self._take_back(keep=False)
             self._flat.copy_(other._flat)
             self._counts.copy_(other._counts)
+            for mine, theirs in zip(self._summed, other._summed):
+                mine.buffer.copy_(theirs.buffer)
 
     def remember_others(self) -> None:
-        """Notes the values of all buffers that are not averaged, until one step has left them as they were."""
-        if not self._others_stay:
+        """Notes the values of all buffers that are not averaged, until a step has left them as they were.
+
+        A step is preceded by a rehearsal, which is two short ones.
+        """
+        if self._others_stayed < _STEPS_WATCHED:
             self._others = self._digest_others()
 
     def refuse_changed_others(self) -> None:
@@ -242,10 +356,20 @@ class RunningBuffers:
         if changed:
             raise ConfigError(
                 f"The forward pass changes the buffer {changed[0]!r}, and Lockstep does not know how to combine its "
-                f"values from several micro-batches. Average it with running_buffers=[{changed[0]!r}], or change it "
-                "outside of the forward pass."
+                f"values from several micro-batches. {self._advice(changed[0])}hange it outside of the forward pass."
             )
-        self._others_stay = True
+        self._others_stayed += 1
+
+    def _advice(self, name: str) -> str:
+        buffer = self._model.get_buffer(name)
+        if buffer.dtype == torch.bool:
+            return "C"
+        if buffer.is_floating_point() or buffer.is_complex():
+            return f"Average it with running_buffers=[{name!r}], or c"
+        return (
+            f"Add its changes up with running_buffers=[{name!r}], so that it counts micro-batches (or what is in "
+            "them), of which all start with the step's old value; or c"
+        )
 
     def _digest_others(self) -> dict[str, str]:
         return digest_tensors({n: b for n, b in self._model.named_buffers() if n not in self._known})

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -47,6 +47,7 @@ _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "
 """Folders of installed packages, which two hosts may have under paths of their own."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
 """Attributes in which every module keeps its parameters, buffers, children and hooks."""
+_VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
 
 
@@ -75,6 +76,16 @@ def require_equal_settings(
     lines = [f"  {key}: {_by_rank(found[key])}" for key in sorted(found)]
     if lines:
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
+
+
+def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
+    for name, values in _differences(digests, group, device, absent="absent").items():
+        raise ConfigError(
+            f"The ranks hold different data: {name} of the data set has the digest {_by_rank(values)}. Random numbers "
+            "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
+            "torch.manual_seed(0) and numpy.random.seed(0) before. Files must be the same on every host."
+        )
 
 
 def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -108,12 +119,17 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
     ]
     if lines:
+        hidden = (
+            " Modules belong into nn.ModuleList and tensors into register_buffer: rank 0's values go to all."
+        )
         more = [f"  and {len(lines) - _MOST_NAMES} more"] if len(lines) > _MOST_NAMES else []
         raise ConfigError(
             "The ranks do not run the same code, so their results would not belong together:\n"
             + "\n".join([*lines[:_MOST_NAMES], *more])
             + "\nGive all hosts the same files, and build the model alike on every rank. An attribute that has to "
             "differ, such as a rank, belongs outside of the model."
+            + hidden
+            * any(_VALUES in line for line in lines)
         )
 
 
@@ -139,23 +155,33 @@ def _digest_of_file(file: str) -> str:
 def described(model: nn.Module) -> dict[str, str]:
     """The class of every module of a model, and its attributes that are plain values, as text by name.
 
-    Of other objects, such as devices, process groups and tensors, it is the type alone; so it is of absolute paths.
+    Tensors that are no buffers, and modules in plain lists, are given by a digest: nobody shares rank 0's. Of other
+    objects, such as devices and process groups, it is the type alone; so it is of absolute paths.
     """
-    found = {}
+    found, shared = {}, frozenset(map(id, _named_tensors(model).values()))
     for name, module in model.named_modules():
         found[f"class of {name or 'the model'}"] = _name_of(type(module))
         for key, value in vars(module).items():
             if key not in _OF_TORCH:
-                found[f"{name}.{key}" if name else key] = _text(value)
+                found[f"{name}.{key}" if name else key] = _text(value, shared)
     return found
 
 
-def _text(value: Any, depth: int = 4) -> str:
+def _text(value: Any, shared: Set[int], depth: int = 4) -> str:
+    """A value as text; ``shared`` has the ids of tensors that get rank 0's values, such as weights an LSTM lists."""
     if isinstance(value, str) and value.startswith(os.sep):
         return "an absolute path"
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
-    inner = partial(_text, depth=depth - 1)
+    if isinstance(value, Tensor | nn.Module):
+        held = {"": value} if isinstance(value, Tensor) else _named_tensors(value)
+        known = {
+            name: each
+            for name, each in held.items()
+            if id(each) not in shared and each.layout is torch.strided and not each.is_meta
+        }
+        return f"{_name_of(type(value))} {_VALUES} {combine(digest_tensors(known))[:8]}"
+    inner = partial(_text, shared=shared, depth=depth - 1)
     if depth and isinstance(value, list | tuple):
         return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(map(inner, value)))
     if depth and isinstance(value, set | frozenset):
@@ -254,22 +280,29 @@ def _by_rank(values: list[Any]) -> str:
     return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
 
 
+Digests = Callable[[], Mapping[str, str]]
+"""Gives digests of some samples of a data set by name."""
+
+
 class AgreedData:
     """The data sets that all ranks have been asked about; ``position`` notes the size of the current one."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
         self._group, self._device, self._position = group, device, position
-        self._agreed: set[SamplePlan] = set()
+        self._agreed: set[SamplePlan | int] = set()
         self._resumed_samples = 0
 
     def resume(self) -> None:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def require(self, plan: SamplePlan, photos: str = "") -> None:
+    def require(self, plan: SamplePlan, photos: str = "", digests: Digests = dict) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
-        ``photos`` is a hash of what its photos are decoded to, and empty for other sets.
+        Args:
+            plan: of the data set.
+            photos: a hash of what its photos are decoded to; empty for other sets.
+            digests: gives those of some samples.
         """
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
@@ -286,7 +319,15 @@ class AgreedData:
                 "pixels of photos": photos,
             }
             require_equal_settings(seen, self._group, self._device)
+            require_equal_data(digests(), self._group, self._device)
             self._agreed.add(plan)
+
+    def require_evaluated(self, samples: int, digests: Digests) -> None:
+        """The same for a data set of so many samples that is evaluated. Collective."""
+        if self._group is not None and samples not in self._agreed:
+            require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
+            require_equal_data(digests(), self._group, self._device)
+            self._agreed.add(samples)
 
 
 @dataclass

@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
-from lockstep.run.step import exact, sum_and_weight
+from lockstep.run.means import Part, reasons
+from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
+from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.run import Run
 
+_ROUNDS_CHECKED = 3
 AGREE_EVERY = 1.0
 """Seconds, about."""
 
@@ -75,6 +80,22 @@ class EvaluationStop:
 
 
 Metric = Callable[[Any, Any], Any]
+
+
+@runtime_checkable
+class SetMetric(Protocol):
+    """Sees all samples before it gives its value, as the metrics of torchmetrics do."""
+
+    def update(self, output: Tensor, target: Tensor, /) -> Any:
+        """Takes the next samples."""
+
+    def compute(self) -> Any:
+        """One number, of all samples since ``reset``."""
+
+    def reset(self) -> Any:
+        """Forgets all samples."""
+
+
 Forward = Callable[[MicroBatch], tuple[Any, Any]]
 """Runs the model on one micro-batch; gives (output, target)."""
 
@@ -90,6 +111,8 @@ class OpenEvaluation:
     """How the ranks agree to stop early; None: they stay to the end."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
+    rehearse: Callable[[MicroBatch | None], None] | None = None
+    """Looks for what the model keeps, on all ranks, with the first micro-batch of each."""
 
     def rounds(self) -> Iterator[tuple[int, MicroBatch | None]]:
         """Numbers the rounds, as many for every holder, with this one's micro-batch in each. See ``EvaluationStop``."""
@@ -97,6 +120,8 @@ class OpenEvaluation:
         for number, micro_batch in enumerate(chain(self.loader, repeat(None, spare))):
             if self.stop is not None:
                 self.stop.agree(number)
+            if number == 0 and self.rehearse is not None:
+                self.rehearse(micro_batch)
             yield number, micro_batch
 
 
@@ -122,6 +147,15 @@ def evaluation(
         randomness.begin_micro_batch(-1 - step, micro_batch.k)
         return compute.output_and_target(micro_batch.data, forward, evaluated, transform)
 
+    def rehearse(micro_batch: MicroBatch | None) -> None:
+        def output_of(given: MicroBatch) -> Any:
+            output = _output(output_and_target, given, forward)
+            randomness.leave()
+            return output
+
+        given = None if micro_batch is None else partial(output_of, micro_batch)
+        run.rehearsals.rehearse_evaluation(evaluated, forward, given)
+
     run.synchronize()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
     can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
@@ -130,8 +164,12 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
+        run._agreed_data.require_evaluated(loader.samples, partial(run._loaders.digests, data, workers))
+        is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
-            yield OpenEvaluation(loader, output_and_target, stop, forward is not None)
+            yield OpenEvaluation(
+                loader, output_and_target, stop, forward is not None, rehearse if is_new else None
+            )
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
@@ -141,50 +179,142 @@ def evaluation(
         randomness.end_step(-1 - step)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def evaluate(opened: OpenEvaluation, metrics: Mapping[str, Metric], strategy: Strategy) -> dict[str, float]:
+def evaluate(
+    opened: OpenEvaluation,
+    metrics: Mapping[str, Metric],
+    strategy: Strategy,
+    group: dist.ProcessGroup | None,
+    unchecked: set[str],
+) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
     Args:
         opened: the samples and the model.
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         strategy: where the results of all processes are gathered.
+        group: all ranks; None for a world of one.
+        unchecked: names of the metrics that are to be checked, see ``means``; the same on every rank.
 
     Raises:
+        ConfigError: a metric is no mean over samples.
         EvaluationStopped: they have stopped, all after the same number of micro-batches.
     """
     loader, share = opened.loader, opened.loader.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
+    deviations: dict[str, str] = {}
+    seen: list[Part] = []
     for place, micro_batch in opened.rounds():
         if micro_batch is None:
             continue
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             continue  # padding, run because the forward pass is collective
+        if place < _ROUNDS_CHECKED and unchecked:
+            seen.append((output, target, len(micro_batch)))
+            deviations |= reasons(
+                {name: metrics[name] for name in sorted(unchecked - deviations.keys())}, seen
+            )
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
-    gathered = strategy.gather(rows.view(-1)).view(share.holders, longest, len(metrics), 2).cpu()
-    ordered = torch.zeros(share.holders * longest, len(metrics), 2, dtype=torch.float64)
-    for holder, part in enumerate(gathered):
-        held = list(share.of(loader.count, holder))
-        ordered[held] = part[: len(held)]
-    ordered = ordered[: loader.count]
+    if unchecked:
+        require_means(gather_records(strategy, deviations, group))
+    ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
+
+
+def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:
+    """What all holders have found for their micro-batches, in order of ``k``. Collective.
+
+    Args:
+        rows: this holder's, float64, shape (longest share, ...).
+        count: micro-batches of all holders.
+        share: who holds which.
+        strategy: over whose processes they are gathered.
+
+    Returns:
+        Shape (count, ...).
+    """
+    gathered = strategy.gather(rows.view(-1)).view(share.holders, *rows.shape)
+    ordered = rows.new_zeros(share.holders * len(rows), *rows.shape[1:])
+    for holder, part in enumerate(gathered):
+        held = list(share.of(count, holder))
+        ordered[held] = part[: len(held)]
+    return ordered[:count]
+
+
+def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raises ``ConfigError`` where a process has found that a metric is no mean: see ``means.reasons``."""
+    for name, reason in sorted({name: why for each in everyone for name, why in each.items()}.items()):
+        raise ConfigError(
+            f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
+            "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
+            "run.predict. checks='off' takes the average over micro-batches all the same."
+        )
+
+
+def evaluate_whole(
+    opened: OpenEvaluation,
+    metrics: Mapping[str, SetMetric],
+    strategy: Strategy,
+    group: dist.ProcessGroup | None,
+    *,
+    is_main: bool,
+) -> dict[str, float]:
+    """The value of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
+
+    The main process updates the metrics, with one micro-batch after the other in the order of the data set.
+
+    Args:
+        opened: the samples and the model.
+        metrics: the objects by name.
+        strategy, group, is_main: as in ``predict``.
+
+    Raises:
+        ConfigError: outputs or targets are no tensors with a row for each sample, or a value is no number.
+        EvaluationStopped: the ranks have stopped, all after the same number of micro-batches.
+    """
+    columns: list[list[Any]] = []
+    words = f"The metric {next(iter(metrics))!r}", "Compute it from run.predict(data, keep=...) instead."
+
+    def joined(micro_batch: MicroBatch) -> tuple[Tensor, None]:
+        pair = [_rows(each, len(micro_batch), *words) for each in opened.forward(micro_batch)]
+        columns[:] = [[str(each.dtype), list(each.shape[1:])] for each in pair]
+        return torch.cat([each.reshape(len(each), -1).double() for each in pair], 1), None
+
+    rows = predict(replace(opened, forward=joined, whole=True), None, strategy, group, is_main=is_main)
+    (dtype, shape), (target_dtype, target_shape) = next(
+        filter(None, gather_records(strategy, columns, group))
+    )
+    values = {}
+    if rows is not None:
+        border = math.prod(shape)
+        outputs = rows[:, :border].to(_dtype(dtype)).view(-1, *shape)
+        targets = rows[:, border:].to(_dtype(target_dtype)).view(-1, *target_shape)
+        size = opened.loader.micro_batch_size
+        for name, metric in metrics.items():
+            if hasattr(
+                metric, "sync_on_compute"
+            ):  # torchmetrics would wait for the other ranks, which have no part
+                vars(metric)["sync_on_compute"] = False
+            metric.reset()
+            for begin in range(0, len(rows), size):
+                metric.update(outputs[begin : begin + size], targets[begin : begin + size])
+            values[name] = _number(name, metric.compute())
+    shared: dict[str, float] = next(filter(None, gather_records(strategy, values, group)))
+    return shared
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is no single number. Compute it "
+            "from run.predict instead."
+        ) from error
 
 
 def _mean(name: str, rows: Tensor) -> float:
@@ -252,28 +382,46 @@ def predict(
                         f"The outputs of micro-batch {held[0]} are lost with the process that had them."
                     )
                 numbers = values[1 : 1 + rows * math.prod(shape)].view(rows, *shape)
-                found[held[0]] = numbers.to(getattr(torch, dtype.removeprefix("torch.")), copy=True)
+                found[held[0]] = numbers.to(_dtype(dtype), copy=True)
     return torch.cat(found) if is_main else None
 
 
 def _kept(opened: OpenEvaluation, micro_batch: MicroBatch, keep: Callable[[Any], Any] | None) -> Tensor:
     """Returns the part of an output that is kept: a row of real numbers for each sample."""
-    if isinstance(micro_batch.data, Tensor) and not opened.whole:
+    output = _output(opened.forward, micro_batch, opened.whole)
+    return _rows(
+        output if keep is None else keep(output),
+        len(micro_batch),
+        "run.predict",
+        "Take the part to keep with keep=, for example keep=lambda output: output['logits'].",
+    )
+
+
+def _output(forward: Forward, micro_batch: MicroBatch, whole: object) -> Any:
+    if isinstance(micro_batch.data, Tensor) and not whole:
         micro_batch = replace(micro_batch, data=(micro_batch.data, None))  # an input without a target
-    output, samples = opened.forward(micro_batch)[0], len(micro_batch)
-    output = output if keep is None else keep(output)
-    if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != samples:
+    return forward(micro_batch)[0]
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return found
+
+
+def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
+    """The value, if it is a tensor with a row of real numbers for each sample; ``ConfigError`` otherwise."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != samples:
         found = (
-            f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         )
         raise ConfigError(
-            f"run.predict needs a tensor with one row for each of the {samples} samples of a micro-batch, and the "
-            f"model gave {found}. Take the part to keep with keep=, for example keep=lambda output: output['logits']."
+            f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
+            f"{found}. {remedy}"
         )
-    whole = not output.is_floating_point() and not output.is_complex()
-    if output.is_complex() or (whole and not torch.equal(output.double().to(output.dtype), output)):
+    whole = not value.is_floating_point() and not value.is_complex()
+    if value.is_complex() or (whole and not torch.equal(value.double().to(value.dtype), value)):
         raise ConfigError(
-            f"run.predict keeps real numbers, whole ones up to 2**53, and the model gave others, of {output.dtype}. "
-            "Convert them with keep=."
+            f"{caller} takes real numbers, whole ones up to 2**53, and was given others, of {value.dtype}. Convert "
+            "them first."
         )
-    return output
+    return value

@@ -14,7 +14,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
 from lockstep.data.reader import ReadTrace
-from lockstep.data.workers import ReadingOptions
+from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.numerics.running_buffers import has_batch_norm
 from lockstep.strategies import Strategy
 
@@ -40,16 +40,8 @@ class LoaderCache:
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
         if id(data) not in self._sources:
-            source, shape = adopt(data), self._options.shape
-            batch_note = check_batch_size(
-                source,
-                global_batch=shape.global_batch,
-                micro_batch_size=shape.micro_batch_size,
-                holders=self._strategy.share.holders,
-            )
-            for note in (*source.notes, batch_note):
-                if note and self._strategy.share.holder == 0:
-                    logger.warning("%s", note)
+            source = adopt(data)
+            self._warn(*source.notes)
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
             while len(self._sources) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
                 self._forget(next(iter(self._sources)))
@@ -77,13 +69,20 @@ class LoaderCache:
         """The loader of a training set for this process's micro-batches."""
         key = (id(data), shuffle, drop_last, workers, self._strategy.share)
         if key not in self._training:
-            plan = self.plan(data, shuffle, drop_last, smallest)
+            plan, source = self.plan(data, shuffle, drop_last, smallest), self.source(data)
+            self._warn(
+                check_batch_size(
+                    source,
+                    global_batch=plan.shape.global_batch,
+                    micro_batch_size=plan.shape.micro_batch_size,
+                    holders=self._strategy.share.holders,
+                )
+            )
             if plan.dropped_samples and not plan.drop_last and self._strategy.share.holder == 0:
                 logger.warning(
                     "The last micro-batch of each epoch would hold %d sample, too few for BatchNorm: it is left out.",
                     plan.dropped_samples,
                 )
-            source = self.source(data)
             self._training[key] = StepLoader(
                 source.dataset,
                 plan,
@@ -101,11 +100,21 @@ class LoaderCache:
             source = self.source(data)
             self._evaluation[key] = EvaluationLoader(
                 source.dataset,
-                micro_batch_size=self._options.evaluation_batch or self._options.shape.micro_batch_size,
+                micro_batch_size=self._options.evaluation_batch
+                or source.evaluation_batch
+                or self._options.shape.micro_batch_size,
                 share=self._evaluation_share,
                 **self._reading(source, workers, "loader of evaluation"),
             )
         return self._evaluation[key]
+
+    def digests(self, data: Any, workers: int | None) -> dict[str, str]:
+        """Digests of the first, the middle and the last sample, which every rank reads; none without checks."""
+        source = self.source(data)
+        if self._options.checks == "off":
+            return {}
+        some = sorted({0, len(source.dataset) // 2, len(source.dataset) - 1})
+        return sample_digests(source.dataset, some, **self._reading(source, workers))
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
@@ -120,6 +129,11 @@ class LoaderCache:
         if next_epoch is not None and not loader.counts_skipped:
             loader.begin(next_epoch)
 
+    def _warn(self, *notes: str | None) -> None:
+        for note in notes if self._strategy.share.holder == 0 else ():
+            if note:
+                logger.warning("%s", note)
+
     def close(self) -> None:
         """Ends all worker processes."""
         for data in list(self._sources):
@@ -132,10 +146,10 @@ class LoaderCache:
                 loaders.pop(key).close()
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] != data}
 
-    def _reading(self, source: Source, workers: int | None, name: str) -> ReadingOptions:
-        """How a loader reads, and the notes of it where they are asked for."""
+    def _reading(self, source: Source, workers: int | None, name: str = "") -> ReadingOptions:
+        """How a loader reads, and the notes of it where they are asked for and it has a name."""
         processes = workers if workers is not None else source.workers or 0
-        if self.clocks is not None:
+        if self.clocks is not None and name:
             self.clocks.append(ReadTrace(name, processes))
         on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
         return ReadingOptions(
@@ -145,6 +159,7 @@ class LoaderCache:
             pin_memory=on_gpu and source.pin_memory is not False,
             timeout=source.timeout or self._options.loader_timeout,
             clock=self.clocks[-1] if self.clocks else None,
+            checks=self._options.checks != "off",
         )
 
     @property

@@ -6,7 +6,7 @@ optimizer.step()      PreparedOptimizer.step -> GradientState.step -> the user's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
+from lockstep.strategies.sharding import is_elementwise
 
 _SMALLEST_SCALE = 2.0**-24
 
@@ -32,6 +34,7 @@ class GradientState:
         strategy: knows who else holds a part of the gradients.
         scaler: of the loss; None where the precision needs none.
         frozen: parameters that required no gradient when the run was prepared, with their names.
+        trained: those that did.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class GradientState:
         strategy: Strategy,
         scaler: torch.amp.GradScaler | None = None,
         frozen: Sequence[tuple[str, Tensor]] = (),
+        trained: Sequence[Tensor] = (),
     ) -> None:
         self._optimizers, self._strategy, self._scaler = list(optimizers), strategy, scaler
-        self._frozen = frozen
+        self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
         self._reduced = self._stepping = self._scale_outdated = False
+        self._failure = ""
         self.skipped = 0
         """Steps that were skipped because a scaled gradient was not finite."""
         for optimizer in optimizers:
@@ -70,9 +75,22 @@ class GradientState:
             ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
                 which would not be summed over the ranks.
         """
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise thawed(name)
+        if self._failure:
+            raise ConfigError(
+                f"{self._failure}, which was caught. The other ranks wait for the rest of that step, so this rank "
+                "cannot begin another one. Let the exception end the program; leave out samples that cannot be "
+                "used in the data set (lockstep.data.SkipBroken), or in the loss by a weight of 0."
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
+            unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+            trains = not self._trained or any(parameter.requires_grad for parameter in self._trained)
+        if unfrozen:
+            raise thawed(unfrozen[0])
+        if not trains:
+            raise ConfigError(
+                "Every parameter of the model is frozen, so run.backward has nothing to compute gradients for. Leave "
+                "some unfrozen, or call the model or run.evaluate instead."
+            )
         if self._scaler is None:
             return
         if not self._optimizers:
@@ -98,9 +116,45 @@ class GradientState:
         self._reduced = True
         self._holding |= {id(o) for o in self._optimizers if has_gradients(o)}
 
+    def fail(self, step: int, error: Exception) -> None:
+        """Notes that the backward pass of a step raised on this rank, while other ranks may go on with it."""
+        self._failure = f"run.backward of step {step} raised {type(error).__name__} ({error})"
+
+    def require_computed(self, user: str) -> None:
+        """Raises ``ConfigError`` where there is no gradient that ``run.backward`` has computed."""
+        if not self._reduced and not self._holding:
+            raise ConfigError(
+                f"{user} was called before run.backward(batch, loss), so there is no gradient yet. Call it between "
+                "run.backward and optimizer.step()."
+            )
+
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
         self._holding.discard(id(optimizer))
+
+    def step_by(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Steps an optimizer that evaluates the loss itself, as LBFGS does, and returns what it returns. Collective.
+
+        Raises:
+            ConfigError: a process does not hold the whole model, or the loss is scaled.
+        """
+        if is_elementwise(optimizer):  # these call it once, before anything else
+            found = closure()
+            self.step(optimizer)
+            return found
+        require_whole(optimizer, self._strategy)
+        if self._scaler is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) may evaluate the loss several times, and precision fp16 "
+                "scales it anew for every step. Use precision bf16 or fp32."
+            )
+        self._stepping = True
+        try:
+            found = optimizer.step(closure)
+        finally:
+            self._stepping = False
+            self._holding.discard(id(optimizer))
+        return found
 
     def step(self, optimizer: Optimizer) -> bool:
         """Steps the optimizer, unless a scaled gradient was not finite. Collective.
@@ -117,6 +171,7 @@ class GradientState:
                 "rank's own and were not summed over the ranks."
             )
         self._stepping, taken = True, True
+        self._strategy.before_step()
         try:
             if self._scaler is None:
                 optimizer.step()
@@ -182,62 +237,88 @@ class PreparedOptimizer(Optimizer):
     Args:
         optimizer: the user's optimizer.
         gradients: of the run.
+        shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
 
-    Raises:
-        ConfigError: the optimizer cannot step from gradients alone.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: GradientState) -> None:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"{type(optimizer).__name__} evaluates the loss several times per step, which is not supported. Use an "
-                "optimizer that steps from gradients, such as SGD or AdamW."
-            )
+    def __init__(
+        self, optimizer: Optimizer, gradients: GradientState, shared: SharedGroups | None = None
+    ) -> None:
         self.wrapped = optimizer
-        self._gradients = gradients
+        self._gradients, self._shared = gradients, shared
         self.step_was_skipped = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
-        """The user's groups."""
-        return self.wrapped.param_groups
+        """The user's groups; their parameters are those of the prepared model."""
+        return self.wrapped.param_groups if self._shared is None else self._shared.groups()
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
-        """The user's state."""
-        return self.wrapped.state
+        """The user's state, by parameters of the prepared model; of each this process's part."""
+        return self.wrapped.state if self._shared is None else self._shared.state()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
         """The user's defaults."""
         return self.wrapped.defaults
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures run several forwards
-        """Takes one step from the reduced gradients. Every rank must call this."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step from the reduced gradients. Every rank must call this.
+
+        Args:
+            closure: for optimizers that evaluate the loss themselves, such as LBFGS: clears gradients, and returns what
+                ``run.backward(batch, loss)`` gives. Where every process holds the whole model.
+
+        Returns:
+            What the optimizer returns of the closure; None without one.
+        """
         if closure is not None:
+            return self._gradients.step_by(self.wrapped, closure)
+        if needs_closure(self.wrapped):
             raise ConfigError(
-                "optimizer.step(closure) evaluates the loss several times per step, as LBFGS needs, and is not "
-                "supported. Call run.backward(batch, loss) and then optimizer.step()."
+                f"{type(self.wrapped).__name__} evaluates the loss itself. Write optimizer.step(closure), with def "
+                "closure(): optimizer.zero_grad(); return run.backward(batch, loss)."
             )
         self.step_was_skipped = not self._gradients.step(self.wrapped)
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
         self.wrapped.zero_grad(set_to_none)
+        if set_to_none and self._shared is not None and not self._shared.is_whole:
+            self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's optimizer's state."""
+        """The user's optimizer's state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("state_dict")
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives the user's optimizer its state."""
+        """Gives the user's optimizer its state; ``ConfigError`` where no process holds it all."""
+        self._require_whole("load_state_dict")
         self.wrapped.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the user's optimizer."""
-        self.wrapped.add_param_group(param_group)
+        """Adds a group of the prepared model's parameters. Every rank must call this.
+
+        Raises:
+            ConfigError: they were frozen at ``run.prepare``, or the optimizer would have to see more of them than a
+                process holds.
+        """
+        if self._shared is None:
+            self.wrapped.add_param_group(param_group)
+        else:
+            self._shared.add(param_group)
+
+    def _require_whole(self, method: str) -> None:
+        if self._shared is not None and not self._shared.is_whole:
+            raise ConfigError(
+                f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
+                "optimizer. Write and load it with run.save() and resume=True, load it before run.prepare, or use "
+                "strategy 'ddp'."
+            )
 
     def __repr__(self) -> str:
         return f"Prepared{self.wrapped!r}"
@@ -266,6 +347,22 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
         if gradient is not None:
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer that cannot step from gradients alone, such as LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Raises ``ConfigError`` for an optimizer that evaluates the loss, where no process holds the whole model."""
+    if not strategy.replicated:
+        raise ConfigError(
+            f"{type(optimizer).__name__} may evaluate the loss several times per step, looking at all parameters "
+            f"together, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or an "
+            "optimizer that steps from gradients, such as SGD or AdamW."
+        )
 
 
 def has_gradients(optimizer: Optimizer) -> bool:

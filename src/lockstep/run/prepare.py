@@ -7,26 +7,31 @@ Blocks are compiled one by one, so that the keyed randomness between them stays 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import Optimizer
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer, SparseAdam
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import model_state, parameter_names
+from lockstep.checkpoint.state import encoded_extra_states, tensor_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, device_model, digest_tensors
 from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
+from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import hyperparameters, implementation
+from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
 from lockstep.run.session import RunSession
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.sharding import require_elementwise
+from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
 
 
 @dataclass(frozen=True)
@@ -38,13 +43,14 @@ class Parts:
     schedulers: tuple[Any, ...] = ()
     modules: tuple[nn.Module, ...] = ()
     """Not trained by gradients but kept beside the model, such as a moving average of its weights."""
-    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
-    """The model's parameters that required no gradient."""
+    frozen: frozenset[str] = frozenset()
+    """The names of the model's parameters that required no gradient."""
 
     @classmethod
     def of(cls, model: Any, others: Sequence[Any]) -> Parts:
         """The parts in the order in which they were given; ``ConfigError`` names what is none."""
         _require_plain_model(model)
+        _require_own_memory(model)
         optimizers = tuple(each for each in others if isinstance(each, Optimizer))
         modules = tuple(each for each in others if isinstance(each, nn.Module))
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
@@ -55,14 +61,20 @@ class Parts:
                     f"{type(each).__name__} is none of them. Give data sets to run.batches and run.evaluate."
                 )
         _require_own_parameters(optimizers, list(model.parameters()))
-        frozen = tuple((name, p) for name, p in model.named_parameters() if not p.requires_grad)
+        _require_trainable(model, optimizers)
+        _require_own_optimizers(schedulers, optimizers)
+        frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
         return cls(model, optimizers, schedulers, modules, frozen)
 
     def digests(self) -> dict[str, str]:
         """Digests of what replicas must agree on beside the model, each name in angle brackets."""
         found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
+        tensors: dict[str, Tensor] = {}
+        for name, value in encoded_extra_states(self.model, tensors).items():
+            found[f"<extra state of {name or 'the model'}>"] = repr(value)
+        found |= {f"<{name}>": digest for name, digest in digest_tensors(tensors).items()}
         for number, module in enumerate(self.modules):
-            own = digest_tensors(module.state_dict())
+            own = digest_tensors(tensor_state(module))
             found |= {f"<module {number}> {name}": digest for name, digest in own.items()}
         return found
 
@@ -92,16 +104,70 @@ def _require_plain_model(model: Any) -> None:
         )
 
 
+def _require_own_memory(model: nn.Module) -> None:
+    """Raises ``ConfigError`` naming a parameter that has no shape or values yet, or whose elements share memory."""
+    for prefix, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            if tensor is None:
+                continue
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{name!r} of {type(module).__name__} has no shape before the first forward pass, and run.prepare "
+                    "compares shapes over the ranks. Run the model once before run.prepare: with torch.no_grad(): "
+                    "model(example_input)."
+                )
+            if tensor.is_meta:
+                raise ConfigError(
+                    f"{name!r} is on the device 'meta' and has no values. Give it some before run.prepare: "
+                    "model.to_empty(device='cpu'), and then initialise it or load its weights."
+                )
+            if isinstance(tensor, nn.Parameter) and any(
+                stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
+            ):
+                raise ConfigError(
+                    f"The elements of the parameter {name!r} share memory, as expand() makes them, so no optimizer "
+                    "can change them one by one. Make it of a copy: nn.Parameter(tensor.expand(...).clone())."
+                )
+
+
 def _require_own_parameters(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> None:
     """Raises ``ConfigError`` where an optimizer would change a parameter that is not the model's."""
     own = {id(parameter) for parameter in parameters}
     for number, optimizer in enumerate(optimizers):
+        if isinstance(optimizer, SparseAdam):
+            raise ConfigError(
+                f"Optimizer {number} (SparseAdam) steps from sparse gradients alone, and the gradients of a step are "
+                "added up over micro-batches as dense ones. Use torch.optim.Adam, which then takes those of "
+                "nn.Embedding(..., sparse=True) too."
+            )
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
         if foreign:
             raise ConfigError(
                 f"Optimizer {number} ({type(optimizer).__name__}) holds {len(foreign)} parameters that the model does "
                 f"not have, the first of shape {tuple(foreign[0].shape)}; their gradients would not be summed over the "
                 "ranks. Give run.prepare the model they belong to; put several models into one nn.ModuleDict."
+            )
+
+
+def _require_trainable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ConfigError`` where there are optimizers and nothing that they could train."""
+    if optimizers and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "No parameter of the model requires a gradient, so there is nothing to train. Call run.prepare while those "
+            "that will be trained require one: parameter.requires_grad_(True)."
+        )
+
+
+def _require_own_optimizers(schedulers: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``ConfigError`` where a scheduler sets the learning rate of another optimizer than those of the run."""
+    for number, scheduler in enumerate(schedulers):
+        other = getattr(scheduler, "optimizer", None)
+        if optimizers and isinstance(other, Optimizer) and not any(other is each for each in optimizers):
+            raise ConfigError(
+                f"Scheduler {number} ({type(scheduler).__name__}) sets the learning rate of another "
+                f"{type(other).__name__} than run.prepare was given, so it would change nothing. Make it of the "
+                "optimizer that is trained with."
             )
 
 
@@ -172,6 +238,70 @@ class PreparedModel:
     """Further names of tied tensors."""
     members: list[list[list[str]]]
     """Names of the whole model's parameters in each group of each optimizer."""
+    parameters: dict[str, nn.Parameter]
+    """As the user sees them between steps, without values where this process has none."""
+    averages: Mapping[int, PreparedAverage]
+    """What stands for the user's averages of a model that no process holds whole, by the id of each."""
+
+    def require_own_parameters(self) -> None:
+        """Raises ``ConfigError`` naming a parameter that was put into the model, or taken out, after ``prepare``."""
+        found = dict(self.module.named_parameters())
+        known, now = ({id(p): name for name, p in each.items()} for each in (self.parameters, found))
+        if known.keys() == now.keys():  # they may have other names, as pruning and parametrizations give them
+            return
+        changed = [name for each, name in {**known, **now}.items() if each not in known or each not in now]
+        raise ConfigError(
+            f"The parameter {changed[0]!r} of the model was replaced, added or taken out after run.prepare, so nobody "
+            "would sum its gradient over the ranks. Change modules before run.prepare, and values in place "
+            "(parameter.copy_ under torch.no_grad)."
+        )
+
+
+class PreparedAverage(AveragedModel):
+    """Stands for the user's ``AveragedModel`` where no process holds the model whole; it shares its tensors.
+
+    Args:
+        averaged: the user's, on its device.
+        names: of the parameters of the user's model, in order.
+        buffer_names: of its buffers.
+        strategy: gives the whole values.
+    """
+
+    def __init__(
+        self, averaged: AveragedModel, names: Sequence[str], buffer_names: Sequence[str], strategy: Strategy
+    ) -> None:
+        nn.Module.__init__(self)
+        self.wrapped = (averaged,)
+        """The user's, in a tuple: its modules belong to this one already."""
+        self.module, self.use_buffers = averaged.module, averaged.use_buffers
+        self.register_buffer("n_averaged", averaged.n_averaged)
+        self._names, self._buffer_names, self._strategy = names, buffer_names, strategy
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Updates the average from the whole values of the trained model. Collective."""
+        (averaged,) = self.wrapped
+        values = {name: tensor.detach().clone() for name, tensor in self._strategy.state()}
+        own = {**dict(averaged.module.named_buffers()), **dict(model.named_buffers()), **values}
+        whole = _WholeValues(
+            [values[name] for name in self._names], [own[name] for name in self._buffer_names]
+        )
+        averaged.update_parameters(whole)  # type: ignore[arg-type]  # as much of a module as torch reads
+
+
+@dataclass(frozen=True)
+class _WholeValues:
+    """As much of a module as ``AveragedModel.update_parameters`` reads."""
+
+    _parameters: Sequence[Tensor]
+    _buffers: Sequence[Tensor]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """In the order of the model."""
+        return iter(self._parameters)
+
+    def buffers(self) -> Iterator[Tensor]:
+        """In the order of the model."""
+        return iter(self._buffers)
 
 
 def prepare_model(
@@ -183,36 +313,64 @@ def prepare_model(
         ConfigError: the strategy cannot train these parts, or not in the way that was asked for.
     """
     model = parts.model
-    if parts.modules and not strategy.replicated:
-        raise ConfigError(
-            f"run.prepare was given a {type(parts.modules[0]).__name__} beside the model, such as a moving average of "
-            f"its weights, and strategy {strategy.name!r} holds no whole model in one process. Use strategy 'ddp', or "
-            "leave it out."
-        )
-    if strategy.elementwise_only:
-        for optimizer in parts.optimizers:
-            require_elementwise(optimizer, strategy.name)
+    averaged: list[AveragedModel] = []
+    if not strategy.replicated:
+        for module in parts.modules:
+            if not isinstance(module, AveragedModel) or isinstance(strategy, IndependentStrategy):
+                raise ConfigError(
+                    f"run.prepare was given a {type(module).__name__} beside the model, and strategy "
+                    f"{strategy.name!r} holds no whole model in one process from which it could be updated. Use "
+                    "torch.optim.swa_utils.AveragedModel, which fsdp, pipeline, tensor and the synchronous "
+                    "parameter_server keep whole on every process, or strategy 'ddp', or leave it out."
+                )
+            averaged.append(module)
+    names = parameter_names(model)
+    for optimizer in parts.optimizers:
+        if needs_closure(optimizer):
+            require_whole(optimizer, strategy)
+        if strategy.steps < Unit.MODEL:
+            strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
     smallest = smallest_micro_batch(model)
+    if options.shape.micro_batch_size < smallest and not options.sync_batch_norm:
+        explain_single_values(model, options.global_batch, options.micro_batches)
+    encoded_extra_states(model, {})  # refuses what no checkpoint could hold
     whole, aliases = model_state(model)
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
-    names = parameter_names(model)
     members = [
         [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         for optimizer in parts.optimizers
     ]
+    buffer_names = [name for name, _ in model.named_buffers()]
     precision.prepare(model)
     units = compile_blocks(model) if options.compile else None
-    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices)
+    apart = strategy.separates_units
+    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices, apart)
+    if draws_globally(model):
+        randomness.key_global_generators()
     trained = strategy.setup_model(model)
     for module in parts.modules:
         module.to(device)
     for optimizer, own in zip(parts.optimizers, members):
         _point(optimizer, own, strategy)
-    return PreparedModel(trained, randomness, smallest, tensors, aliases, members)
+    seen = dict(trained.named_parameters())
+    averages = {
+        id(each): PreparedAverage(each, list(names.values()), buffer_names, strategy) for each in averaged
+    }
+    return PreparedModel(trained, randomness, smallest, tensors, aliases, members, seen, averages)
+
+
+def _kept_whole(optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> set[str]:
+    """The parameters that the strategy must keep whole for an optimizer; ``ConfigError`` where that cannot be."""
+    trial = try_optimizer(optimizer, strategy.device)
+    if trial.unit <= strategy.steps:
+        return set()
+    if not strategy.keeps_whole or trial.unit is Unit.MODEL:
+        raise refused_optimizer(optimizer, trial, strategy.name)
+    return {names[p] for group in optimizer.param_groups for p in group["params"]}
 
 
 def _point(optimizer: Optimizer, members: list[list[str]], strategy: Strategy) -> None:

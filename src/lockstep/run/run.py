@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,26 @@ from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, evaluate, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluate_whole, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.prepare import Parts, describe, prepare_model
+from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
+from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import RunState
-from lockstep.run.step import DeferredResults, ForwardPass, StepCompute, exact, required_loss
+from lockstep.run.step import (
+    DeferredResults,
+    ForwardPass,
+    StepCompute,
+    code_of,
+    exact,
+    required_loss,
+)
+from lockstep.run.step_errors import note_data
+from lockstep.run.step_metrics import StepMetrics
+from lockstep.run.whole_batch import stand_in, surrogate
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -65,7 +77,7 @@ class Run:
     def __init__(self, options: RunOptions, world: World | None = None) -> None:
         world = world or World.from_environment()
         self.options = options = timeline.as_launched(options_of_new_run(options), world)
-        options = dataclasses.replace(options, timeout=world.patience(options.timeout))
+        options = replace(options, timeout=world.patience(options.timeout))
         devices = devices_per_process(options.mesh)
         self._session = RunSession(world, options.threads, options.timeout, devices)
         self.world, self.device, self._events = world, self._session.device, self._session.events
@@ -79,6 +91,9 @@ class Run:
         self._loop = EpochLoop(self._events)
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
+        group = self._session.group
+        self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
+        """Of the first steps."""
         self._loaders = LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
@@ -135,8 +150,20 @@ class Run:
         compute = ForwardPass(
             placed.module, self._precision, self.device, self.options.channels_last, self._events
         )
-        gradients = GradientState(parts.optimizers, self.strategy, self._precision.scaler, parts.frozen)
-        wrapped = {id(each): PreparedOptimizer(each, gradients) for each in parts.optimizers}
+        frozen = parts.frozen
+        gradients = GradientState(
+            parts.optimizers,
+            self.strategy,
+            self._precision.scaler,
+            [(name, each) for name, each in placed.parameters.items() if name in frozen],
+            [each for name, each in placed.parameters.items() if name not in frozen],
+        )
+        wrapped = {
+            id(each): PreparedOptimizer(
+                each, gradients, SharedGroups.of(each, own, placed.parameters, self.strategy)
+            )
+            for each, own in zip(parts.optimizers, placed.members)
+        }
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
         self._writer.join(state)
         if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
@@ -152,7 +179,10 @@ class Run:
             profiled.handle = self.add_callback(profiled)
         for call in self._events.prepare_end:
             call(self)
-        return (placed.module, *(wrapped.get(id(each), each) for each in others)) if others else placed.module
+        returned = {**wrapped, **placed.averages}
+        return (
+            (placed.module, *(returned.get(id(each), each) for each in others)) if others else placed.module
+        )
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
@@ -178,7 +208,7 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        self._agreed_data.require(plan, photos)
+        self._agreed_data.require(plan, photos, partial(self._loaders.digests, data, workers))
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform
@@ -196,7 +226,9 @@ class Run:
         loss: Callable[..., Any] | None = None,
         *,
         forward: Callable[[Any], Any] | None = None,
-    ) -> Tensor:
+        also: Mapping[str, Metric] | None = None,
+        whole_batch: bool = False,
+    ) -> Any:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
 
         Args:
@@ -205,15 +237,29 @@ class Run:
                 per sample or token, or the pair (sum, weight).
             forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
                 with (output, data).
+            also: functions like those of ``evaluate``, by name, which are computed from the same outputs without
+                gradients, such as an accuracy or the parts of a loss.
+            whole_batch: ``loss`` compares the samples of the global batch with each other, as contrastive losses do.
+                It is called once, on every rank, with the outputs and targets of all samples in their order (with
+                ``forward``, or a dict as a batch, the target is None). The model runs twice on each micro-batch, first
+                without gradients. Of what the loss needs, a learned temperature belongs to the output, too.
 
         Returns:
-            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device.
+            The mean loss over the global batch, float64, 0-dim, equal on every rank, on the device. With ``also``, the
+            pair of it and a dict of such means.
 
         Raises:
             ConfigError: ``batch`` or ``loss`` is something else, or gradients are switched off.
             NonFiniteError: a loss or gradient is NaN or infinite; names the step and the samples.
         """
-        return self.backward_by(self.strategy.backward, batch, loss, forward)
+        if also is None:
+            return self.backward_by(self.strategy.backward, batch, loss, forward, whole_batch=whole_batch)
+        unchecked = {name for name, each in also.items() if self.rehearsals.is_new_metric(each)}
+        metrics = StepMetrics(also, unchecked)
+        value = self.backward_by(
+            self.strategy.backward, batch, loss, forward, metrics, whole_batch=whole_batch
+        )
+        return value, metrics.means(self.strategy, self._session.group, batch.plan)
 
     def backward_by(
         self,
@@ -221,10 +267,18 @@ class Run:
         batch: Batch,
         loss: Callable[..., Any] | None,
         forward: Callable[[Any], Any] | None = None,
+        metrics: StepMetrics | None = None,
+        *,
+        whole_batch: bool = False,
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
         loss = required_loss(batch, loss)
+        if whole_batch and self.options.sync_batch_norm:
+            raise ConfigError(
+                "whole_batch=True runs the model on one micro-batch after the other, and sync_batch_norm on all of "
+                "them at once. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
+            )
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
@@ -232,12 +286,24 @@ class Run:
         own = len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, len(plan.indices[0]), own)
         compute = StepCompute(
-            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key
+            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key, metrics
         )
         stop, scale = int(heartbeat.stop_reason), gradients.scale
-        for begins in events.backward_begin:
-            begins(batch, scale)
-        result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        rehearsals = self.rehearsals
+        try:
+            if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
+                rehearsed = replace(compute, function=stand_in) if whole_batch else compute
+                rehearsals.begin(prepared, rehearsed, batch, loss, scale)
+            if whole_batch:
+                compute = surrogate(compute, batch, self.strategy, self._session.group)
+            for begins in events.backward_begin:
+                begins(batch, scale)
+            result = compute_gradients(batch, compute, scale=scale, stop=stop)
+        except Exception as error:
+            note_data(error, batch, prepared.compute.model)
+            if self._session.group is not None:
+                gradients.fail(plan.step, error)
+            raise
         for ends in events.backward_end:
             ends(batch, result)
         randomness.end_step(plan.step)
@@ -253,13 +319,19 @@ class Run:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
 
         The sum of squares is taken in float64 per parameter row and folded in a fixed order. Collective.
+
+        Raises:
+            ConfigError: ``max_norm`` is no number of 0 or more, or no gradients have been computed.
         """
+        if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
+            raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
+        self.require_prepared().gradients.require_computed("run.clip_gradients")
         return clip_gradients(self.strategy, max_norm)
 
     def evaluate(
         self,
         data: Any,
-        metric: Metric | Mapping[str, Metric],
+        metric: Metric | SetMetric | Mapping[str, Metric | SetMetric],
         *,
         model: nn.Module | None = None,
         forward: Callable[[Any], Any] | None = None,
@@ -270,7 +342,9 @@ class Run:
 
         Args:
             data: a map-style data set or a DataLoader.
-            metric: a function of (output, target), or several by name; see ``backward`` for what it may return.
+            metric: a function of (output, target), or several by name; see ``backward`` for what it may return. An
+                object with ``update(output, target)``, ``compute()`` and ``reset()``, such as a metric of torchmetrics,
+                is given all samples in their order on the main process.
             model: another model than the trained one, such as a moving average of its weights.
             forward: as in ``backward``.
             workers: as in ``batches``.
@@ -280,10 +354,23 @@ class Run:
 
         Returns:
             A float, or floats by name.
+
+        Raises:
+            ConfigError: a metric is neither a mean over samples nor such an object.
         """
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        with self.span("evaluate"), evaluation(self, data, model, forward, workers, repeatable) as opened:
-            values = evaluate(opened, metrics, self.strategy)
+        whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
+        means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
+        unchecked = {name for name, each in means.items() if self.rehearsals.is_new_metric(each)}
+        strategy, group, values = self.strategy, self._session.group, dict.fromkeys(metrics, 0.0)
+        with self.span("evaluate"):
+            how = self, data, model, forward, workers, repeatable
+            if means:
+                with evaluation(*how) as opened:
+                    values |= evaluate(opened, means, strategy, group, unchecked)
+            if whole:
+                with evaluation(*how) as opened:
+                    values |= evaluate_whole(opened, whole, strategy, group, is_main=self.is_main)
         results = values if isinstance(metric, Mapping) else values["metric"]
         for call in self._events.evaluation:
             call(self.position.step, results)
@@ -353,7 +440,9 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        parts = self.require_prepared().state.parts
+        state = self.require_prepared().state
+        parts = state.parts
+        state.model.require_own_parameters()
         with self.span("fingerprint"):
             digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
             if (group := self._session.group) is not None:
@@ -391,7 +480,7 @@ class Run:
         self._writer.release()
         self.strategy.release()
         state = [self._prepared.state] if self._prepared is not None else []
-        drop_process_groups(self._agreed_data, self._skipped, *state)
+        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, *state)
 
     @property
     def skipped_steps(self) -> int:
@@ -423,7 +512,7 @@ class Run:
         compare_every = self.options.fingerprint_every
         if isinstance(strategy, IndependentStrategy):
             compare_every, save_every = 0, strategy.save_every
-        if compare_every and position.step % compare_every == 0:
+        if compare_every and (position.step % compare_every == 0 or self.rehearsals.is_first_comparison()):
             self.fingerprint()
         has_directory = self.options.directory is not None
         if save_every and position.step % save_every == 0 and not gradients and has_directory:
@@ -442,7 +531,7 @@ class Run:
     def _leave_process_group(self, strategy: IndependentStrategy, state: RunState) -> None:
         """Leaves the process group for good: from here on the strategy's own exchange is all there is."""
         strategy.leave_process_group(self.position.step, self.world)
-        drop_process_groups(self._agreed_data, self._skipped, state)
+        drop_process_groups(self._agreed_data, self._skipped, self.rehearsals, state)
         self._session.leave_process_group(is_expendable=strategy.is_expendable)
 
     def require_prepared(self) -> PreparedRun:

@@ -12,6 +12,9 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -21,10 +24,11 @@ from torch import nn
 
 from lockstep.core.world import World
 from lockstep.distributed.process_group import open_process_group
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
 from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import Heartbeat, Membership
+from lockstep.runtime.torch_internals import LOST_PEER
 
 logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -99,6 +103,7 @@ class RunSession:
         foreign = world.launcher in ("torchrun", "slurm", "mpi")
         if foreign and threading.current_thread() is threading.main_thread():
             stop_signals.install(self.heartbeat.control, alone=True)
+            sys.excepthook = partial(_say_lost_peer, world.rank, sys.excepthook)
         self._stack = ExitStack()
         if world.world_size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -132,7 +137,33 @@ class RunSession:
     def _close_at_exit(self) -> None:
         """A rank that ends with an uncaught error must not wait for the others."""
         if not hasattr(sys, "last_value"):
-            self.close()
+            try:
+                self.close()
+            except RuntimeError as error:
+                if not LOST_PEER.is_in(str(error)):
+                    raise
+                logger.error(_LOST_PEER, self.world.rank)
+
+
+_LOST_PEER = "Rank %d lost the connection to a rank that was gone. The error of that rank is the cause."
+
+
+def _say_lost_peer(
+    rank: int,
+    former: Callable[..., Any],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Prints an uncaught error; of a lost connection a line, since without a supervisor all ranks share a terminal."""
+    if (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, LockstepError)
+        and LOST_PEER.is_in(str(error))
+    ):
+        logger.error(_LOST_PEER, rank)
+    else:
+        former(kind, error, trace)
 
 
 def _choose_device(world: World, devices: int) -> torch.device:

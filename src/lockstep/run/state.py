@@ -29,7 +29,7 @@ from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 
 logger = logging.getLogger(__name__)
-_MOST_NUMBERS = 4096
+_MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 
 
@@ -160,6 +160,8 @@ class RunState:
         """
         held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
+        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer)
+        state.progress.update({"extra_states": extra} if extra else {})
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
             if self.strategy.replicated:
@@ -208,6 +210,7 @@ class RunState:
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
         )
+        checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         for number, module in enumerate(self.parts.modules):

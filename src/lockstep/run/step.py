@@ -12,25 +12,28 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
 from lockstep.strategies import StepResult
 from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.step_metrics import StepMetrics
 
 
 class DeviceTransfer:
@@ -78,11 +81,11 @@ class DeviceTransfer:
 def split_batch(data: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Splits a micro-batch into the model's arguments (positional, by keyword) and the loss's target.
 
-    A pair is ``(input, target)``; a longer tuple has several inputs; a dict goes to the model by keyword and to the
-    loss whole.
+    A pair is ``(input, target)``; a longer tuple has several inputs; a dict, or any other mapping, goes to the model by
+    keyword and to the loss whole.
     """
-    if isinstance(data, dict):
-        return (), data, data
+    if isinstance(data, Mapping):
+        return (), dict(data), data
     if isinstance(data, tuple | list) and len(data) >= 2:
         return tuple(data[:-1]), {}, data[-1]
     raise ConfigError(
@@ -122,8 +125,11 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's ``CrossEntropyLoss`` and ``NLLLoss`` divide by the sum of the targets' class weights, and leave out targets
     equal to ``ignore_index``: the mean over several micro-batches is then not the mean of their means. Any other
-    function is returned as it is; a torch loss that sums is refused (``ConfigError``).
+    function is returned as it is, a subclass with its own ``forward`` too; a torch loss that sums is refused
+    (``ConfigError``).
     """
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise no_instance(function)
     if isinstance(function, nn.Module) and getattr(function, "reduction", "") == "sum":
         raise ConfigError(
             f"{type(function).__name__}(reduction='sum') returns one number, which would be taken for the mean over a "
@@ -131,6 +137,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
         )
     if not isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss) or function.reduction != "mean":
         return function
+    if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward):
+        return function  # it may add what is no sum over samples, or keep state
     summing = copy.copy(function)
     summing.reduction = "sum"
 
@@ -138,6 +146,12 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
         return summing(output, target), _weight(function, target, output.shape[0])
 
     return sum_and_weight_of
+
+
+def code_of(function: Any) -> Any:
+    """What is the same for every function that a line of code makes, such as a lambda in a loop."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__code__", type(function))
 
 
 def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
@@ -164,13 +178,24 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         )
         return total.sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
-        raise ConfigError(
-            f"A loss or metric function should return a tensor or the pair (sum, weight), not {type(value).__name__}."
-        )
+        raise no_value(value)
     if value.dim() == 0:
         return value * samples, torch.tensor(float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.tensor(float(value.numel()), device=value.device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients, and every module of the model in evaluation mode; afterwards in the mode it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 Prepare = Callable[[Tensor], Tensor]
@@ -190,7 +215,7 @@ class ForwardPass:
         channels_last: bool,
         events: StepEvents = NO_EVENTS,
     ) -> None:
-        self.model = model
+        self.model, self.device = model, device
         self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
         """Gives the context of the forward pass and the loss."""
         self._layout = torch.channels_last if channels_last else torch.preserve_format
@@ -242,6 +267,8 @@ class StepCompute:
     """The user's own way from a micro-batch's data to the output."""
     first_key: int
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
+    metrics: StepMetrics | None = None
+    """What is computed beside the loss."""
 
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss of a whole model."""
@@ -265,7 +292,7 @@ class StepCompute:
         for call in self.events.micro_batch_resume:
             call(micro_batch, phase)
         self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
-        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key)
+        self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
@@ -283,21 +310,32 @@ class StepCompute:
                 "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
                 "use strategy 'ddp' without sync_batch_norm."
             )
-        return self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        found = self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        self.randomness.end_inputs()
+        return found
 
     def autocast(self) -> AbstractContextManager[object]:
         """The context of the forward pass and the loss."""
         return self.compute.autocast()
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Sum and weight of the user's loss; of padding, a sum that depends on the output."""
+        """Sum and weight of the user's loss, which takes what the forward pass left for it also where it is padding."""
         with self.autocast():
-            if micro_batch.k >= self.plan.leaves:
-                values = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
-                total = torch.stack([value.double().sum() for value in values]).sum()
-                return total, torch.zeros_like(total)
+            if micro_batch.k < self.plan.leaves:
+                for call in self.events.output:
+                    call(micro_batch, output, target)
             self.randomness.begin_loss()
-            return sum_and_weight(self.function(output, target), len(micro_batch.indices))
+            try:
+                value = self.function(output, target)
+            except Exception as error:
+                explain_loss(error, output, target)
+                raise
+            total, weight = sum_and_weight(value, len(micro_batch.indices))
+            if not total.requires_grad:
+                raise no_gradient(output)
+            if self.metrics is not None and micro_batch.k < self.plan.leaves:
+                self.metrics.note(output, target, micro_batch)
+            return total, weight
 
 
 class DeferredResults:

@@ -12,11 +12,14 @@ from pathlib import Path
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Maps the first ``size`` bytes of a file, which is created if it does not exist."""
+    """Maps the first ``size`` bytes of a file, which is created if it does not exist; ``OSError`` if there is no room.
+
+    The room is taken at once, because a write to a mapped page for which there is none would kill the process (SIGBUS).
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

@@ -1,17 +1,24 @@
-"""The error record of a failing rank: one JSON file in the log folder, which the supervisor's report reads."""
+"""The error record of a failing rank: one JSON file in the log folder, which the supervisor's report reads.
+
+A disk may be full, or the rank may have no descriptor left. So the record is first written to a page of memory that
+was mapped when the rank started, in the run directory.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 from lockstep.core.world import host_name
 from lockstep.errors import EXIT_RANK, LockstepError
+from lockstep.runtime.control import map_file
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.stack_dump import Mark, mark_of
 from lockstep.runtime.torch_internals import LOST_PEER
@@ -44,8 +51,11 @@ class ErrorRecord:
 
     @property
     def is_consequence(self) -> bool:
-        """True if the exception only says that another rank is gone."""
-        return not self.on_purpose and LOST_PEER.is_in(self.message)
+        """True if the exception only says that another rank is gone.
+
+        Torch and Lockstep raise other types for that; a ``BrokenPipeError`` comes from what the program itself writes.
+        """
+        return not self.on_purpose and self.kind != "BrokenPipeError" and LOST_PEER.is_in(self.message)
 
 
 def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
@@ -69,20 +79,70 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
 
 
 def write_record(directory: Path, record: ErrorRecord) -> None:
-    """Writes the record atomically."""
+    """Writes the record atomically; ``OSError`` if it cannot."""
     path = record_file(directory, record.rank)
     aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(asdict(record), indent=1))
-    aside.replace(path)
-
-
-def read_record(directory: Path, rank: int) -> ErrorRecord | None:
-    """Reads the record of a rank, if there is one."""
     try:
-        fields = json.loads(record_file(directory, rank).read_text())
-    except FileNotFoundError:
+        aside.write_text(json.dumps(asdict(record), indent=1))
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def read_record(directory: Path, rank: int, run_directory: Path | None = None) -> ErrorRecord | None:
+    """Reads the record of a rank, if there is one; from its page if it could not write the file."""
+    try:
+        text = record_file(directory, rank).read_bytes()
+    except OSError:
+        text = b"" if run_directory is None else _page_text(run_directory, rank)
+    try:
+        fields = json.loads(text)
+        return ErrorRecord(**{**fields, "samples": tuple(fields["samples"])})
+    except (ValueError, TypeError, KeyError, RecursionError):  # none, or not a record of ours
         return None
-    return ErrorRecord(**{**fields, "samples": tuple(fields["samples"])})
+
+
+_PAGE = 1 << 15
+_LENGTH = struct.Struct("=q")
+_MOST_CHARACTERS = 8000
+"""Of each text of a record on a page, of which a character may need six bytes."""
+
+
+class ErrorPage:
+    """Memory of one rank for its error record, which needs neither a disk nor a descriptor once it is mapped."""
+
+    def __init__(self, run_directory: Path, rank: int) -> None:
+        self._map = map_file(page_file(run_directory, rank), _PAGE)
+
+    def write(self, record: ErrorRecord) -> None:
+        """Writes the record, of long texts the end."""
+        limit = _MOST_CHARACTERS
+        while len(text := _shortened(record, limit)) > _PAGE - _LENGTH.size:
+            limit = max(1, limit // 2)
+        self._map[_LENGTH.size : _LENGTH.size + len(text)] = text
+        _LENGTH.pack_into(self._map, 0, len(text))
+
+
+def _shortened(record: ErrorRecord, limit: int) -> bytes:
+    texts = {name: getattr(record, name)[-limit:] for name in ("kind", "shown", "traceback")}
+    texts["message"] = record.message[:limit]
+    return json.dumps(asdict(replace(record, **texts, samples=record.samples[:64]))).encode()
+
+
+def _page_text(run_directory: Path, rank: int) -> bytes:
+    try:
+        content = page_file(run_directory, rank).read_bytes()
+    except OSError:
+        return b""
+    length = _LENGTH.unpack_from(content)[0] if len(content) == _PAGE else 0
+    return content[_LENGTH.size : _LENGTH.size + max(0, length)]
+
+
+def page_file(run_directory: Path, rank: int) -> Path:
+    """Returns the path of a rank's page for its error record."""
+    return run_directory / f"failure-{rank:03}"
 
 
 def record_file(directory: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@
     step_begin                                                      one batch of run.batches
       backward_begin                                                run.backward
         micro_batch_begin  (micro_batch_resume)  micro_batch_end    for each micro-batch of this process
+          output                                                    between its forward pass and its loss
         bucket_start                                                buckets of gradients, while backward goes on
         exchange_begin  exchange_end                                waiting for the other ranks
       backward_end                                                  reduced gradients are set, still with the loss scale
@@ -60,6 +61,9 @@ class Callback:
 
         It was begun earlier in this step; ``phase`` is ``forward`` or ``backward``.
         """
+
+    def on_output(self, micro_batch: Any, output: Any, target: Any) -> None:
+        """Called with what the model gave for a ``MicroBatch`` and the target, where its loss is computed next."""
 
     def on_micro_batch_end(self, micro_batch: Any) -> None:
         """Called after the backward pass of a ``MicroBatch`` in this process."""
@@ -191,6 +195,17 @@ class StepEvents:
         self._collect()
 
     @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Calls no callbacks inside the block."""
+        given, self._callbacks = self._callbacks, ()
+        self._collect()
+        try:
+            yield
+        finally:
+            self._callbacks = given
+            self._collect()
+
+    @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Reports that a span begins, and at the end of the block that it ends."""
         for call in self.span_begin:
@@ -209,6 +224,7 @@ class StepEvents:
         self.backward_begin = _overriding(given, Callback.on_backward_begin)
         self.micro_batch_begin = _overriding(given, Callback.on_micro_batch_begin)
         self.micro_batch_resume = _overriding(given, Callback.on_micro_batch_resume)
+        self.output = _overriding(given, Callback.on_output)
         self.micro_batch_end = _overriding(given, Callback.on_micro_batch_end)
         self.bucket_start = _overriding(given, Callback.on_bucket_start)
         self.exchange_begin = _overriding(given, Callback.on_exchange_begin)

@@ -74,6 +74,9 @@ class Membership(IntEnum):
     """It has left together with the others and runs by itself: if it is killed, the others continue without it."""
 
 
+_MEMBERSHIPS = {int(membership): membership for membership in Membership}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Beat:
     """The last heartbeat of one rank; -1 stands for "not in an epoch, step or micro-batch"."""
@@ -111,8 +114,10 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         content = heartbeat_file(directory, rank).read_bytes()
     except OSError:
         return None
-    if len(content) < SIZE:  # being made
-        return None
+    return _parsed(content) if len(content) >= SIZE else None  # being made
+
+
+def _parsed(content: bytes) -> Beat | None:
     pid, phase, micro_batch, moment, epoch, step, work, waited, packed_phase = _BEAT.unpack_from(content)
     if packed_phase:
         phase, micro_batch, step = (
@@ -120,7 +125,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
             packed_phase % STEP // MICRO_BATCH - 1,
             packed_phase // STEP,
         )
-    if pid == 0 or not 0 <= phase < len(PHASES):
+    if pid == 0 or not 0 <= phase < len(PHASES) or content[MEMBERSHIP] not in _MEMBERSHIPS:
         return None
     name = PHASES[phase]
     return Beat(
@@ -130,7 +135,7 @@ def read_beat(directory: Path, rank: int) -> Beat | None:
         micro_batch=micro_batch,
         time=moment,
         pid=pid,
-        membership=Membership(content[MEMBERSHIP]),
+        membership=_MEMBERSHIPS[content[MEMBERSHIP]],
         warm=bool(content[WARM]),
         work=work,
         waited=waited,
@@ -212,6 +217,22 @@ _UNTIMED, _MOST_UNTIMED = 0.1, 31
 """Maximum seconds and number of short steps before the next one that is marked."""
 
 
+_TIME = struct.calcsize("=iiq")
+_opened: list[mmap.mmap] = []
+"""The file of this process's rank, once it is open."""
+
+
+def heartbeat() -> None:
+    """Tells the supervisor that this rank is alive, in a long phase of the program's own, such as an export.
+
+    Call it at least every ``stall_limit`` seconds, between the calls of Lockstep; the run is then not ended for
+    standing still while other ranks wait for this one. It takes a microsecond, any rank may call it, and where
+    Lockstep's supervisor has not started the process it does nothing.
+    """
+    for beat in _opened[-1:]:
+        struct.pack_into("=d", beat, _TIME, monotonic())
+
+
 class Heartbeat:
     """Writes this rank's state and reads the stop flag.
 
@@ -245,7 +266,8 @@ class Heartbeat:
         if not world.run_directory:
             return cls(events=events)
         directory = Path(world.run_directory)
-        return cls(map_file(heartbeat_file(directory, world.rank), SIZE), Control(directory), events)
+        _opened[:] = [map_file(heartbeat_file(directory, world.rank), SIZE)]
+        return cls(_opened[0], Control(directory), events)
 
     def mark(self, phase: str, *, epoch: int = -1, step: int = -1, micro_batch: int = -1) -> None:
         """Writes what the rank is about to do; ``phase`` is one of ``PHASES``."""
@@ -315,6 +337,11 @@ class Heartbeat:
         if length > _MOST_BYTES:
             samples, length = samples[:_MOST_BYTES], _MOST_BYTES
         self._beat[INDICES : INDICES + length] = samples
+
+    @property
+    def last(self) -> Beat | None:
+        """The last heartbeat as the supervisor reads it; needs no descriptor."""
+        return None if self._beat is None else _parsed(self._beat[:])
 
     def will_poll(self) -> None:
         """Tells the supervisor that this rank polls ``stop_reason``, so that it waits for the rank to stop."""

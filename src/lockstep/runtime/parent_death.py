@@ -13,28 +13,78 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 from lockstep.core.world import World
 
 _PR_SET_PDEATHSIG = 1
+_PASSES = 3
 _MPI_FORKS_IN_THREADS = 32
 """With so many ranks on a host Open MPI forks them in threads (``odls_base_cutoff``), which end before the ranks."""
 
 
-def arm(expected_parent: int) -> None:
-    """Asks the kernel to send SIGKILL to this process when ``expected_parent`` ends.
+def arm(expected_parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Asks the kernel to send a signal to this process when ``expected_parent`` ends.
 
     If the parent has ended before this call, the process ends at once, because the signal would never come.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
             code = ctypes.get_errno()
             raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_leftovers(run_directory: str, session: int = 0) -> None:
+    """Kills the processes of a run that its ranks have started, and the ranks themselves if any is left.
+
+    They are those whose environment has the run directory, and those of the fork server's session, whatever they have
+    made of their environment. The caller makes sure that ``session``, a process id, is not used again. A process that
+    has left the session and has another environment is not found.
+    """
+    if not Path(run_directory).is_absolute():
+        raise ValueError(f"the run directory is {run_directory!r}, not a path from the root")
+    mark = os.fsencode(f"LOCKSTEP_RUN_DIRECTORY={run_directory}")
+    for _ in range(_PASSES):  # a process may have been forked while the others were looked at
+        found = list(_belonging(mark, session))
+        for handle in found:
+            with suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+        if not found:
+            return
+
+
+def has_processes(run_directory: str) -> bool:
+    """True if a process has the run directory in its environment."""
+    found = list(_belonging(os.fsencode(f"LOCKSTEP_RUN_DIRECTORY={run_directory}"), 0))
+    for handle in found:
+        os.close(handle)
+    return bool(found)
+
+
+def _belonging(mark: bytes, session: int) -> Iterator[int]:
+    """Yields a pidfd, to be closed by the caller, of each process with this mark or session that has not ended."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) in (os.getpid(), session):
+            continue
+        try:
+            handle = os.pidfd_open(int(entry.name))
+        except OSError:
+            continue
+        with suppress(OSError):
+            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
+            if state not in "ZX" and (is_marked or 0 < session == int(its_session)):
+                yield handle
+                continue
+        os.close(handle)
 
 
 def tie_to_launcher(world: World) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch
@@ -90,6 +91,9 @@ class Replicated(Strategy):
         compute.exchange()
         return sums.reduce(losses, weights, stop)
 
+    def before_step(self) -> None:
+        """See ``Strategy.before_step``: gradients are where the user sees them."""
+
     def after_step(self) -> None:
         """Does nothing: every process has stepped the whole replica."""
 
@@ -116,15 +120,15 @@ class Replicated(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own state."""
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors."""
         load_model_state(self._model, state)
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``."""
         return 0 if self._reducer is None else self._reducer.bytes_sent
 
 

@@ -8,10 +8,13 @@ Replica 0 is the user's model. On CPUs the other replicas share its parameters' 
 running buffers; on GPUs each has a copy, updated before every step.
 
 The replicas run one after the other, in the caller's thread, where threads would disturb each other: where the model
-may draw random numbers, since torch has one generator to key; and where the model is compiled, since the compiler has
-one set of settings for all threads. So they do where the caller's thread has settings that torch keeps for each thread:
-under autocast, and with a default device. (Leaving autocast in any thread also empties torch's one cache of cast
-weights, and a weight that is then cast twice gets other bits.)
+may draw random numbers, since torch has one generator to key; where it has hooks, since they may keep what they see;
+and where it is compiled, since the compiler has one set of settings for all threads. So they do where the caller's
+thread has settings that torch keeps for each thread: under autocast, and with a default device. (Leaving autocast in
+any thread also empties torch's one cache of cast weights, and a weight that is then cast twice gets other bits.)
+
+Where that happens on one device, the user's own model runs all micro-batches: the other replicas would gain nothing,
+and what hooks keep, or the loss reads of the model, is as with one device.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -33,6 +37,15 @@ from lockstep.core.plan import share
 from lockstep.core.summation_tree import TreeStack, nodes_within
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.numerics.hooks import (
+    backward_hooks,
+    forward_hooks,
+    gradient_hooks,
+    hooks_made,
+    is_users,
+    put_users_first,
+    share_hooks,
+)
 from lockstep.numerics.randomness import draws_in_forward
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.ddp import Replicated
@@ -59,10 +72,14 @@ class Replica:
         running = RunningBuffers.names(model, declared)
         self._others = {name: b for name, b in model.named_buffers() if name not in running}
         self._own = tree is not None
+        self._hooks_seen = hooks_made()
 
     def follow(self, first: Replica) -> None:
-        """Takes over what may have changed in replica 0: values, modes, numbers set by hand, what is frozen."""
+        """Takes over what may have changed in replica 0: values, modes, numbers set by hand, hooks, what is frozen."""
         self.buffers.take_over(first.buffers)
+        if self._hooks_seen != hooks_made():
+            copy_hooks(first.model, self.model)
+            self._hooks_seen = hooks_made()
         for own, theirs in zip(self.model.modules(), first.model.modules()):
             plain = (bool, int, float, str, type(None))
             vars(own).update({key: value for key, value in vars(theirs).items() if type(value) in plain})
@@ -121,7 +138,48 @@ def copy_model(model: nn.Module, device: torch.device, declared: Sequence[str]) 
             f"Strategy 'dp' copies the model for each device, but copy.deepcopy of {type(model).__name__} failed: "
             f"{error}. Make the model copyable, or use strategy 'ddp'."
         ) from error
-    return replica.to(device)
+    replica = replica.to(device)
+    copy_hooks(model, replica)
+    return replica
+
+
+def copy_hooks(model: nn.Module, replica: nn.Module) -> None:
+    """Gives a replica the model's hooks: the same objects, so that they act on what the user sees.
+
+    Methods of the model's own modules become those of the replica's.
+    """
+    twin = dict(zip(model.modules(), replica.modules()))
+
+    def own(hook: Any) -> Any:
+        of = getattr(hook, "__self__", hook)
+        if not isinstance(of, nn.Module) or of not in twin:
+            return hook
+        return twin[of] if of is hook else MethodType(hook.__func__, twin[of])
+
+    for module, other in twin.items():
+        theirs = (*forward_hooks(other), *backward_hooks(other))
+        for hooks, copied in zip((*forward_hooks(module), *backward_hooks(module)), theirs):
+            copied.clear()
+            copied.update({number: own(hook) for number, hook in hooks.items()})
+        for key in _ABOUT_HOOKS:
+            vars(other)[key] = copy.copy(vars(module)[key])
+    for parameter, copied_parameter in zip(model.parameters(), replica.parameters()):
+        if parameter.requires_grad and copied_parameter is not parameter:
+            share_hooks(copied_parameter)
+            for hooks, copied in zip(gradient_hooks(parameter), gradient_hooks(copied_parameter)):
+                for number in [number for number, hook in copied.items() if is_users(hook)]:
+                    del copied[number]
+                copied.update({number: own(hook) for number, hook in hooks.items() if is_users(hook)})
+                put_users_first(copied)
+
+
+_ABOUT_HOOKS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_is_full_backward_hook",
+)
+"""What a module notes about its hooks, by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -170,21 +228,32 @@ class DataParallel(Replicated):
         """Makes the replicas; the user's model is the first."""
         self._alone = draws_in_forward(model) or any("forward" in vars(module) for module in model.modules())
         model = model.to(self.device)
-        copies = [copy_model(model, device, self._declared) for device in self.devices[1:]]
+        others = () if self._alone and self._is_one_device else self.devices[1:]
+        copies = [copy_model(model, device, self._declared) for device in others]
         placed = super().setup_model(model)
         self._replicas = [Replica(placed, self.device, self._declared, self._buffers, self._sums.tree)]
         self._replicas += [
             Replica(model, device, self._declared) for model, device in zip(copies, self.devices[1:])
         ]
+        self._hooks_seen = hooks_made()
         return placed
+
+    @property
+    def _is_one_device(self) -> bool:
+        return len(set(self.devices)) == 1
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs the micro-batches on the replicas and adds their gradients. See ``Strategy.backward``."""
+        if not self._alone and self._hooks_seen != hooks_made():
+            self._alone = draws_in_forward(self._model)
+            self._hooks_seen = hooks_made()
+        with compute.autocast():
+            one_by_one = self._alone or self._has_thread_settings()
+        if one_by_one and self._is_one_device:
+            return super().backward(batch, compute, scale=scale, stop=stop)
         leaves, count = batch.plan.leaves, len(self._replicas)
         shares = [share(leaves, count, number) for number in range(count)]
         self._sums.begin(shares[0], leaves)
-        with compute.autocast():
-            one_by_one = self._alone or self._has_thread_settings()
         for replica, part in zip(self._replicas[1:], shares[1:]):
             replica.follow(self._replicas[0])
             replica.tree.begin(part.start, part.stop, leaves)

@@ -244,9 +244,9 @@ class GradientTree:
 
     def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if gradient is None or not self._merges:
+        if gradient is None or not self._merges or parameter is not slot.parameter:
             return
-        require_one_dense(slot.name, gradient, is_first=slot.pushed <= self._leaf)
+        gradient = one_dense(slot.name, gradient, is_first=slot.pushed <= self._leaf)
         parameter.grad = None
         slot.used += 1
         self._push(slot, gradient)
@@ -383,15 +383,14 @@ class StepSums:
         return mine if all(mine) else [int(count) for count in everyones.tolist()]
 
 
-def require_one_dense(name: str, gradient: Tensor, *, is_first: bool) -> None:
-    """Raises ``ConfigError`` for a sparse gradient of a parameter, and for a second one in a backward pass."""
-    if gradient.is_sparse:
-        raise ConfigError(f"{name!r} has a sparse gradient, which Lockstep cannot sum. Use sparse=False.")
+def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
+    """A parameter's gradient, dense; ``ConfigError`` for a second one in a backward pass."""
     if not is_first:
         raise ConfigError(
             f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
             "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
         )
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def thawed(name: str) -> ConfigError:

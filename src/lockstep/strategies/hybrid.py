@@ -11,9 +11,9 @@ shared out by rows otherwise, and so is the update. Why FSDP2 is not underneath:
 
 ``StageRows`` holds this rank's rows between steps and gathers whole parameters while the stage computes:
 
-    between steps      the modules have this rank's rows, the very parameters that the optimizer holds
+    between steps      the modules have stand-ins without values, the optimizer this rank's rows
     gather             memory for whole parameters -> rows of all ranks, a few MB at a time -> into the modules
-    free               the rows go back into the modules, the memory of the whole parameters is freed
+    free               the stand-ins go back into the modules, the memory of the whole parameters is freed
 
 The whole parameters stay the same objects, so hooks on them last.
 
@@ -46,17 +46,22 @@ from lockstep.distributed.collectives import (
     all_reduce_max,
     drop_process_groups,
 )
+from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
-from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.gradients import StepSums, thawed
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.pipeline.stage import Stage
 from lockstep.strategies.sharding import (
+    Absence,
+    AbsentParameter,
     gather_rows,
     require_rows,
     rows_of,
     squares_of_rows,
     users_of_parameters,
+    value_of,
 )
 from lockstep.strategies.strategy import Compute, StepResult
 
@@ -68,7 +73,7 @@ class ShardedPipeline(Pipeline):
     """
 
     name = "hybrid"
-    elementwise_only = True
+    steps = Unit.ELEMENT
     axis = "fsdp"
     _rows: Sequence[StageRows] = ()
 
@@ -85,6 +90,16 @@ class ShardedPipeline(Pipeline):
         with self._whole_stages():
             return super().backward(batch, compute, scale=scale, stop=stop)
 
+    @contextmanager
+    def watching_writes(self) -> Iterator[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        written: set[str] = set()
+        for rows in self._rows:
+            rows.written = written
+        yield written
+        for rows in self._rows:
+            rows.written = None
+
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
@@ -98,7 +113,7 @@ class ShardedPipeline(Pipeline):
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter; buffers from the first of the ranks with a stage."""
         first = self._groups.coordinate(self.axis) == 0
-        return {n: t for n, t in self._held.items() if first or (n in self._shared and t.numel())}
+        return {n: t.detach() for n, t in self._held.items() if first or (n in self._shared and t.numel())}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies what is held here from whole tensors."""
@@ -128,7 +143,8 @@ class ShardedPipeline(Pipeline):
     def _make_sums(
         self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
     ) -> StepSums:
-        rows = StageRows(stage, self._line)
+        self._absences.append(Absence(self.name, "no process holds it whole"))
+        rows = StageRows(stage, self._line, self._absences[-1])
         self._rows = (*self._rows, rows)
         sums = super()._make_sums(stage, local, rows.held)
         rows.free()
@@ -136,6 +152,10 @@ class ShardedPipeline(Pipeline):
         assert isinstance(reducer, OrderedRowReducer)
         reducer.free_staging()
         return sums
+
+    def _held_of(self, stage: Stage) -> dict[str, Tensor]:
+        held = super()._held_of(stage)
+        return {name: t.parameter_rows if isinstance(t, AbsentParameter) else t for name, t in held.items()}  # type: ignore[misc]
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
@@ -164,6 +184,8 @@ class _Parameter:
 
     whole: nn.Parameter
     held: nn.Parameter
+    absent: AbsentParameter
+    """Stands in the modules between steps."""
     padded: int
     """Numbers that each rank gives to the others: as many as the one with the most rows."""
     users: list[tuple[nn.Module, str]]
@@ -176,12 +198,17 @@ class _Parameter:
 class StageRows:
     """Shares the parameters of a stage out over the ranks of a group; they are whole after this, until ``free``."""
 
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, stage: nn.Module, group: dist.ProcessGroup, absence: Absence) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
         names = {parameter: name for name, parameter in stage.named_parameters()}
         users = users_of_parameters(stage)
-        self._parameters = {names[p]: self._share_out(p, places) for p, places in users.items()}
+        self._parameters = {
+            names[p]: self._share_out(p, places, names[p], absence) for p, places in users.items()
+        }
         self._buckets = _buckets(self._parameters.values())
+        self.written: set[str] | None = None
+        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
+        self._values: dict[str, tuple[int, int]] = {}
         for each in self._parameters.values():
             each.put(each.whole)
 
@@ -194,27 +221,37 @@ class StageRows:
         """Makes the parameters whole. Collective: every rank of the group must call this."""
         for bucket in self._buckets:
             self._gather(bucket)
-        for each in self._parameters.values():
+        for name, each in self._parameters.items():
+            if each.absent.requires_grad != each.whole.requires_grad:  # frozen after run.prepare
+                if not each.held.requires_grad:
+                    raise thawed(name)
+                each.whole.requires_grad_(each.absent.requires_grad)
             each.put(each.whole)
+            if self.written is not None:
+                self._values[name] = value_of(each.whole)
 
     def free(self) -> None:
-        """Puts this rank's rows in place of the whole parameters and gives their memory back."""
-        for each in self._parameters.values():
-            each.put(each.held)
+        """Takes the whole parameters out of the modules and gives their memory back."""
+        for name, each in self._parameters.items():
+            if self.written is not None and self._values.pop(name, None) not in (None, value_of(each.whole)):
+                self.written.add(name)
+            each.put(each.absent)
             each.whole.grad = None
             each.whole.untyped_storage().resize_(0)
 
-    def _share_out(self, parameter: nn.Parameter, users: list[tuple[nn.Module, str]]) -> _Parameter:
+    def _share_out(
+        self, parameter: nn.Parameter, users: list[tuple[nn.Module, str]], name: str, absence: Absence
+    ) -> _Parameter:
         rows = rows_of(parameter.shape[0], self._ranks, dist.get_rank(self._group))
         trained = parameter.requires_grad
         values = parameter.detach()
         # Copies: the user may still look at the parameter that the model had.
-        return _Parameter(
-            nn.Parameter(values.clone(), requires_grad=trained),
-            nn.Parameter(values[rows].clone(), requires_grad=trained),
-            -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:]),
-            users,
-        )
+        whole = nn.Parameter(values.clone(), requires_grad=trained)
+        held = nn.Parameter(values[rows].clone(), requires_grad=trained)
+        absent = AbsentParameter(whole, name, held, absence, rows)
+        share_hooks(parameter, whole, held, absent)
+        padded = -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:])
+        return _Parameter(whole, held, absent, padded, users)
 
     def _gather(self, bucket: list[_Parameter]) -> None:
         sizes = [each.padded for each in bucket]
@@ -225,7 +262,8 @@ class StageRows:
         for each, parts in zip(bucket, torch.split(everyone, sizes, dim=1)):
             storage, shape = each.whole.untyped_storage(), each.whole.shape
             storage.resize_(each.whole.numel() * each.whole.element_size())
-            rows = parts.reshape(-1, *shape[1:])[: shape[0]]
+            size = -(-shape[0] // self._ranks)  # not -1: there may be no elements
+            rows = parts.reshape(self._ranks * size, *shape[1:])[: shape[0]]
             each.whole.detach().copy_(rows)
 
 

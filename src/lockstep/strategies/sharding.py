@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.utils._pytree import tree_map_only
 
 from lockstep.config.strategy_options import ELEMENTWISE
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, row_squares
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
@@ -40,6 +43,7 @@ _METADATA = frozenset(
         *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "storage_offset"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "has_names"),
         *("requires_grad_", "__hash__", "__len__", "__repr__", "__format__", "is_shared", "is_inference"),
+        *("register_hook", "register_post_accumulate_grad_hook"),
     }
 )
 """The attributes and methods of a parameter that need no values."""
@@ -101,19 +105,44 @@ def squares_of_rows(
     return [fold_rows(part.reshape(-1)[:count]) if count else part.sum() for part, count in zip(parts, rows)]
 
 
-def require_rows(model: nn.Module, strategy: str) -> None:
-    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows."""
+def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> None:
+    """Raises ``ConfigError`` naming a parameter of a model that cannot be shared out by rows.
+
+    Args:
+        model: with whole parameters.
+        strategy: for the message.
+        permuted: whether a parameter may have its dimensions in another order in memory.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ConfigError(
                 f"Strategy {strategy!r} shards parameters by rows, and {name!r} is a scalar. Give it the shape (1,), "
                 "or use strategy 'ddp'."
             )
-        if not parameter.is_contiguous():
-            raise ConfigError(
-                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} is stored in channels-last "
-                "order. Use channels_last=False, or strategy 'ddp'."
+        if not parameter.is_contiguous() and not (permuted and _has_no_gaps(parameter)):
+            channels_last = parameter.dim() == 4 and parameter.is_contiguous(
+                memory_format=torch.channels_last
             )
+            found = "in channels-last order" if channels_last else f"with strides {parameter.stride()}"
+            remedy = (
+                "Use channels_last=False"
+                if channels_last
+                else "Make it of a contiguous copy, nn.Parameter(tensor.contiguous()), before the optimizer"
+            )
+            raise ConfigError(
+                f"Strategy {strategy!r} shards contiguous parameters, and {name!r} of shape {tuple(parameter.shape)} "
+                f"is stored {found}. {remedy}, or use strategy 'ddp'."
+            )
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    """Returns whether a tensor has its elements in consecutive memory, with the dimensions in any order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
@@ -122,71 +151,301 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) in known or bool(getattr(optimizer, "elementwise", False))
 
 
-def require_elementwise(optimizer: optim.Optimizer, strategy: str) -> None:
-    """Raises ``ConfigError`` for an optimizer that is not known to be elementwise.
+def value_of(parameter: Tensor) -> tuple[int, int]:
+    """How often a parameter was written to, and a sum of its bits: writes to ``.data`` are not counted."""
+    return parameter._version, int(sum_of_bits(parameter))
 
-    A class of one's own that is says so with an attribute ``elementwise = True``.
+
+_ALWAYS_KNOWN = _METADATA - _WHERE.keys() - {"grad"}
+"""Those that are the same wherever the values are."""
+
+_SCALED = frozenset(
+    {
+        "copy_",
+        "mul_",
+        "div_",
+        "true_divide_",
+        "clamp_",
+        "clip_",
+        "clamp_min_",
+        "clamp_max_",
+        "neg_",
+        "negative_",
+        "zero_",
+    }
+    | {"sign_", "sgn_", "nan_to_num_", "fill_", "__imul__", "__idiv__", "__itruediv__"}
+)
+"""Changes of each number by itself, exact wherever it lies: what a process holds of an absent tensor gets them."""
+
+
+@dataclass
+class Absence:
+    """Why a process has no values of some parameters, for messages."""
+
+    strategy: str
+    where: str
+    """Who has them, as the end of "under strategy 'fsdp' ..."."""
+    has_gradients: bool = False
+    """True once there has been a backward pass, where nothing is held here that says more."""
+    is_computing: bool = False
+    """True within a step, where every process runs micro-batches of its own, so that changes would not agree."""
+
+    def values(self, names: str, kind: str = "parameter") -> ConfigError:
+        """The error of code that needs values."""
+        return ConfigError(
+            f"The {kind} {names!r} is used outside of the forward pass of its module, where under strategy "
+            f"{self.strategy!r} {self.where}. Return what is needed from that module's forward, write the weights with "
+            "run.save(), or use strategy 'ddp'."
+        )
+
+    def gradient(self, names: str) -> ConfigError:
+        """The error of code that needs gradients."""
+        return ConfigError(
+            f"The gradient of {names!r} was asked for, and under strategy {self.strategy!r} {self.where}. Clip with "
+            "run.clip_gradients, scale it in place, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
+        )
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor whose values are not in this process: answers what its shape, type and place do, and refuses the rest.
+
+    What is changed in place, by a factor, a bound or a whole tensor of its shape, is changed in the part that is held
+    here.
     """
-    if is_elementwise(optimizer):
-        return
-    known = ", ".join(sorted(ELEMENTWISE))
-    raise ConfigError(
-        f"Strategy {strategy!r} steps the optimizer on parts of parameters, and {type(optimizer).__name__} is not "
-        f"known to update each element from that element alone. Use one of {known}, set elementwise = True on the "
-        "class if it does, or use strategy 'ddp'."
-    )
-
-
-class AbsentParameter(nn.Parameter):
-    """Stands in a module for a parameter whose values this process has freed: its shape and type, without values."""
 
     parameter_name: str
     parameter_device: torch.device
-    parameter_rows: nn.Parameter
+    absence: Absence
+    held_rows: slice = slice(None)
+    """The rows of it that ``held_part`` has."""
 
-    def __new__(cls, whole: nn.Parameter, name: str, rows: nn.Parameter) -> AbsentParameter:
-        """Makes one like ``whole``; ``rows`` are those of this rank, which have the gradient."""
-        values = torch.empty_like(whole, device="meta", requires_grad=False)
-        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
-        made.__dict__.update(whole.__dict__)
-        made.parameter_name, made.parameter_device, made.parameter_rows = name, whole.device, rows
-        return made
+    @property
+    def held_part(self) -> Tensor | None:
+        """The part of it that this process has."""
+        return None
 
-    def __init__(self, whole: nn.Parameter, name: str, rows: nn.Parameter) -> None:
-        """See ``__new__``."""
+    def refusal(self, names: str) -> ConfigError:
+        """The error of code that needs values."""
+        return self.absence.values(names)
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """The answer where it takes more than the shape and type; ``NotImplemented`` for none."""
+        return NotImplemented
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Answers what needs no values; raises ``ConfigError`` otherwise."""
-        asked = getattr(func, "__name__", "")
+        asked = key = getattr(func, "__name__", "")
         if asked in ("__get__", "__set__", "__delete__"):
-            asked = getattr(func, "__self__", func).__name__
-        names = [each.parameter_name for each in _flat(args) if isinstance(each, AbsentParameter)]
-        if asked in _WHERE:
-            return _WHERE[asked](args[0].parameter_device)
-        if asked == "grad" and args[0].parameter_rows.grad is not None:
-            raise ConfigError(
-                f"The gradient of {names[0]!r} was asked for, and under strategy 'fsdp' each process has rows of it. "
-                "Clip with run.clip_gradients, clear it with optimizer.zero_grad(), or use strategy 'ddp'."
-            )
-        if asked in _METADATA:
+            key = getattr(func, "__self__", func).__name__
+            asked = f"{asked.strip('_')} {key}"
+        if key in _ALWAYS_KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ConfigError(
-            f"The parameter {', '.join(names[:3])!r} is used outside of the forward pass of its module, where under "
-            "strategy 'fsdp' no process holds it whole. Return what is needed from that module's forward, write the "
-            "weights with run.save(), or use strategy 'ddp'."
-        )
+        if func is torch.autograd.grad:
+            args, kwargs = tree_map_only(
+                AbsentParameter, AbsentParameter.gathered, (args, dict(kwargs or {}))
+            )
+            return func(*args, **kwargs)
+        if func is nn.init.constant_ and kwargs is not None:
+            func, asked, args, kwargs = torch.Tensor.fill_, "fill_", (kwargs["tensor"], kwargs["val"]), {}
+            key = asked
+        absent = [each for each in _flat([*args, *(kwargs or {}).values()]) if isinstance(each, AbsentTensor)]
+        first = absent[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            if key in _WHERE:
+                return _WHERE[key](first.parameter_device)
+            found = first.answer(asked, args) if args and args[0] is first else NotImplemented
+            if found is not NotImplemented:
+                return found
+            may_change = key in _SCALED and not first.absence.is_computing
+            if may_change and len(absent) == 1 and args and args[0] is first and _fit(args[1:], first.shape):
+                if first.held_part is not None:
+                    with torch.no_grad():
+                        func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
+                return first
+        raise first.refusal(", ".join([each.parameter_name for each in absent][:3]))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         """Refuses a copy, which would have no values."""
-        return self.clone()  # type: ignore[return-value]  # raises
+        raise self.refusal(self.parameter_name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to be pickled, without values."""
-        return self.clone()
+        raise self.refusal(self.parameter_name)
+
+
+class AbsentParameter(AbsentTensor, nn.Parameter):
+    """Stands in a module for a parameter whose values this process does not have: its shape and type, without values.
+
+    Args:
+        whole: the parameter; its values are not kept.
+        name: of it.
+        rows: those of this rank, which have the gradient; None for none.
+        absence: for messages.
+        place: of ``rows`` in the whole.
+    """
+
+    parameter_rows: nn.Parameter | None
+    parameter_whole: nn.Parameter | None
+
+    def __new__(
+        cls,
+        whole: nn.Parameter,
+        name: str,
+        rows: nn.Parameter | None,
+        absence: Absence,
+        place: slice = slice(None),
+    ) -> AbsentParameter:
+        """Makes one like ``whole``."""
+        values = torch.empty_like(whole, device="meta", requires_grad=False)
+        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
+        made.__dict__.update(whole.__dict__)
+        made.parameter_name, made.parameter_device = name, whole.device
+        made.parameter_rows, made.absence, made.held_rows = rows, absence, place
+        made.parameter_whole = None if rows is None else whole
+        return made
+
+    def __init__(
+        self,
+        whole: nn.Parameter,
+        name: str,
+        rows: nn.Parameter | None,
+        absence: Absence,
+        place: slice = slice(None),
+    ) -> None:
+        """See ``__new__``."""
+
+    def gathered(self) -> nn.Parameter:
+        """The whole parameter, which has values while it is used; ``ConfigError`` where it never has."""
+        if self.parameter_whole is None:
+            raise self.refusal(self.parameter_name)
+        return self.parameter_whole
+
+    @property
+    def held_part(self) -> Tensor | None:
+        """See ``AbsentTensor``."""
+        return self.parameter_rows
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: the gradient, whose values are not here either, and ``.data``."""
+        rows = self.parameter_rows
+        if asked == "get data":
+            return self
+        if asked == "get grad":
+            has_one = self.absence.has_gradients if rows is None else rows.grad is not None
+            return AbsentGradient(self) if has_one else None
+        if asked in ("set grad", "delete grad") and (len(args) < 2 or args[1] is None):
+            if rows is not None:
+                rows.grad = None
+            return None
+        if asked == "set grad" and args[1] is not None:
+            if isinstance(args[1], AbsentGradient) and args[1].parameter is self:
+                return None  # as p.grad *= 0.5 does
+            raise self.absence.gradient(self.parameter_name)
+        if asked == "set data":
+            if args[1] is self:
+                return None  # as p.data *= 0.5 does
+            raise self.refusal(self.parameter_name)
+        return NotImplemented
+
+
+class AbsentGradient(AbsentTensor):
+    """The gradient of a parameter whose values this process does not have."""
+
+    parameter: AbsentParameter
+
+    def __new__(cls, parameter: AbsentParameter) -> AbsentGradient:
+        """Makes one like ``parameter``."""
+        values = torch.empty_like(parameter, device="meta", requires_grad=False)
+        made = torch.Tensor._make_subclass(cls, values, False)
+        made.parameter, made.parameter_name = parameter, parameter.parameter_name
+        made.held_rows = parameter.held_rows
+        made.parameter_device, made.absence = parameter.parameter_device, parameter.absence
+        return made
+
+    def __init__(self, parameter: AbsentParameter) -> None:
+        """See ``__new__``."""
+
+    @property
+    def held_part(self) -> Tensor | None:
+        """See ``AbsentTensor``."""
+        rows = self.parameter.parameter_rows
+        return None if rows is None else rows.grad
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return self.absence.gradient(names)
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: it needs no graph."""
+        return self if asked in ("get data", "detach", "detach_") else NotImplemented
+
+
+class AbsentBuffer(AbsentTensor):
+    """A buffer whose values this process does not have."""
+
+    def __new__(cls, whole: Tensor, name: str, absence: Absence) -> AbsentBuffer:
+        """Makes one like ``whole``."""
+        made = torch.Tensor._make_subclass(cls, torch.empty_like(whole, device="meta"), False)
+        made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
+        return made
+
+    def __init__(self, whole: Tensor, name: str, absence: Absence) -> None:
+        """See ``__new__``."""
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return self.absence.values(names, "buffer")
+
+
+class GradientElsewhere(AbsentTensor):
+    """Stands for the gradient of a parameter that a process has, where servers have the gradient."""
+
+    holder: nn.Parameter | None
+
+    def __new__(
+        cls, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence
+    ) -> GradientElsewhere:
+        """Makes one like ``whole``, without memory of its own; ``holder`` has this process's part, if any."""
+        values = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        made = torch.Tensor._make_subclass(cls, values, False)
+        made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
+        made.holder = holder
+        return made
+
+    def __init__(self, whole: nn.Parameter, name: str, holder: nn.Parameter | None, absence: Absence) -> None:
+        """See ``__new__``."""
+
+    @property
+    def held_part(self) -> Tensor | None:
+        """See ``AbsentTensor``."""
+        return None if self.holder is None else self.holder.grad
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return self.absence.gradient(names)
+
+    def answer(self, asked: str, args: Sequence[Any]) -> Any:
+        """See ``AbsentTensor``: it needs no graph."""
+        return self if asked in ("get data", "detach", "detach_") else NotImplemented
+
+
+def _fit(values: Sequence[Any], shape: torch.Size) -> bool:
+    """Returns whether all tensors among the values are single numbers or of this shape, so that rows can be taken."""
+    return all(each.numel() == 1 or each.shape == shape for each in values if isinstance(each, Tensor))
+
+
+def _rows(values: Sequence[Any], absent: AbsentTensor) -> list[Any]:
+    """The values for the rows of a tensor that are held here."""
+    return [
+        each[absent.held_rows]
+        if isinstance(each, Tensor) and each.shape == absent.shape and each.dim()
+        else each
+        for each in values
+    ]
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -221,4 +480,4 @@ def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     given = OrderedDict(state)
     # Without the version metadata, torch would take every module's state for one of its oldest format.
     given._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]  # torch's
-    model.load_state_dict(given)
+    model.load_state_dict(given, strict=False)  # names were compared; extra state is the run's to load

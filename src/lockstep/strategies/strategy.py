@@ -15,8 +15,8 @@ strategy by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,17 +31,21 @@ from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.optimizer_trial import Unit
 
 
 class Compute(Protocol):
     """The forward pass and the loss of micro-batches, whole or in parts."""
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The loss function, of (output, target)."""
+
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss; gives (sum of losses, weight), both 0-dim.
 
         Args:
-            micro_batch: one of this process's, or padding, whose result depends on the model's output and
-                counts for nothing.
+            micro_batch: one of this process's, or padding, which counts for nothing.
             model: a replica to be called instead of the prepared model.
         """
 
@@ -103,10 +107,18 @@ class Strategy(ABC):
     replicated: bool = True
     """True if every process holds the whole model, as compiling it, a moving average of its weights and a ``forward``
     of the user's own need."""
-    elementwise_only: bool = False
-    """True if optimizers step on parts of parameters, and so must update each element from that element alone."""
+    steps: Unit = Unit.MODEL
+    """The most that an optimizer sees of a model in one process, or has to see, for the bits that are promised."""
+    keeps_whole: bool = False
+    """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
+    whole_parameters: frozenset[str] = frozenset()
+    """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
+    separates_units: bool = False
+    """True if units of one model run in several processes, so that only what is drawn within a unit has a key."""
     evaluation_share: Share | None = None
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
+    rehearsed_bytes: int = 0
+    """Bytes that were given to others in rehearsals of steps."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
 
@@ -128,6 +140,13 @@ class Strategy(ABC):
             stop: why this process was asked to stop, as a code; 0 if it was not.
         """
 
+    def watching_writes(self) -> AbstractContextManager[set[str]]:
+        """Collects the names of parameters that user code writes to in ``backward``.
+
+        Only those that are whole within it alone: of the others the writes stay, so anybody can see them.
+        """
+        return nullcontext(set())
+
     @abstractmethod
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all holders, shape (holders, n), from one float64 row of shape (n,). Collective.
@@ -141,6 +160,9 @@ class Strategy(ABC):
     @abstractmethod
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
+
+    def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
+        """Called on every rank before an optimizer is stepped."""
 
     @abstractmethod
     def after_step(self) -> None:
@@ -203,8 +225,14 @@ class Strategy(ABC):
     @property
     def bytes_sent(self) -> int:
         """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
-        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count.
+        such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count,
+        nor do rehearsals.
         """
+        return self.all_bytes_sent - self.rehearsed_bytes
+
+    @property
+    def all_bytes_sent(self) -> int:
+        """See ``bytes_sent``; with rehearsals."""
         return 0
 
 

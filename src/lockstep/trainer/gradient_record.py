@@ -192,7 +192,10 @@ class GradientRecord:
     @classmethod
     def from_json(cls, line: str) -> GradientRecord:
         """Reads one line; ``ValueError``, ``KeyError`` or ``TypeError`` where it is something else."""
-        table = json.loads(line)
+        try:
+            table = json.loads(line)
+        except RecursionError:
+            raise ValueError("a record is nested too deeply") from None
         if not isinstance(table, dict):
             raise TypeError(f"a record is a table, not {line[:20]!r}")
         parts = dict(table.get("micro_batches", {}))

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import fold_rows
-from lockstep.data.batch import Batch
-from lockstep.run.step import exact
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.runtime.events import Callback
 from lockstep.strategies import StepResult, Strategy, sum_counts
 
@@ -54,11 +53,11 @@ class MeterSums:
 class Meter(Callback):
     """Adds up losses, right answers and samples of the steps of an epoch; every rank has one.
 
-    ``observed_loss`` is the loss function, and counts right answers where the outputs are class scores.
+    ``classifies`` says whether outputs are class scores, so that answers can be right.
     """
 
-    def __init__(self, strategy: Strategy, loss: Callable[..., Any], classifies: bool) -> None:
-        self._strategy, self._loss, self._classifies = strategy, exact(loss), classifies
+    def __init__(self, strategy: Strategy, *, classifies: bool) -> None:
+        self._strategy, self._classifies = strategy, classifies
         self._right: list[Tensor] = []
         self._answers = self._samples = 0
         self._losses: list[Tensor] = []
@@ -81,12 +80,11 @@ class Meter(Callback):
         self._totals = MeterSums(**known.get("totals", {}))
         self._reading = MeterSums(**known.get("reading", {}))
 
-    def observed_loss(self, output: Any, target: Any) -> Any:
-        """The loss, while counting right answers on the device."""
+    def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
+        """Counts right answers, on the device."""
         if self._classifies:
             self._right.append((output.detach().argmax(1) == target).sum())
             self._answers += target.numel()
-        return self._loss(output, target)
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Notes the loss scale."""

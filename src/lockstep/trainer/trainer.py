@@ -50,7 +50,7 @@ class Trainer(Callback):
         self.run, self._parts, self._logger = run, parts, logger
         self.loss = parts.loss
         self._settings, self._saving, self._log_every = settings, saving, log_every
-        self._meter = Meter(run.strategy, parts.loss, parts.classifies)
+        self._meter = Meter(run.strategy, classifies=parts.classifies)
         self._learning_rates: list[Any] = []
         self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
@@ -96,7 +96,7 @@ class Trainer(Callback):
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
         parts = self._parts
-        loss = self.run.backward(batch, self._meter.observed_loss)
+        loss: Tensor = self.run.backward(batch, self.loss)
         if self._settings.clip_norm is not None:
             self.run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()

@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from lockstep.text import numbered
 from lockstep.verify.trace import StepTrace, Trace
 
 
@@ -79,7 +80,6 @@ class Cause(Enum):
     LENGTH = "it ends after another number of steps"
     SCHEDULE = "the schedule is at another step: it is stepped once per process, or not at all"
     REPORTED = "the reported loss is not the mean over the global batch"
-    REFUSED = "the program is refused"
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def diagnose(reference: Trace, other: Trace, *, repeats: bool | None = None) -> 
 _EXPLAINED_BY_CONTEXT = (
     Cause.ROUNDING,
     Cause.FORWARD,
-    Cause.MODEL_RANDOMNESS,
+    Cause.OUTPUT,
+    Cause.LOSS,
     Cause.REDUCTION_ORDER,
     Cause.GRADIENTS,
     Cause.UPDATE,
@@ -159,33 +160,92 @@ def _step(
     step = mine.step
     if setting := _first_difference(mine.settings, theirs.settings):
         detail = f"{mine.settings.get(setting)} and {theirs.settings.get(setting)}"
-        return Diagnosis(Cause.OPTIMIZER, step, setting, detail)
+        cause = (
+            Cause.LEARNING_RATE if _is_times_ranks(mine, theirs, setting, other.ranks) else Cause.OPTIMIZER
+        )
+        return Diagnosis(cause, step, setting, detail)
     if k := _first_difference(mine.samples, theirs.samples):
         return Diagnosis(Cause.DATA_ORDER, step, f"micro-batch {k}", _repeated(theirs, other))
     if k := _first_difference(mine.inputs, theirs.inputs):
         return Diagnosis(Cause.AUGMENTATION, step, f"micro-batch {k}")
     number = next((n for n, (a, b) in enumerate(zip(mine.losses, theirs.losses)) if a != b), None)
     if number is not None:
-        return _forward(mine, theirs, number, reference, repeats)
+        return _forward(mine, theirs, number, (reference, other), repeats)
     if mine.loss != theirs.loss or len(mine.losses) != len(theirs.losses):
         ratio = _quotient(float.fromhex(theirs.loss), float.fromhex(mine.loss))
         return Diagnosis(Cause.LOSS_WEIGHTING, step, "loss", f"{ratio:.6g} times as large")
-    return _gradients(mine, theirs, max(_ROUNDING, _UNITS * reference.unit)) or _after(mine, theirs)
+    rounding = max(_ROUNDING, _UNITS * reference.unit)
+    return _gradients(mine, theirs, rounding, other.ranks) or _after(mine, theirs)
 
 
 def _forward(
-    mine: StepTrace, theirs: StepTrace, number: int, reference: Trace, repeats: bool | None
+    mine: StepTrace, theirs: StepTrace, number: int, traces: tuple[Trace, Trace], repeats: bool | None
 ) -> Diagnosis:
-    tensor = f"loss of micro-batch {number}"
+    (reference, other), tensor = traces, f"loss of micro-batch {number}"
     ratio = _quotient(float.fromhex(theirs.losses[number]), float.fromhex(mine.losses[number]))
     if repeats is False:
         return Diagnosis(Cause.OPERATOR, mine.step, tensor)
+    rounding = None
     if abs(ratio - 1) < max(_LAST_BITS, _UNITS * reference.unit):
-        return Diagnosis(Cause.ROUNDING, mine.step, tensor, f"{ratio - 1:+.1e}")
-    return Diagnosis(Cause.MODEL_RANDOMNESS if reference.draws else Cause.FORWARD, mine.step, tensor)
+        rounding = Diagnosis(Cause.ROUNDING, mine.step, tensor, f"{ratio - 1:+.1e}")
+    if rounding and other.level != "A":
+        return rounding  # which is expected, so there is nothing else to explain
+    detail = f"{ratio:.9g} times as large"
+    if odd := [name for name, ranks in theirs.evaluating.items() if name not in mine.evaluating]:
+        ranks = numbered("rank", theirs.evaluating[odd[0]])
+        return Diagnosis(Cause.MODE, mine.step, tensor, f"{odd[0]!r} is in eval mode on {ranks}; {detail}")
+    output = mine.outputs.get(str(number)), theirs.outputs.get(str(number))
+    if None not in output and output[0] == output[1]:
+        return Diagnosis(Cause.LOSS, mine.step, tensor, detail, _OF_LOSS)
+    state, is_certain = _state_kept(mine, theirs)
+    if state and is_certain:
+        return Diagnosis(Cause.HIDDEN_STATE, mine.step, tensor, f"{state}; {detail}")
+    if rounding:
+        return rounding
+    detail = f"{state}; {detail}" if state else detail
+    cause = Cause.FORWARD if None in output else Cause.OUTPUT
+    drawn = ("random numbers that are not keyed by the micro-batch",) if reference.draws else ()
+    return Diagnosis(cause, mine.step, tensor, detail, (*drawn, *_OF_OUTPUT))
 
 
-def _gradients(mine: StepTrace, theirs: StepTrace, rounding: float) -> Diagnosis | None:
+_OF_OUTPUT = (
+    "state that the model keeps outside of its parameters and buffers",
+    "statistics over several micro-batches",
+    "a generator of its own",
+)
+_OF_LOSS = ("weights or a divisor computed from each rank's share", "a loss that keeps state")
+
+
+def _state_kept(mine: StepTrace, theirs: StepTrace) -> tuple[str, bool]:
+    """What modules keep that is not the reference's on a rank that has changed it, and whether it is no tensor.
+
+    Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
+    """
+    found: list[tuple[bool, str]] = []
+    for name, held in theirs.kept.items():
+        known = next(iter(mine.kept.get(name, {}).values()), "as at the beginning")
+        found += [
+            (
+                "tensor" in value,
+                f"{name!r} is {value} on rank {rank} after the step, {known} in the reference",
+            )
+            for rank, value in held.items()
+            if value != known
+        ]
+    is_tensor, text = min(found, key=lambda each: each[0], default=(True, ""))
+    return text, not is_tensor
+
+
+def _is_times_ranks(mine: StepTrace, theirs: StepTrace, setting: str, ranks: int) -> bool:
+    """True if a learning rate is as many times that of the reference as there are ranks."""
+    try:
+        value, known = (float(each.settings.get(setting, "")) for each in (theirs, mine))
+    except ValueError:
+        return False
+    return setting.split()[0] == "lr" and ranks > 1 and math.isclose(value, ranks * known, rel_tol=1e-9)
+
+
+def _gradients(mine: StepTrace, theirs: StepTrace, rounding: float, ranks: int) -> Diagnosis | None:
     absent = sorted(set(mine.gradients) ^ set(theirs.gradients))
     if absent:
         return Diagnosis(Cause.LEFT_OUT, mine.step, repr(absent[0]), "it has a gradient in one of them only")
@@ -201,6 +261,9 @@ def _gradients(mine: StepTrace, theirs: StepTrace, rounding: float) -> Diagnosis
     if len(alike) >= 0.9 * len(ratios) and abs(middle - 1) > rounding:
         return Diagnosis(Cause.GRADIENT_SCALE, mine.step, first, f"all are {middle:.4g} times as large")
     if len(off) <= len(ratios) / 2:
+        if all(abs(ratios[n] / ranks - 1) <= rounding for n in off) and ranks > 1:
+            detail = f"{len(off)} of {len(ratios)} are {ranks} times as large, in a world of {ranks}"
+            return Diagnosis(Cause.REDUCED_TWICE, mine.step, repr(off[0]), detail)
         detail = f"{len(off)} of {len(ratios)} differ by more than rounding"
         return Diagnosis(Cause.LEFT_OUT, mine.step, repr(off[0]), detail)
     return Diagnosis(Cause.GRADIENTS, mine.step, first)

@@ -14,6 +14,7 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.config.job import JobConfig
 from lockstep.core.fingerprint import digest_tensor, digest_tensors
 from lockstep.core.world import World
-from lockstep.data.batch import Batch
-from lockstep.errors import ConfigError
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError, ReplicaError
 from lockstep.job.assemble import assemble
 from lockstep.launch import ScriptTarget
 from lockstep.launch.rank_process import run_script
@@ -36,8 +37,16 @@ from lockstep.run.optimizer_step import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.events import observe_new_runs
 from lockstep.strategies import IndependentStrategy, StepResult, gather_records
-from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, requested
-from lockstep.verify.trace import StepTrace, Trace
+from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, attributes, innermost, requested
+from lockstep.verify.trace import StepTrace, Trace, keep_refusal
+
+_REHEARSED = 2
+"""Steps that may be computed several times, by ``checks = "first"``."""
+
+
+def settled(seconds: Sequence[float]) -> float:
+    """The median of the steps after the checked ones; of all, where there are no more."""
+    return statistics.median(seconds[_REHEARSED:] or seconds)
 
 
 class Observer(Callback):
@@ -53,6 +62,8 @@ class Observer(Callback):
         self._observing = 0.0
         self._noted: dict[str, Any] = {}
         self._loss: Tensor | None = None
+        self._outputs: dict[str, str] = {}
+        self._kept = attributes({"": self.model})
         strategy, context = run.strategy, self._saved.context.as_dict()
         self.trace = Trace(
             label=label,
@@ -92,6 +103,7 @@ class Observer(Callback):
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
                 optimizer=digest_tensors(captured.optimizer),
+                kept=self._by_rank(self._changed()),
                 apart=apart,
                 **self._noted,
             )
@@ -102,7 +114,7 @@ class Observer(Callback):
     def finish(self, final: Path) -> Trace:
         """Returns the trace and writes the parameters to ``final``. Collective."""
         run = self.run
-        self.trace.milliseconds = 1000 * statistics.median(self._seconds)
+        self.trace.milliseconds = 1000 * settled(self._seconds)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
@@ -115,7 +127,12 @@ class Observer(Callback):
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Records the hyperparameters of the step."""
-        self._noted = {"settings": hyperparameters(self._saved.parts.optimizers)}
+        self._noted, self._outputs = {"settings": hyperparameters(self._saved.parts.optimizers)}, {}
+
+    def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
+        """Notes the output of the model for a micro-batch."""
+        if not self.trace.independent:
+            self._outputs[str(micro_batch.k)] = _digest(output)
 
     def on_backward_end(self, batch: Batch, result: StepResult) -> None:
         """Records samples, inputs, losses and gradients of all ranks. Collective."""
@@ -128,7 +145,12 @@ class Observer(Callback):
             if part.k < batch.plan.leaves
         ]
         parts = sorted((part for each in self._gather(own) for part in each), key=lambda part: part[0])
+        outputs = {k: digest for each in self._gather(self._outputs) for k, digest in each.items()}
+        modules = {name: "eval" for each, name in innermost(self.model).items() if not each.training}
+        evaluating = self._by_rank(modules)
         self._noted |= {
+            "outputs": outputs,
+            "evaluating": {name: [int(rank) for rank in ranks] for name, ranks in evaluating.items()},
             "samples": {str(k): samples for k, samples, _ in parts},
             "inputs": {str(k): inputs for k, _, inputs in parts},
             "losses": [float(value).hex() for value in result.losses.tolist()],
@@ -153,6 +175,19 @@ class Observer(Callback):
         digests = {name: digest_tensor(tensor) for name, tensor in self.run.strategy.state()}
         everyone = self._gather(digests)
         return digests, [name for name in digests if any(each[name] != digests[name] for each in everyone)]
+
+    def _changed(self) -> dict[str, str]:
+        """What the modules here keep and what has changed since the beginning."""
+        now = attributes({"": self.model}).items()
+        return {name: value for name, value in now if self._kept.get(name) != value}
+
+    def _by_rank(self, own: dict[str, str]) -> dict[str, dict[str, str]]:
+        """A text of every rank, by name and rank. Collective."""
+        found: dict[str, dict[str, str]] = {}
+        for rank, held in enumerate(self._gather(own)):
+            for name, text in held.items():
+                found.setdefault(name, {})[str(rank)] = text
+        return found
 
     def _gather(self, value: Any) -> list[Any]:
         return gather_records(self.run.strategy, value, self._group)
@@ -221,7 +256,7 @@ def main(payload: Any) -> None:
     observer = Observer(trainer.run, payload["label"], payload["steps"])
     if payload.get("nudge"):
         nudge_inputs(observer.model, coarsest_type(trainer.run.options))
-    with contextlib.suppress(StopRecording):
+    with contextlib.suppress(StopRecording), _keeping_refusals(folder):
         for _ in trainer.run.epochs(config.training.epochs):
             for batch in trainer.batches():
                 trainer.train_step(batch)
@@ -229,6 +264,16 @@ def main(payload: Any) -> None:
     if world.is_main:
         trace.write(folder / "trace.json")
     trainer.run.close()
+
+
+@contextlib.contextmanager
+def _keeping_refusals(folder: Path) -> Iterator[None]:
+    """Keeps the sentence with which Lockstep refuses what the block does."""
+    try:
+        yield
+    except (ConfigError, ReplicaError) as error:
+        keep_refusal(folder, World.from_environment().rank, str(error))
+        raise
 
 
 RECORDS = "records"
@@ -252,6 +297,7 @@ def watch_script(payload: Any) -> None:
             Path(os.devnull).open("w") as nowhere,
             contextlib.redirect_stdout(nowhere),
             observe_new_runs(watch, options=watch.redirect),
+            _keeping_refusals(folder),
         ):
             run_script(target)
     except StopRecording:

@@ -29,7 +29,9 @@ class Comparison:
 
     @property
     def is_broken(self) -> bool:
-        """True if the layout promises level A or B and did not reach it."""
+        """True if the layout promises level A or B and did not reach it, or refuses the program while it trains."""
+        if self.trace.in_training:
+            return True
         if self.trace.level == "B":
             return self.reached == "-"
         return not self.trace.refused and self.trace.level == "A" and self.reached != "A"
@@ -87,6 +89,7 @@ def compare(
     return Comparison(other, "~" if enlarged else "-", difference, found, sensitivity)
 
 
+_REFUSED = "refuses the program while it trains"
 _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
 
 
@@ -103,8 +106,12 @@ def table(comparisons: Sequence[Comparison], steps: int) -> str:
     ]
     lines += [_beyond_bound(each) for each in comparisons if each.sensitivity is not None]
     lines += [
-        f"{each.trace.label} did not run: {each.trace.refused}" for each in comparisons if each.trace.refused
+        f"{each.trace.label} {_REFUSED if each.trace.in_training else 'did not run'}: {each.trace.refused}"
+        for each in comparisons
+        if each.trace.refused
     ]
+    if reference.trace.refused:
+        return "\n".join([*lines, "No layout was compared."])
     last = reference.trace.steps[-1]
     lines.append(
         f"{len(equal)} of {len(ran)} layouts have the bits of one device after each of {steps} steps; the loss of the "
@@ -125,7 +132,7 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "difference": each.difference,
             "sensitivity": each.sensitivity,
             "refused": each.trace.refused,
-            "cause": each.diagnosis.cause.name.lower() if each.diagnosis else "",
+            "cause": "refused" if each.trace.in_training else _cause(each),
             "step": each.diagnosis.step if each.diagnosis else None,
             "tensor": each.diagnosis.tensor if each.diagnosis else "",
             "detail": each.diagnosis.detail if each.diagnosis else "",
@@ -137,6 +144,10 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
         for each in comparisons
     ]
     return json.dumps(found, indent=1) + "\n"
+
+
+def _cause(each: Comparison) -> str:
+    return each.diagnosis.cause.name.lower() if each.diagnosis else ""
 
 
 def _beyond_bound(each: Comparison) -> str:
@@ -154,7 +165,7 @@ def _beyond_bound(each: Comparison) -> str:
 def _row(each: Comparison) -> tuple[str, ...]:
     trace = each.trace
     if trace.refused:
-        return trace.label, "", "did not run", "", "", ""
+        return trace.label, "", "refused" if trace.in_training else "did not run", "", "", ""
     result = "equal bits" if each.reached == "A" else f"differs by {each.difference:.1e}"
     memory = f"{max(trace.memory) / 2**20:.0f}"
     sent = format_bytes(trace.sent) if trace.sent else "-"

@@ -21,6 +21,13 @@ class StepTrace:
     """Digest of the collated data of each micro-batch."""
     losses: list[str] = field(default_factory=list)
     """Loss sum of each micro-batch."""
+    outputs: dict[str, str] = field(default_factory=dict)
+    """Digest of the model's output for each micro-batch."""
+    kept: dict[str, dict[str, str]] = field(default_factory=dict)
+    """What modules keep as plain attributes or integer buffers after the step, by name and rank, where it has changed
+    since the beginning."""
+    evaluating: dict[str, list[int]] = field(default_factory=dict)
+    """Innermost modules in eval mode, and on which ranks."""
     gradients: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Digest and norm of each parameter's reduced gradient; one without a gradient is absent."""
     parameters: dict[str, str] = field(default_factory=dict)
@@ -32,6 +39,19 @@ class StepTrace:
     """Hyperparameters of the optimizer in this step."""
     apart: list[str] = field(default_factory=list)
     """Parameters and buffers whose bits differed between ranks after the step."""
+
+
+_REFUSAL = "refused-*.txt"
+
+
+def keep_refusal(folder: Path, rank: int, sentence: str) -> None:
+    """Writes the sentence with which Lockstep refused a program while it trained."""
+    (folder / _REFUSAL.replace("*", f"{rank:03d}")).write_text(sentence)
+
+
+def refusal(folder: Path) -> str:
+    """The sentence of the first rank that kept one; empty where none did."""
+    return next((path.read_text() for path in sorted(folder.glob(_REFUSAL))), "")
 
 
 @dataclass
@@ -63,6 +83,8 @@ class Trace:
     """Bytes per step of the rank that sends most, see ``Strategy.bytes_sent``."""
     refused: str = ""
     """The reason why the job cannot run in this layout; empty if it did."""
+    in_training: bool = False
+    """True if it was refused while it trained, which is a finding about the program."""
 
     def write(self, path: Path) -> None:
         """Writes the trace as JSON."""

@@ -100,3 +100,18 @@ def test_a_shape_that_lies_about_the_bytes_is_refused():
 def test_anything_else_is_refused(content):
     with pytest.raises(DataError, match="file "):
         load_arrays(content, "file")
+
+
+@pytest.mark.fault("M9")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}r\xff\xff\xff\x3f.",  # a place in the table of objects: 8 GiB
+        b"}p1073741823\n.",
+        b"\x80\x02}U\x01a\x8b\x10\x27\0\0" + b"\x7f" * 10_000 + b"s.",  # 80,000 bits, more than can be shown
+        b"}S'a'\nI" + b"9" * 4000 + b"\ns.",
+    ],
+)
+def test_numbers_that_would_take_memory_are_refused(content):
+    with pytest.raises(DataError, match="it has a number of"):
+        load_arrays(content, "file")

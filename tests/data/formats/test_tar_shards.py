@@ -9,6 +9,7 @@ from PIL import Image
 
 from lockstep.data import CenterCrop, RandomResizedCrop, TarShards
 from lockstep.data.formats import tar_shards as tar_index_file
+from lockstep.data.formats.cifar10 import files_of
 from lockstep.data.formats.tar_shards import INDEX_NAME
 from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
@@ -170,3 +171,21 @@ def test_a_shard_that_shrinks_while_it_is_read_is_named(tmp_path):
     (tmp_path / "s-1.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"s-1\.tar was truncated after it was opened"):
         dataset[9]
+
+
+@pytest.mark.fault("M9")
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.parametrize("source", ["shard", "archive"])
+def test_a_name_that_would_take_memory_is_refused_unread(tmp_path, kind, source):
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, 1 << 33
+    path = tmp_path / "s.tar"
+    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(10_240))
+    with pytest.raises(DataError, match="name or attributes have 8,589,934,592 bytes"):
+        TarShards(path) if source == "shard" else list(files_of(path, lambda name: True))
+
+
+def test_a_long_name_is_read(tmp_path):
+    name = "long/" + "x" * 300
+    pack(tmp_path / "s.tar", [(f"{name}.png", photo(1)), (f"{name}.cls", b"2")])
+    assert TarShards(tmp_path)[0] == (photo(1), 2)

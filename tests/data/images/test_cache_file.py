@@ -25,6 +25,17 @@ def test_records_are_read_as_they_were_written(tmp_path):
         assert np.array_equal(records[number], record(value, value))
 
 
+@pytest.mark.fault("D7")
+def test_a_record_that_was_altered_is_not_given_out(tmp_path):
+    path = written(tmp_path / "file")
+    content = bytearray(path.read_bytes())
+    content[ALIGNMENT + 5] ^= 16
+    path.write_bytes(content)
+    records = RecordFile(path)
+    assert [records.verified(number) is None for number in (0, 1, 2, 1)] == [False, True, False, True]
+    assert np.array_equal(records.verified(2), record(3, 3))
+
+
 def test_several_records_are_appended_at_once_and_may_be_empty(tmp_path):
     with writing(tmp_path / "file") as writer:
         writer.append(np.concatenate([record(1), record(2, 2)]), [ALIGNMENT, 0, 2 * ALIGNMENT])

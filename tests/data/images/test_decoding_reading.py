@@ -1,11 +1,16 @@
+import io
+import os
+import subprocess
+
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from lockstep.data import Digits, ImageFolder, Mixed, SkipBroken, Weighted
-from lockstep.data.images.decoding import decoded_as, pixels_digest
+from lockstep.data.images.decoding import MAX_BYTES, decoded_as, open_photo, pixels_digest
+from lockstep.errors import DataError
 
 
 @pytest.fixture
@@ -30,3 +35,33 @@ def test_other_sets_depend_on_no_decoder(photos):
     for dataset in (tensors, Subset(tensors, [0]), Digits("train"), Weighted(tensors, [1, 1, 1, 1])):
         assert decoded_as(dataset) == ""
     assert decoded_as(ConcatDataset([photos])) == ""
+
+
+@pytest.mark.fault("M9")
+def test_what_is_no_file_and_what_is_too_large_is_refused_unread(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "zero.jpg").symlink_to("/dev/zero")
+    for name in ("pipe.jpg", "zero.jpg"):
+        with pytest.raises(DataError, match="is no regular file"):
+            open_photo(tmp_path / name)
+    with (tmp_path / "hole.jpg").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(DataError, match="268,435,457 bytes, more than the 268,435,456"):
+        open_photo(tmp_path / "hole.jpg")
+
+
+@pytest.mark.fault("M9")
+@pytest.mark.parametrize("form", ["EPS", "PCX", "ICNS"])
+def test_a_format_that_is_not_meant_is_refused_before_a_program_runs(form, monkeypatch):
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(buffer, form)
+    monkeypatch.setattr(subprocess, "check_call", pytest.fail)
+    with pytest.raises(UnidentifiedImageError, match=r"found no picture in its .* bytes \(JPEG, PNG"):
+        open_photo(buffer.getvalue())
+
+
+@pytest.mark.parametrize("form", ["JPEG", "MPO", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "TGA"])
+def test_formats_of_photos_are_read(form):
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 8)).save(buffer, form)
+    assert open_photo(buffer.getvalue()).pixels().shape == (8, 9, 3)

@@ -1,5 +1,6 @@
 import os
 import pickle
+import pwd
 import shutil
 
 import numpy as np
@@ -17,7 +18,7 @@ from lockstep.data import (
     SkipBroken,
     StepLoader,
 )
-from lockstep.data.images import image_cache
+from lockstep.data.images import cache_file, image_cache
 from lockstep.data.images.image_cache import default_folder
 from lockstep.errors import ConfigError, DataError
 
@@ -222,3 +223,37 @@ def test_the_default_folder_follows_the_xdg_rules(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert str(default_folder()) == "/home/me/.cache/lockstep"
+
+
+@pytest.mark.fault("D7")
+@pytest.mark.parametrize("transform", TRANSFORMS[:2], ids=lambda each: type(each).__name__)
+def test_flipped_bits_in_the_file_change_no_picture_and_are_said_once(photos, tmp_path, transform, caplog):
+    (photos / "b" / "broken.jpg").unlink()
+    plain = ImageFolder(photos, transform=transform)
+    records = ImageFolder(photos, transform=transform).use_cache(tmp_path / "kept").cache._records
+    content = bytearray(records.path.read_bytes())
+    for number in (0, 3):
+        content[int(records._starts[number]) + 7] ^= 1
+    records.path.write_bytes(content)
+    kept = ImageFolder(photos, transform=transform).use_cache(tmp_path / "kept")
+    for _ in range(2):
+        assert same(pictures(kept), pictures(plain))
+    told = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert len(told) == 2 and "The decoded photo 0 in " in "".join(told)
+
+
+def test_a_file_of_an_earlier_version_without_checksums_is_made_anew(photos, tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(cache_file, "_SUMS", "others")
+        ImageFolder(photos, transform=TRANSFORMS[0]).use_cache(tmp_path / "kept")
+    again = ImageFolder(photos, transform=TRANSFORMS[0]).use_cache(tmp_path / "kept")
+    assert again.cache._records.has_sums and len(files(tmp_path / "kept")) == 1
+
+
+@pytest.mark.fault("T7")
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match=r"Give data\.cache a folder"):
+        default_folder()

@@ -96,14 +96,54 @@ def test_ten_thousand_changed_greetings_and_lines_never_pass_and_never_raise():
         + b"1" * 64
         + b'"}\n{"stop": true}\n'
     )
-    for _ in range(10_000):
-        words = bytearray(good)
+    for number in range(10_000):
+        words = bytearray(made_up(draw) if number % 2 else good)
         for _ in range(draw.randrange(4)):
             place = draw.randrange(len(words))
             words[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
         channel = HostChannel(Said(bytes(words)), TOKEN, "hub")
         assert channel.receive() == []
         assert not channel.is_proven
+
+
+def made_up(draw):
+    """A greeting with any JSON in place of what it says, and one that is none."""
+    values = [json_value(draw, draw.randrange(6)) for _ in range(3)]
+    hello = f'{{"hello": {draw.choice([values[0], QUOTED])}, "nonce": {draw.choice([values[1], NONCE])}}}'
+    return f'{hello}\n{{"proof": {values[2]}}}\n'.encode(errors="surrogatepass")
+
+
+NONCE, QUOTED = f'"{"0" * 64}"', '"lockstep 1"'
+
+
+def json_value(draw, depth):
+    """Text of every kind of JSON value, of the numbers and strings that Python takes and of some that it does not."""
+    kind = draw.randrange(6 if depth else 4)
+    if kind == 0:
+        return draw.choice(
+            ["null", "true", "NaN", "-Infinity", "1e999", "-0", "9" * 500, "0.1", "1E-400", "[" * 300]
+        )
+    if kind < 4:
+        parts = [
+            "\\ud800",
+            "\\udfff",
+            "\\u0000",
+            "\ud800",
+            "é",
+            "٣",
+            "0" * 64,
+            "ff" * 32,
+            "\\n",
+            "\\x",
+            "\x00",
+        ]
+        return '"' + "".join(draw.choices(parts, k=draw.randrange(4))) + '"'
+    inner = [json_value(draw, depth - 1) for _ in range(draw.randrange(3))]
+    return (
+        f"[{', '.join(inner)}]"
+        if kind == 4
+        else "{" + ", ".join(f'"{n}": {v}' for n, v in enumerate(inner)) + "}"
+    )
 
 
 class Said:

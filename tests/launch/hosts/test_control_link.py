@@ -1,10 +1,14 @@
 """When another host counts as silent, back, or lost; the clock is the test's."""
 
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
+from tests.launch.hosts.host import free_port
 
-from lockstep.launch.hosts.control_link import Peer
+from lockstep.launch.hosts.control_link import ControlClient, ControlServer, Peer
+from lockstep.launch.hosts.roll_call import Hello, HostOptions
 
 
 class Line:
@@ -118,3 +122,34 @@ def test_the_difference_of_clocks_is_that_of_the_fastest_message(peer, clock):
         peer.handle({"now": sent})
         peer.handle({"now": sent - late})
     assert peer.offset == pytest.approx(101.0 - 1000.0)
+
+
+@pytest.mark.fault("N6")
+def test_a_host_of_a_former_run_is_refused_and_ends_itself():
+    """Node 0 was started again within seconds, and a host of its former run connects again."""
+    options = HostOptions(nodes=2, node=1, master=f"127.0.0.1:{free_port()}", token=b"t" * 32)
+    hello = Hello(node=0, name="fa", ranks=2, instance="one", settings={})
+    plan = {"name": "fa", "run_id": "", "ranks": {}, "rendezvous": ""}
+    member = ControlClient(options, replace(hello, node=1, instance="two"), str)
+    with closing(member):
+        first = ControlServer(options, "127.0.0.1", hello, str)
+        exchange(
+            member, first, {"plan": {**plan, "run_id": first.run_id}}, lambda: "plan" in member.peer.state
+        )
+        assert member.wait_for_plan()["run_id"] == first.run_id
+        assert first.peers
+        first.close()
+        with closing(ControlServer(options, "127.0.0.1", hello, str)) as second:
+            exchange(member, second, {}, lambda: member.peer.lost)
+            assert not second.peers
+            assert f"host 0 was started anew, with the run {second.run_id}" in member.peer.lost
+
+
+def exchange(member, server, state, until):
+    """Lets both speak until it is so."""
+    deadline = time.monotonic() + 10
+    while not until():
+        assert time.monotonic() < deadline
+        server.exchange(state)
+        member.exchange({})
+        member.wait(0.05)

@@ -1,4 +1,4 @@
-"""What node 0 says of the windows of all hosts, from windows that a test writes down."""
+"""Node 0's report of the windows of all hosts, from windows that a test writes down."""
 
 import json
 

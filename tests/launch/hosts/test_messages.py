@@ -1,4 +1,4 @@
-"""What hosts tell each other comes through JSON as it was, in the reader's time, and never grows without bound."""
+"""Messages of hosts come through JSON as they were, in the reader's time, and never grow without bound."""
 
 import json
 from dataclasses import replace

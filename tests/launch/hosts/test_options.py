@@ -1,4 +1,4 @@
-"""What can be asked about hosts, and what cannot."""
+"""Options of several hosts, and their refusals."""
 
 import argparse
 import os

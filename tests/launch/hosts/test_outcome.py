@@ -1,4 +1,4 @@
-"""How a run on several hosts ended, from what all hosts say; no process needed."""
+"""The outcome of a run on several hosts, from what all hosts say; no process needed."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""Who has come, who runs something else, and which ranks each host gets; pure values."""
+"""Hosts that connected, hosts that run something else, and the ranks of each; pure values."""
 
 import json
 from dataclasses import asdict

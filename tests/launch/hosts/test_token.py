@@ -1,5 +1,7 @@
 """Where the hosts' secret comes from, and what is no secret."""
 
+import pwd
+
 import pytest
 
 from lockstep.errors import ConfigError
@@ -67,3 +69,11 @@ def test_what_could_be_guessed_or_mistyped_is_refused(text):
         ConfigError, match=r"LOCKSTEP_TOKEN has \d+ characters; it must be one line of 32 to 512"
     ):
         read_token("", {"LOCKSTEP_TOKEN": text})
+
+
+@pytest.mark.fault("T7")
+def test_a_user_without_a_home_is_told_how_to_give_a_token(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="give --token-file FILE or LOCKSTEP_TOKEN"):
+        read_token("", {})

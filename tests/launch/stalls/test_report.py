@@ -1,8 +1,8 @@
-"""Which rank holds the others up, decided from what is seen of them."""
+"""The rank that holds the others up, decided from what is seen of them."""
 
 import pytest
 
-from lockstep.launch.stalls.report import StallKind, describe, judge_stall
+from lockstep.launch.stalls.report import StallKind, describe, judge_stall, report_stall
 from lockstep.launch.stalls.snapshot import Collective, Frame, RankSnapshot, main_stack, users_frame, waits_in
 from lockstep.runtime.heartbeat import Beat, Membership
 
@@ -129,3 +129,14 @@ def test_a_stack_tells_waiting_from_working():
     )
     assert waits_in((), collective_pending=True) == ""
     assert main_stack("nothing") == ()
+
+
+@pytest.mark.fault("T2")
+def test_the_report_comes_where_its_file_cannot_be_written(tmp_path):
+    ranks = [snapshot(0), snapshot(1, (USER,)), snapshot(2)]
+    lines = report_stall(judge_stall(ranks), ranks, tmp_path / "absent")
+    assert "the others wait for rank 1" in lines[0]
+    assert (
+        lines[-1]
+        == f"Its file {tmp_path / 'absent' / 'stall.json'} could not be written: No such file or directory."
+    )

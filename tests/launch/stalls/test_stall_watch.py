@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+import lockstep
 from lockstep.core.world import World
 from lockstep.launch.stalls import stall_watch
 from lockstep.launch.stalls.report import StallKind
@@ -95,6 +96,17 @@ def test_a_rank_that_others_wait_for_is_a_stall_after_the_limit(ranks, clock):
     assert (found.verdict.kind, found.verdict.culprits) == (StallKind.MISSING, (1,))
 
 
+def test_a_rank_that_says_that_it_is_alive_has_its_time_from_then(ranks, clock):
+    step(ranks, 0)
+    step(ranks, 1)
+    for _ in range(5):
+        clock.now += 9.0
+        lockstep.heartbeat()  # of rank 1, which was opened last
+        assert ranks.look() is None
+    clock.now += 10.5
+    assert ranks.look().verdict.culprits == (1,)
+
+
 def test_a_slow_run_is_mentioned_once_for_each_place(ranks, clock):
     ranks.stacks[0] = WORKING
     step(ranks, 0)
@@ -116,6 +128,15 @@ def test_a_script_without_heartbeats_stands_still_only_where_it_is_seen_at_the_s
     assert ranks.look() is None
     clock.now += 6.0
     assert ranks.look().verdict.kind is StallKind.MISSING
+
+
+def test_a_script_without_other_heartbeats_may_say_that_it_is_alive_too(ranks, clock):
+    for beat in ranks.beats:
+        beat.mark("start")
+    for _ in range(4):
+        clock.now += 6.0
+        lockstep.heartbeat()
+        assert ranks.look() is None
 
 
 def test_a_script_without_heartbeats_that_nobody_waits_in_is_left_alone(ranks, clock):
@@ -150,3 +171,10 @@ def test_a_sight_of_a_rank_whose_worker_is_stuck_names_the_line_of_the_data_set(
         workers=((Frame("/home/u/data.py", 77, "__getitem__"), reader),),
     )
     assert snapshot.frame == Frame("/home/u/data.py", 77, "__getitem__")
+
+
+@pytest.mark.fault("T7")
+def test_without_proc_a_rank_still_counts_as_one_that_can_answer(tmp_path, monkeypatch):
+    assert stall_watch.process_state(2**30) == ""
+    monkeypatch.setattr(stall_watch, "Path", lambda path: tmp_path / "absent")
+    assert stall_watch.process_state(os.getpid()) == "?"

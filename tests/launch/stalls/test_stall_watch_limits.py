@@ -1,4 +1,4 @@
-"""How long a rank may be silent."""
+"""The time that a rank may be silent."""
 
 import math
 from types import SimpleNamespace

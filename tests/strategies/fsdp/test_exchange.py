@@ -1,4 +1,4 @@
-"""The modules that FSDP2 gathers together."""
+"""The blocks of a model that are gathered together."""
 
 from torch import nn
 

@@ -297,7 +297,7 @@ def errors(world, strategy):
         ("thawed", FrozenInside, thaw),
         ("state_dict", Model, lambda model, _: model.state_dict()),
         ("copy", Model, lambda model, _: copy.deepcopy(model)),
-        ("data", Model, lambda model, _: model.head.weight.data.mul_(0.5)),
+        ("data", Model, lambda model, _: model.head.weight.data.norm()),
         ("clip", Model, lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1)),
         ("norm", Model, lambda model, _: model.blocks[0].weight.norm()),
         ("called", Model, lambda model, _: world.is_main and model(torch.rand(2, 6))),
@@ -317,7 +317,7 @@ def test_mistakes_are_refused_with_the_name_of_the_parameter():
         for name in ("state_dict", "copy", "data", "norm"):
             assert "is used outside of the forward pass of its module" in found[name]
         assert (
-            "called outside of run.backward on rank 0, while rank 1 went on to run.backward"
+            "called outside of run.backward on rank 0, while rank 1 went on to the next collective call"
             in found["called"]
         )
         assert "'blocks.0.weight'" in found["norm"] and "'head.weight'" in found["data"]

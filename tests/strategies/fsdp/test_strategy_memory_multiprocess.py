@@ -1,4 +1,4 @@
-"""How much a rank has in memory under fsdp, to the byte: between steps, and at its peak within one."""
+"""The memory of a rank under fsdp, to the byte: between steps, and at its peak within one."""
 
 import gc
 

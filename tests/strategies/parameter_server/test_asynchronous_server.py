@@ -1,4 +1,4 @@
-"""What a server does with messages, one after the other, without a process: the loop is driven by a list."""
+"""A server's handling of messages, one after the other, without a process: the loop is driven by a list."""
 
 import math
 from unittest.mock import Mock

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import resource
 import select
 import socket
 import struct
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.authentication import Refused
 from lockstep.errors import RankError
+from lockstep.strategies.parameter_server import asynchronous_transport
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerChannel,
     ServerMessage,
@@ -195,6 +198,40 @@ def test_a_stranger_is_refused_and_one_that_says_nothing_holds_up_nobody(transpo
             assert transport.get(5) == (2, ServerMessage("pull")), (
                 "the stranger's messages are not among these"
             )
+
+
+@pytest.mark.fault("X2")
+def test_hundreds_of_silent_strangers_start_no_thread_and_keep_no_rank_out(transport, caplog):
+    threads = threading.active_count()
+    with contextlib.ExitStack() as strangers:
+        for _ in range(400):
+            strangers.enter_context(socket.create_connection(transport.address))
+        with joined(transport, 2) as worker:
+            worker.send(ServerMessage("pull"))
+            assert transport.get(5) == (2, ServerMessage("pull"))
+            assert threading.active_count() == threads + 1, "that of the rank"
+    assert "the process did not prove itself in time" in caplog.text
+
+
+@pytest.mark.fault("X2")
+def test_strangers_that_take_all_descriptors_keep_no_rank_out_for_long(transport, monkeypatch, caplog):
+    monkeypatch.setattr(asynchronous_transport, "_HANDSHAKE_SECONDS", 0.5)
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as strangers:
+        strangers.callback(resource.setrlimit, resource.RLIMIT_NOFILE, former)
+        sockets = [strangers.enter_context(socket.socket()) for _ in range(50)]
+        late = strangers.enter_context(socket.socket())
+        most = os.open(os.devnull, os.O_RDONLY)
+        os.close(most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 10, former[1]))
+        for each in sockets:
+            each.connect(transport.address)
+        late.settimeout(10)
+        late.connect(transport.address)
+        channel = TransportSettings(2, TOKEN, timeout=5).open(late, "client")
+        channel.send(ServerMessage("hello", {"rank": 2}))
+        channel.send(ServerMessage("pull"))
+        assert transport.get(5) == (2, ServerMessage("pull"))
 
 
 def test_a_second_process_of_one_rank_is_refused(transport, caplog):

@@ -1,4 +1,4 @@
-"""Which server holds which parameter, and which rows of a large one."""
+"""The server of each parameter, and of the rows of a large one."""
 
 import pytest
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,7 +104,22 @@ class Idle(Straight):
         self.unused = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("kind", [Auxiliary, Owner, Idle])
+class Calling(Straight):
+    """Has a call of its own."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Patched(Straight):
+    """Has another forward than its class, as tools set one on the object."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = lambda x: 2 * Straight.forward(self, x)
+
+
+@pytest.mark.parametrize("kind", [Auxiliary, Owner, Idle, Calling, Patched])
 def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
     assert names(nn.Sequential(kind(), nn.ReLU())) == ["0", "1"]
 
@@ -119,3 +135,39 @@ def test_the_mode_of_a_model_stays():
     model[0].eval()
     chain(model)
     assert model.training and not model[0].training
+
+
+class Keeps(nn.Module):
+    """A chain whose forward counts, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.calls, self.seen = nn.Linear(2, 2), nn.Linear(2, 2), 0, []
+        self.last.times = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.last.times += 1
+        self.seen.append(x)
+        self.features = self.first(x)
+        return self.last(self.features)
+
+
+def test_reading_a_forward_leaves_no_trace():
+    model = Keeps()
+    assert [link.name for link in chain(model)] == ["first", "last"]
+    assert (model.calls, model.last.times, model.seen, hasattr(model, "features")) == (0, 0, [], False)
+
+
+def test_a_forward_that_draws_from_numpy_stays_whole():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.last(self.first(x) if np.random.rand() < 2 else x)
+
+    state = np.random.get_state()[2]
+    assert [link.name for link in chain(Skips())] == [""]
+    assert np.random.get_state()[2] == state

@@ -1,10 +1,14 @@
 """Descriptions of values that stages send, and tensors of any stride as flat memory."""
 
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.channels import Description, TensorSpec
+from lockstep.strategies.pipeline.channels import Description, TensorSpec, tensors_of
 
 TENSORS = {
     "contiguous": torch.arange(24.0).view(2, 3, 4),
@@ -36,6 +40,51 @@ def test_a_description_survives_its_bytes():
     assert (again["hidden"][1], again["text"]) == (4, ["a", None])
 
 
-def test_a_value_that_cannot_be_sent_names_its_module():
-    with pytest.raises(ConfigError, match=r"ends with 'layer' returns set, but only tensors"):
-        Description.of({1, 2}, "layer")
+Pair = namedtuple("Pair", "hidden residual")
+
+
+@dataclass(frozen=True)
+class Output:
+    pair: Any
+    count: int = 0
+
+
+def test_named_tuples_and_dataclasses_come_out_as_what_they_were():
+    x, y = torch.ones(2, 3), torch.zeros(2)
+    value = {"first": Output(Pair([x], y), 3), "second": (Pair(None, Output(y)), 1.5)}
+    description, tensors = Description.of(value, "layer")
+    again = Description.decode(description.encode()).value(tensors)
+    assert type(again["first"]) is Output and type(again["first"].pair) is Pair and again["first"].count == 3
+    assert again["first"].pair.hidden[0] is x and again["second"][0].residual.pair is y
+    assert again["second"][0].hidden is None and again["second"][1] == 1.5
+
+
+def test_a_tensor_that_is_there_twice_is_sent_once_and_is_one_tensor_again():
+    x, y = torch.ones(2, 3), torch.zeros(2)
+    value = Pair((x, y), [x, x])
+    description, tensors = Description.of(value, "layer")
+    assert [each is of for each, of in zip(tensors, (x, y), strict=True)] == [True, True]
+    assert [each is of for each, of in zip(tensors_of(value), (x, y), strict=True)] == [True, True]
+    received = [x.clone(), y.clone()]
+    (first, second), others = Description.decode(description.encode()).value(received)
+    assert first is received[0] and second is received[1] and all(each is first for each in others)
+
+
+def within_a_function():
+    return namedtuple("Local", "x")(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ({1, 2}, r"ends with 'layer' returns set, but only tensors"),
+        (Output({1, 2}), r"returns Output with set, but only tensors"),
+        (within_a_function(), r"returns Local whose class is defined within a function \(move it to the top"),
+        ({(1, 2): torch.ones(1)}, r"returns dict that has other keys than strings and numbers"),
+        (torch.ones(2, 2).max(0), r"returns max, but only tensors"),
+    ],
+    ids=["set", "inside", "local class", "keys", "torch's own tuple"],
+)
+def test_a_value_that_cannot_be_sent_names_its_module_and_its_class(value, said):
+    with pytest.raises(ConfigError, match=said):
+        Description.of(value, "layer")

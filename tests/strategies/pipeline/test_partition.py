@@ -1,5 +1,6 @@
 """Where a chain is cut: evenly, at names, never between things that belong together."""
 
+import textwrap
 from itertools import combinations, pairwise
 
 import pytest
@@ -80,6 +81,72 @@ def tied():
     layers = [nn.Linear(4, 4) for _ in range(6)]
     layers[3].weight = layers[1].weight
     return nn.Sequential(*layers)
+
+
+class Residual(nn.Module):
+    """A block as language models have them, which gives more than its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)), None
+
+
+class Decoder(nn.Module):
+    """As language models are written: a list of blocks between an embedding and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(5, 4), nn.ModuleList(Residual() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)[0]
+        return self.norm(x)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.head = Decoder(), nn.Linear(4, 5)
+
+    def forward(self, tokens):
+        return self.head(self.decoder(tokens))
+
+
+def test_a_model_with_a_list_of_blocks_is_refused_with_lines_that_make_a_chain_of_it():
+    model, tokens = Language(), torch.arange(5)[None]
+    with pytest.raises(ConfigError, match=r"Its 3 blocks \(Residual\) are in 'decoder.layers'") as refused:
+        split(chain(model), 3)
+    _, *lines = str(refused.value).splitlines()
+    output, parameters = model(tokens), {*model.parameters()}
+    exec(textwrap.dedent("\n".join(lines)), {"nn": nn, "model": model})
+    assert torch.equal(model(tokens), output)
+    assert {*model.parameters()} == parameters
+    assert len(split(chain(model), 3)) == 3 and isinstance(model.decoder, nn.Sequential)
+
+
+def test_tables_that_are_made_last_and_several_embeddings_are_for_the_first_block():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("angles", torch.ones(2))
+
+    model = Decoder()
+    layers, norm = model._modules.pop("layers"), model._modules.pop("norm")
+    model.positions, model.layers, model.norm, model.table = nn.Embedding(5, 4), layers, norm, Table()
+    with pytest.raises(ConfigError) as refused:
+        split(chain(nn.ModuleDict({"inner": model})), 2)
+    said = str(refused.value)
+    assert (
+        "self.embed, self.positions, self.table = model.inner.embed, model.inner.positions, model.inner.table"
+        in said
+    )
+    assert "return ...  # what the first Residual takes" in said and "return self.norm(x)" in said
 
 
 def test_a_weight_tied_across_a_named_cut_is_refused_with_a_cut_that_works():

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do ends in one sentence, before the first step, and what it holds is what it says."""
+"""Refusals of a pipeline: each ends in one sentence, before the first step, and what it holds is what it says."""
 
 import logging
 import re
@@ -13,6 +13,7 @@ from lockstep.config.strategy_options import PipelineOptions
 from lockstep.errors import ConfigError
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
+from lockstep.strategies.sharding import AbsentParameter
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,13 +66,6 @@ class OwnDraws(nn.Module):
         return self.second(nn.functional.dropout(self.first(x), 0.1))
 
 
-class Detached(nn.Module):
-    """Gives no gradient to what came before."""
-
-    def forward(self, x):
-        return x.detach()
-
-
 class Growing(nn.Module):
     """Gives another shape in every call."""
 
@@ -110,11 +104,6 @@ REFUSED = {
     "own draws": (OwnDraws, {}, r"not a chain of modules.*without drawing random numbers itself"),
     "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', and the model cannot be cut there"),
     "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
-    "detached": (
-        lambda: nn.Sequential(nn.Linear(4, 4), Detached(), nn.Linear(4, 2)),
-        {"pipeline": {"split": ["1"]}},
-        r"begins with '1' returns no gradient.*pipeline.split",
-    ),
     "other shapes": (
         lambda: nn.Sequential(nn.Linear(4, 4), Growing(), nn.AdaptiveAvgPool1d(2)),
         {"pipeline": {"split": ["2"]}},
@@ -125,7 +114,7 @@ REFUSED = {
         {"pipeline": {"split": ["2"]}},
         r"ends with '1' returns set, but only tensors",
     ),
-    "average": (layers, {"average": True}, r"given a AveragedModel beside the model.*holds no whole model"),
+    "average": (layers, {"average": True}, r"given a Linear beside the model.*holds no whole model"),
     "declared": (
         layers,
         {"running_buffers": ("ema.*",)},
@@ -137,27 +126,35 @@ REFUSED = {
         {"pipeline": {"balance": "time"}},
         r"pipeline.balance='time' is measured by lockstep train",
     ),
-    "sparse": (
-        lambda: nn.Sequential(
-            nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(16, 40), nn.Linear(40, 2)
-        ),
-        {"tokens": True},
-        r"'0.weight' has a sparse gradient",
-    ),
     "loss of the model": (
         layers,
         {"decay": True},
-        r"The loss.* uses a parameter of another module.*'pipeline'",
+        r"The parameter '0\.weight' is used outside of the forward pass of its module.*'pipeline' rank 0 has its stage",
+    ),
+    "model in the loss": (
+        layers,
+        {"again": True},
+        r"called in the middle of run.backward, by the loss.*'pipeline' has its stages in several.*torch.cat",
+    ),
+    "another activation": (
+        layers,
+        {"replaced": True},
+        r"The module '1' of the model was replaced, added or taken out after run.prepare",
+    ),
+    "another forward": (
+        layers,
+        {"patched": True},
+        r"The forward of 'the model' was replaced after run.prepare, and strategy 'pipeline' calls what is in it",
     ),
     "own forward": (layers, {"forward": True}, r"a forward of your own, which calls the whole model"),
 }
 
 
-OF_LOOP = ("forward", "average", "decay", "tokens")
+OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched")
 """What the loop does differently; all else is an option."""
 
 
-LATE = ("detached", "other shapes", "no tensors", "sparse", "loss of the model", "own forward")
+LATE = ("other shapes", "no tensors", "loss of the model", "model in the loss", "own forward")
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 
@@ -192,18 +189,19 @@ def one_step(world, case):
     own = (lambda data: data[0]) if given.get("forward") else None
     run = Run(options(**{name: value for name, value in given.items() if name not in OF_LOOP}), world)
     original = make()
-    average = [torch.optim.swa_utils.AveragedModel(original)] if given.get("average") else []
-    _, optimizer, *_ = run.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1), *average)
+    average = [nn.Linear(1, 1)] if given.get("average") else []
+    model, optimizer, *_ = run.prepare(original, torch.optim.SGD(original.parameters(), lr=0.1), *average)
     loss = nn.CrossEntropyLoss()
     if given.get("decay"):
         loss = lambda output, target: output.square().mean() + original[0].weight.square().sum()  # noqa: E731
-    data = (
-        TensorDataset(torch.arange(96).view(24, 4) % 9, torch.arange(24) % 2)
-        if given.get("tokens")
-        else rows()
-    )
+    if given.get("again"):
+        loss = lambda output, target: output.square().mean() + model(torch.ones(2, 4)).square().mean()  # noqa: E731
+    if given.get("replaced"):
+        model[1] = nn.GELU()
+    if given.get("patched"):
+        original.forward = lambda x: 2 * nn.Sequential.forward(original, x)
     for _ in run.epochs(1):
-        for batch in run.batches(data):
+        for batch in run.batches(rows()):
             run.backward(batch, loss, forward=own)
             optimizer.step()
     run.close()
@@ -235,7 +233,7 @@ def hold(world):
     found = {
         "held": sorted(run.strategy.trainable()),
         "optimized": sum(len(group["params"]) for group in own.param_groups),
-        "elsewhere": sum(parameter.is_meta for parameter in original.parameters()),
+        "elsewhere": sum(isinstance(parameter, AbsentParameter) for parameter in original.parameters()),
         "state": {name: tensor.clone() for name, tensor in run.strategy.state()},
         "output": model(rows().tensors[0][:3]).detach(),
         "right": run.evaluate(rows(), lambda output, target: output.argmax(1) == target),

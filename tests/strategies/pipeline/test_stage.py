@@ -6,7 +6,13 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import chain
-from lockstep.strategies.pipeline.stage import Neighbours, Passes, Stage, refusing_backward
+from lockstep.strategies.pipeline.stage import (
+    Neighbours,
+    Passes,
+    Stage,
+    first_uses,
+    refusing_backward,
+)
 
 
 def test_a_stage_runs_its_links_and_keeps_the_names_of_the_whole_model():
@@ -29,3 +35,23 @@ def test_backward_of_a_pipelined_output_is_refused_with_what_to_call():
 def test_a_stage_without_neighbours_is_the_last_one():
     stage = Stage(chain(nn.Sequential(nn.Linear(3, 4))))
     assert Passes(stage, Neighbours(), "0").is_last
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_channels_are_opened_in_an_order_in_which_no_two_ranks_wait_for_each_other(length):
+    """As NCCL does: a first use blocks a rank until the other rank of the pair is at the same one."""
+    uses = list(first_uses(range(5), length))
+    queues = [[use for use in uses if place in use[1:]] for place in range(length)]
+    opened = []
+    while any(queues):
+        ready = [use for use in uses if all(queues[place][:1] == [use] for place in use[1:])]
+        assert ready, f"every rank waits: {queues}"
+        opened.append(ready[0])
+        for place in ready[0][1:]:
+            queues[place].pop(0)
+    on, back, on_around, back_around, answer = range(5)
+    pairs = [(place, place + 1) for place in range(length - 1)]
+    around = [(length - 1, 0)] if length > 1 else []
+    last = [(length - 1, place) for place in range(length - 1)]
+    expected = {on: pairs, back: pairs, on_around: around, back_around: around, answer: last}
+    assert sorted(opened) == sorted((tag, *pair) for tag, own in expected.items() for pair in own)

@@ -1,4 +1,4 @@
-"""Which layers are split, and what a plan is refused for: no process needed."""
+"""Plans that split layers, and plans that are refused: no process needed."""
 
 import pytest
 from torch import nn

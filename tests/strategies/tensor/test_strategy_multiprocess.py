@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.run import Run, RunOptions
+from lockstep.runtime import Callback
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
 pytestmark = pytest.mark.timeout(180)
@@ -173,6 +174,7 @@ def refusals(world):
             said[name] = str(error)
     try:
         start(world, TwoLayers(), Whitening, tensor={"plan": plan})
+        said["optimizer"] = ""
     except ConfigError as error:
         said["optimizer"] = str(error)
     return said
@@ -190,7 +192,13 @@ class Split(nn.Module):
 
 
 class Whitening(torch.optim.SGD):
-    """An optimizer whose update of an element could depend on all others."""
+    """An optimizer whose update of an element depends on all others."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        return super().step(closure)
 
 
 def test_mistakes_end_in_one_sentence_on_every_rank():
@@ -204,7 +212,7 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
         "dropout": "returns another output than the whole model",
         "ends split": "returns another output than the whole model",
         "mesh": "cannot lay out the mesh",
-        "optimizer": "steps the optimizer on parts of parameters, and Whitening",
+        "optimizer": "steps the optimizer on rows of parameters, and Whitening",
     }
     for rank, said in enumerate(everyone):
         for name, sentence in expected.items():
@@ -232,17 +240,28 @@ def test_ranks_that_drift_apart_are_found_in_the_same_step():
         assert "differs between ranks that share the model's layers" in said
 
 
+class Overflow(Callback):
+    """Makes the gradient of a part infinite, from the first micro-batch on: hooks from before are refused."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def on_micro_batch_begin(self, micro_batch):
+        self.part.register_hook(lambda gradient: gradient * torch.inf)
+
+
 def overflow(world):
     """Steps skipped, and whether parameters moved, after an overflow in one rank's part of a gradient."""
     postpone_compiler()
     job = JOBS["features"](torch.float32)
     run, optimizer = start(world, job.model, precision="fp16")
-    before = {name: p.detach().clone() for name, p in run.strategy.trainable().items()}
+    trained = run.strategy.trainable()
+    before = {name: p.detach().clone() for name, p in trained.items()}
     if world.rank == 1:
-        run.strategy.trainable()["1.weight"].register_hook(lambda gradient: gradient * torch.inf)
+        run.add_callback(Overflow(trained["1.weight"]))
     for _ in steps(run, optimizer, TensorDataset(*(tensor[:16] for tensor in job.data.tensors))):
         pass
-    moved = [name for name, p in run.strategy.trainable().items() if not torch.equal(p, before[name])]
+    moved = [name for name, p in trained.items() if not torch.equal(p, before[name])]
     return run.skipped_steps, moved
 
 

@@ -1,4 +1,4 @@
-"""What a Recorder writes, and what it refuses."""
+"""The files of a Recorder, and its refusals."""
 
 import json
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from tests.verify.planted.test_runs import CASES, UNCERTAIN
 from tests.verify.planted.unforeseen import UNFORESEEN
 
 PAGE = Path(__file__).parents[3] / "docs" / "planted-faults.md"
@@ -35,6 +36,25 @@ with the step and the place; where the diagnosis has no word for a mistake it sa
 """
 
 
+_RUNS = """
+## In runs of Lockstep
+
+The same for mistakes in the model, the loss or the loop of a run on 2 ranks (`test_runs.py`). The checks of the first
+steps refuse some of these programs; `verify` then ends with the sentence of the refusal. What it says without them:
+
+| mistake | what verify says | right |
+|---|---|---|
+"""
+
+
+def _table_of_runs():
+    rows = [(case.__name__.replace("_", " "), cause) for case, (cause, _) in CASES.items() if cause]
+    return "".join(
+        f"| {name[0].upper()}{name[1:]} | {cause.value} | {'known' if cause in UNCERTAIN else 'yes'} |\n"
+        for name, cause in rows
+    )
+
+
 def page(results):
     """The whole page."""
     operator = next(n for n, each in enumerate(results, 1) if each.fault.is_in_reference)
@@ -51,7 +71,7 @@ def page(results):
         operator=operator,
         unforeseen=len(UNFORESEEN),
     )
-    return _HEAD + _table(results) + tail
+    return _HEAD + _table(results) + tail + _RUNS + _table_of_runs()
 
 
 def _table(results):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.data.formats.tar_shards import BoundedTarInfo
 from lockstep.data.images.image_arrays import ArrayTransform, ImageArrays
 from lockstep.data.images.transforms import SUFFIXES, DeviceTransform, Normalize, decode_rgb
 from lockstep.errors import ConfigError, DataError
@@ -44,7 +46,7 @@ def files_of(source: Path, wanted: Callable[[PurePosixPath], bool]) -> Iterator[
     if not source.name.lower().endswith(_SUFFIXES):
         raise DataError(f"{source} is neither a folder nor an archive ({', '.join(_SUFFIXES)}).")
     try:
-        with tarfile.open(source, "r|*") as archive:
+        with tarfile.open(source, "r|*", tarinfo=BoundedTarInfo) as archive:
             left = LARGEST
             for member in archive:
                 name = PurePosixPath(member.name)
@@ -103,9 +105,35 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
+_LARGEST_BITS = 63
+
+
+def _check_numbers(data: bytes) -> None:
+    """Refuses the numbers for which the unpickler would take memory beyond the size of the file."""
+    stream, opcodes = (
+        io.BytesIO(data),
+        {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes},
+    )
+    while (code := stream.read(1)) not in (b"", b"."):
+        if code not in opcodes:
+            raise pickle.UnpicklingError(f"it has an unknown opcode {code!r}")
+        opcode = opcodes[code]
+        if (
+            opcode.name == "STRING"
+        ):  # of Python 2, where it may hold bytes that the table's reader does not take
+            stream.readline()
+            continue
+        number = opcode.arg.reader(stream) if opcode.arg else None
+        if not isinstance(number, int):
+            continue
+        if number.bit_length() > _LARGEST_BITS or ("PUT" in opcode.name and number > len(data)):
+            raise pickle.UnpicklingError(f"it has a number of {number.bit_length()} bits in {opcode.name}")
+
+
 def load_arrays(data: bytes, name: str) -> dict[str, Any]:
     """The dictionary in a pickle: arrays of bytes, lists, numbers and strings. ``DataError`` for anything else."""
     try:
+        _check_numbers(data)
         found = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:
         raise DataError(f"{name} cannot be read: {error}. Nothing of it was used.") from error

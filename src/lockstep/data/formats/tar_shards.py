@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +96,9 @@ def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers
                 where.append(number)
                 keys.append(key.encode())
             if ending in seen:
-                raise DataError(f"{shard} holds {name!r} twice in a row, so its sample is ambiguous.")
+                raise DataError(
+                    f"{shard} holds {name!r} twice in a row, so its sample is ambiguous. Pack each file once."
+                )
             seen.add(ending)
             members.append((kinds.setdefault(ending, len(kinds)), offset, size))
     table = np.array(members, dtype=np.int64).reshape(-1, 3)
@@ -113,11 +115,30 @@ def _scanned(shards: Sequence[Path], names: npt.NDArray[np.str_], state: Numbers
     )
 
 
+_LONGEST_NAME = 1 << 20
+_EXTENDED = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
+
+
+class BoundedTarInfo(tarfile.TarInfo):
+    """A header whose long names and attributes, which ``tarfile`` reads into memory, may have 1 MiB."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Reads a header; ``tarfile.ReadError`` if it announces more."""
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _EXTENDED and found.size > _LONGEST_NAME:
+            raise tarfile.ReadError(f"a member's name or attributes have {found.size:,} bytes")
+        return found
+
+
 def _members(shard: Path) -> list[tuple[str, int, int]]:
     """Name, place and size of each file in a shard; only the headers are read."""
     found = []
     try:
-        with cast(Any, tarfile.open(shard, "r:")) as archive:
+        with cast(Any, tarfile.open(shard, "r:", tarinfo=BoundedTarInfo)) as archive:
             for member in archive:
                 if member.isdir():
                     continue

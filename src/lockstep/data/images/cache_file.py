@@ -2,8 +2,9 @@
 
     records, one after the other | index: an ``.npz`` of arrays | footer: offset, size and BLAKE2b of the index, mark
 
-It is written under a hidden name, made durable and renamed, so a reader sees the whole file or none, also after a
-crash. Readers map it into memory.
+The index has a CRC-32 of each record, which a process compares when it reads the record first. The file is written
+under a hidden name, made durable and renamed, so a reader sees the whole file or none, also after a crash. Readers map
+it into memory.
 
     format             for                                      kept
     WholePhotos        transforms with random numbers,          the photo, upright, at full scale and at each reduced
@@ -22,6 +23,7 @@ import mmap
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ ALIGNMENT = 64
 
 _MARK = b"lockstep records"
 _FOOTER = struct.Struct("<QQ32s16s")
-_STARTS = "starts"
+_STARTS, _SUMS = "starts", "sums"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -65,6 +67,8 @@ class RecordFile:
         self.arrays = _index(self._bytes, path)
         """The arrays given to ``RecordWriter.finish``."""
         self._starts = self.arrays.pop(_STARTS)
+        self._sums = self.arrays.pop(_SUMS, np.empty(0, dtype=np.uint32))
+        self._is_verified = np.zeros(len(self), dtype=bool)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -72,6 +76,20 @@ class RecordFile:
     def __getitem__(self, number: int) -> Bytes:
         """The bytes of a record, where they lie."""
         return self._bytes[int(self._starts[number]) : int(self._starts[number + 1])]
+
+    @property
+    def has_sums(self) -> bool:
+        """True if it has a checksum of each record; files of earlier versions have none."""
+        return len(self._sums) == len(self)
+
+    def verified(self, number: int) -> Bytes | None:
+        """The bytes of a record, whose checksum is compared the first time in a process; None where it differs."""
+        record = self[number]
+        if not self._is_verified[number]:
+            if zlib.crc32(record.data) != self._sums[number]:
+                return None
+            self._is_verified[number] = True
+        return record
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RecordFile, (self.path,)
@@ -82,7 +100,7 @@ class RecordWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._starts = [0]
+        self._starts, self._sums = [0], list[int]()
         self.finished = False
 
     @property
@@ -97,13 +115,20 @@ class RecordWriter:
                 f"records of {sizes} bytes do not fill {len(content)} bytes in steps of {ALIGNMENT}"
             )
         self._file.write(content.data)
+        first = 0
         for size in sizes:
             self._starts.append(self._starts[-1] + size)
+            self._sums.append(zlib.crc32(content[first : first + size].data))
+            first += size
 
     def finish(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes the index, with arrays that say what the records are."""
         buffer = io.BytesIO()
-        entries: dict[str, Any] = {**arrays, _STARTS: np.array(self._starts, dtype=np.int64)}
+        own = {
+            _STARTS: np.array(self._starts, dtype=np.int64),
+            _SUMS: np.array(self._sums, dtype=np.uint32),
+        }
+        entries: dict[str, Any] = {**arrays, **own}
         np.savez(buffer, **entries)
         index = buffer.getvalue()
         digest = hashlib.blake2b(index, digest_size=32).digest()

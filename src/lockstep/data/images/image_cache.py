@@ -40,7 +40,7 @@ from lockstep.data.images.cache_file import (
     cache_format,
     writing,
 )
-from lockstep.data.images.decoding import Photo, open_photo
+from lockstep.data.images.decoding import Photo, open_photo, read_photo
 from lockstep.data.images.transforms import ImageTransform, Transform, Uniforms, cut_into
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.loader import EvaluationLoader
@@ -123,7 +123,7 @@ class FolderPhotos:
 
     def content(self, index: int) -> bytes:
         """The encoded photo. May raise anything that is wrong with it."""
-        return self.source(index).read_bytes()
+        return read_photo(self.source(index))
 
 
 @dataclass(frozen=True)
@@ -270,23 +270,37 @@ class ImageCache:
         self.file = records.path
         self._records, self._kept_as, self._photos = records, kept_as, photos
         self._rows = records.arrays["rows"]
+        self._damaged: set[int] = set()
 
     def photo(self, index: int) -> Photo:
         """The whole photo; from its file where that is not kept."""
         width, height, scales, scalable = self._rows[index].tolist()
-        if scales and isinstance(self._kept_as, WholePhotos):
-            return CachedImage(
-                self._records[index], (width, height, scales, scalable), partial(self._opened, index)
-            )
+        if scales and isinstance(self._kept_as, WholePhotos) and (kept := self._kept(index)) is not None:
+            return CachedImage(kept, (width, height, scales, scalable), partial(self._opened, index))
         return self._opened(index)
 
     def cut_into(self, index: int, transform: ImageTransform, uniforms: Uniforms, out: Tensor) -> None:
         """Makes the picture that ``transform`` cuts out of a photo, as ``decode_into`` makes it of the file."""
         kept_as = self._kept_as
         if isinstance(kept_as, FinishedPictures) and kept_as.transform == transform and self._rows[index, 2]:
-            np.copyto(out.numpy(), self._records[index][: out.numel()].reshape(out.shape))
-        else:
-            cut_into(self.photo(index), transform, uniforms, out)
+            kept = self._kept(index)
+            if kept is not None:
+                np.copyto(out.numpy(), kept[: out.numel()].reshape(out.shape))
+                return
+        cut_into(self.photo(index), transform, uniforms, out)
+
+    def _kept(self, index: int) -> npt.NDArray[np.uint8] | None:
+        """The bytes that are kept of a photo; None where they were altered, which is said once."""
+        kept = self._records.verified(index)
+        if kept is None and index not in self._damaged:
+            self._damaged.add(index)
+            logger.warning(
+                "The decoded photo %d in %s is damaged; it is decoded again. Check the disk, and remove the file to "
+                "have it made anew.",
+                index,
+                self.file,
+            )
+        return kept
 
     def _opened(self, index: int) -> Photo:
         return open_photo(self._photos.source(index))
@@ -319,8 +333,11 @@ def open_cache(
 
 
 def default_folder() -> Path:
-    """The user's folder for things that can be made again, after the XDG rules."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+    """The user's folder for things that can be made again, after the XDG rules; ``ConfigError`` without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep"
+    except RuntimeError as error:
+        raise ConfigError("This user has no home folder for the cache. Give data.cache a folder.") from error
 
 
 def _current(file: Path, photos: PhotoStore) -> RecordFile | None:
@@ -328,6 +345,8 @@ def _current(file: Path, photos: PhotoStore) -> RecordFile | None:
     try:
         records = RecordFile(file)
     except (OSError, ValueError):
+        return None
+    if not records.has_sums:  # of an earlier version
         return None
     noted, found = records.arrays["states"], photos.states()
     if noted.shape != found.shape or not np.array_equal(noted[:, 0], found[:, 0]):

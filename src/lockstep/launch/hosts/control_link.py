@@ -22,6 +22,7 @@ from lockstep.distributed.network import resolve
 from lockstep.errors import EXIT_CONFIG, ConfigError, RankError
 from lockstep.launch.hosts.channel import Fault, HostChannel
 from lockstep.launch.hosts.roll_call import Hello, HostOptions, absent, compare
+from lockstep.launch.options import new_run_id
 
 _WARN_AFTER = 3.0
 _CLOSED_LIMIT = 3.0
@@ -176,6 +177,8 @@ class ControlServer(_ControlLink):
         super().__init__(options, say)
         self._listener = listen(address, options.port)
         self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        self.run_id = new_run_id()
+        """Of this start of the command."""
         self._unauthenticated: list[HostChannel] = []
         self._refused: set[str] = set()
         self.hellos = {0: hello}
@@ -260,6 +263,11 @@ class ControlServer(_ControlLink):
         self._sent_at = 0.0
 
     def _refusal(self, hello: Hello) -> str:
+        if hello.run_id not in ("", self.run_id):
+            return (
+                f"host 0 was started anew, with the run {self.run_id}, and this host is of the run {hello.run_id}, "
+                "which has ended. Start the command again here too."
+            )
         if not 0 < hello.node < self._options.nodes:
             return (
                 f"node-rank {hello.node} tried to join a run of {self._options.nodes} hosts, in which the other hosts "
@@ -327,6 +335,9 @@ class ControlClient(_ControlLink):
                 raise RankError(f"host 0 {self.peer.lost}, before every host had connected.")
             if isinstance(plan := state.get("plan"), dict):
                 self.peer.text = f"host 0 ({plan['name']})"
+                self._hello["run_id"] = plan.get(
+                    "run_id", ""
+                )  # a host 0 that is started anew does not take it in
                 return plan
             self.wait(_PAUSE)
 

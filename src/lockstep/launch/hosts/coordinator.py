@@ -198,7 +198,8 @@ class HostCoordinator:
             windows = {
                 peer.text: self._last_message(peer).get("windows", {}) for peer in self._peers.values()
             }
-            print(self.windows.judge(f"host 0 ({host_name()})", windows), end="", file=sys.stderr, flush=True)
+            if limited := self.windows.judge(f"host 0 ({host_name()})", windows):
+                print(limited, end="", file=sys.stderr, flush=True)
         return self._others_fail()
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from lockstep.distributed.network import Interface, addresses, chosen, interface
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.hosts.control_link import ControlClient, ControlServer, listen
 from lockstep.launch.hosts.roll_call import Hello, HostOptions, Plan
-from lockstep.launch.options import new_run_id
+from lockstep.runtime.output import say
 from lockstep.text import numbered, plural
 
 _SHUTDOWN_LIMIT = 1.0
@@ -120,7 +119,7 @@ def _serve(
         ranks = {node: each.ranks for node, each in sorted(server.hellos.items())}
         plan = Plan(
             name=hello.name,
-            run_id=new_run_id(),
+            run_id=server.run_id,
             ranks=ranks,
             rendezvous=f"tcp://{address}:{options.port + 1}",
             shared=decide(sum(ranks.values())),
@@ -200,8 +199,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
-
-
-def say(line: str) -> None:
-    """Prints a line about the hosts on this host's terminal."""
-    print(f"lockstep: {line}", file=sys.stderr, flush=True)

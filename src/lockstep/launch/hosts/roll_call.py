@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def read_token(file: str, environment: Mapping[str, str]) -> bytes:
     if TOKEN_VARIABLE in environment:
         return _checked(environment[TOKEN_VARIABLE], TOKEN_VARIABLE)
     default = f"{environment.get('XDG_CONFIG_HOME') or '~/.config'}/lockstep/token"
-    if Path(default).expanduser().exists():
-        return _checked(_from_file(Path(default).expanduser()), default)
+    with suppress(RuntimeError):  # the user has no home
+        if Path(default).expanduser().exists():
+            return _checked(_from_file(Path(default).expanduser()), default)
     raise ConfigError(
         "Several hosts need a shared token to authenticate each other, and none was found. "
         f"{how_to_make_one(default)}"
@@ -154,6 +156,8 @@ class Hello:
     """Random for each command, so that a reconnection is told apart from a second host with the same number."""
     settings: Mapping[str, str]
     """Settings that must be equal on all hosts."""
+    run_id: str = ""
+    """The run that it belongs to; empty before its roll-call."""
 
     @property
     def text(self) -> str:
@@ -168,7 +172,8 @@ class Hello:
             raise ValueError
         settings = {str(name): str(value) for name, value in dict(fields["settings"]).items()}
         name, instance = str(fields["name"])[:64], str(fields["instance"])[:64]
-        return cls(node=node, name=name, ranks=ranks, instance=instance, settings=settings)
+        run_id = str(fields.get("run_id", ""))[:64]
+        return cls(node=node, name=name, ranks=ranks, instance=instance, settings=settings, run_id=run_id)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,10 @@ def snapshot_lines(snapshots: Sequence[RankSnapshot]) -> list[str]:
 def report_stall(verdict: StallVerdict, snapshots: Sequence[RankSnapshot], logs: Path) -> list[str]:
     """Writes all snapshots to ``stall.json`` in the log folder, and returns the lines for the terminal."""
     bundle = logs / "stall.json"
-    bundle.write_text(as_json(verdict, snapshots))
+    try:
+        bundle.write_text(as_json(verdict, snapshots))
+    except OSError as error:
+        return [*describe(verdict, snapshots), f"Its file {bundle} could not be written: {error.strerror}."]
     return describe(verdict, snapshots, bundle)
 
 

@@ -107,11 +107,11 @@ def _ask(directory: Path, rank: int, pid: int, beat: Beat, limit: SilenceLimit) 
 
 
 def process_state(pid: int) -> str:
-    """Returns the kernel's letter for the state of a process; empty if there is none."""
+    """Returns the kernel's letter for the state of a process; empty if there is none, ``?`` where /proc is absent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return ""
+        return "" if Path("/proc/self").exists() else "?"
 
 
 def children(pid: int) -> list[int]:
@@ -228,7 +228,7 @@ class StallWatch:
         """Measures the silence of a script without heartbeats by how long its snapshot stays the same."""
         if not _writes_no_beats(snapshot.beat):
             return snapshot
-        place = snapshot.stack, snapshot.collectives[-1:], snapshot.state
+        place = snapshot.stack, snapshot.collectives[-1:], snapshot.state, snapshot.beat.time
         former, since = self._places.get(snapshot.rank, (None, 0.0))
         if place != former:
             since = time.monotonic()

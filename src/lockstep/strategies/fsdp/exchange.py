@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
-from lockstep.strategies.gradients import require_one_dense, thawed
-from lockstep.strategies.sharding import AbsentParameter, rows_of
+from lockstep.numerics.hooks import share_hooks
+from lockstep.strategies.gradients import one_dense, thawed
+from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
@@ -34,12 +35,13 @@ class ShardedParameter:
 
     Args:
         name: its first name in the whole model.
-        parameter: the user's; its hooks go on at the whole one.
+        parameter: the user's; its hooks are those of the whole one and of what stands for it.
         users: the modules that have it, with its name there.
-        rows: of this rank.
-        ranks: that hold rows.
+        rows: of each rank; all of them of one, where an optimizer must see the whole.
+        rank: this one.
         dtype: to gather and compute in; None for the parameter's own.
         offload: True to keep the rows in the CPU's memory.
+        absence: why no process holds it, for messages.
     """
 
     def __init__(
@@ -47,34 +49,41 @@ class ShardedParameter:
         name: str,
         parameter: nn.Parameter,
         users: Sequence[tuple[nn.Module, str]],
-        rows: slice,
-        ranks: int,
+        rows: Sequence[slice],
+        rank: int,
         dtype: torch.dtype | None,
         offload: bool,
+        absence: Absence,
     ) -> None:
-        self.name, self.shape, self.users = name, parameter.shape, users
+        self.name, self.shape, self.users, self.rows = name, parameter.shape, users, rows
+        width = prod(self.shape[1:])
+        self.counts: list[int] = [(each.stop - each.start) * width for each in rows]
+        """Numbers that each rank holds."""
         values, trained = parameter.detach(), parameter.requires_grad
-        own = values[rows].clone()
+        own = values[rows[rank]].clone(memory_format=torch.contiguous_format)
         self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
         """An ordinary parameter with this rank's rows, for optimizers."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         self.whole = nn.Parameter(values.to(dtype, copy=True), requires_grad=trained)
         self.whole.__dict__.update(parameter.__dict__)
-        for hook in (parameter._backward_hooks or {}).values():
-            self.whole.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's stub
-        for after in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            self.whole.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]  # torch's stub
-        self.absent = AbsentParameter(self.whole, name, self.held)
-        self.padded = -(-self.shape[0] // ranks) * prod(self.shape[1:])
-        """Numbers that a rank sends of it: as many as the one with the most rows."""
+        self.absent = AbsentParameter(self.whole, name, self.held, absence, rows[rank])
+        share_hooks(parameter, self.whole, self.absent)
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False
         """True once the micro-batch's backward pass has given a gradient."""
+        self.values: tuple[int, int] | None = None
+        """Of the whole one as it was gathered, where writes are watched."""
         self.used = 0
         """In how many of the step's micro-batches of this rank it had a gradient."""
         if trained:
             self.whole.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]  # torch's stub
+
+    @property
+    def owner(self) -> int | None:
+        """The rank that holds all of it, alone; None where the ranks share it."""
+        holders = [rank for rank, count in enumerate(self.counts) if count]
+        return holders[0] if len(holders) == 1 else None
 
     def put(self, parameter: nn.Parameter) -> None:
         """Puts the whole one, or what stands for it, into the modules."""
@@ -83,11 +92,13 @@ class ShardedParameter:
 
     def take_memory(self) -> None:
         """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
-        if self.absent.requires_grad and not self.held.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = self.absent.requires_grad
+        if trained and not self.held.requires_grad:
             raise thawed(self.name)
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-        if self.whole.requires_grad != self.absent.requires_grad:  # frozen after run.prepare
-            self.whole.requires_grad_(self.absent.requires_grad)
+        if self.whole.requires_grad != trained:  # frozen after run.prepare
+            self.whole.requires_grad_(trained)
 
     def free(self) -> None:
         """Takes the whole one's memory back."""
@@ -99,10 +110,12 @@ class ShardedParameter:
         self.gradient, self.was_taken = None, False
 
     def _take(self, whole: Tensor) -> None:
+        if whole is not self.whole:  # the user's parameter has the same hooks
+            return
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return
-        require_one_dense(self.name, gradient, is_first=not self.was_taken)
+        gradient = one_dense(self.name, gradient, is_first=not self.was_taken)
         self.gradient, self.was_taken = gradient, True
 
 
@@ -120,7 +133,8 @@ class ShardedBlock:
         self, name: str, parameters: list[ShardedParameter], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.name, self.parameters = name, parameters
-        self._group, self._device, self._ranks = group, device, dist.get_world_size(group)
+        self._group, self._device = group, device
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._trained = [each for each in parameters if each.held.requires_grad]
         self._all, self._members = _by_dtype(parameters), _by_dtype(self._trained)
         self._received: dict[torch.dtype, Tensor] = {}
@@ -129,6 +143,8 @@ class ShardedBlock:
         self._skipped: list[int] = []
         self.bytes_sent = 0
         self.is_whole = True
+        self.written: set[str] | None = None
+        """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
 
     @property
     def has_gradients(self) -> bool:
@@ -139,16 +155,19 @@ class ShardedBlock:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
         keep = keep and not self.is_whole
         for members in self._all.values():
-            dtype, sizes = members[0].whole.dtype, [each.padded for each in members]
-            mine = torch.zeros(sum(sizes), dtype=dtype, device=self._device)
-            for each, part in zip(members, torch.split(mine, sizes)):
-                part[: each.held.numel()] = each.held.detach().view(-1)
+            mine = torch.zeros(_most(members), dtype=members[0].whole.dtype, device=self._device)
+            for each, part in zip(members, _parts(mine, members, self._rank)):
+                part.copy_(each.held.detach().view(-1))
             everyone = _exchange_bytes(mine, lambda row: all_gather_rows(row, self._group))
             self.bytes_sent += mine.nbytes * (self._ranks - 1)
-            for each, parts in zip(members, torch.split(everyone, sizes, dim=1)) if keep else ():
+            for each in members if keep else ():
                 each.take_memory()
-                rows = parts.reshape(-1, *each.shape[1:])[: each.shape[0]]
-                each.whole.detach().copy_(rows)
+            for rank, row in enumerate(everyone) if keep else ():
+                for each, part in zip(members, _parts(row, members, rank)):
+                    own = each.whole.detach()[each.rows[rank]]
+                    own.copy_(part.view(own.shape))
+            for each in members if keep and self.written is not None else ():
+                each.values = value_of(each.whole)
         if keep:
             for each in self.parameters:
                 each.put(each.whole)
@@ -158,6 +177,9 @@ class ShardedBlock:
         """Frees the whole parameters."""
         if self.is_whole:
             for each in self.parameters:
+                if self.written is not None and each.values not in (None, value_of(each.whole)):
+                    self.written.add(each.name)
+                each.values = None
                 each.free()
             self.is_whole = False
 
@@ -176,15 +198,13 @@ class ShardedBlock:
     def exchange(self) -> None:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
         for dtype, members in self._members.items():
-            sizes = [each.padded for each in members]
-            mine = torch.zeros(self._ranks, sum(sizes), dtype=dtype, device=self._device)
-            for each, part in zip(members, torch.split(mine, sizes, dim=1)):
-                if each.gradient is not None:
-                    gradient = each.gradient.to(dtype)
-                    for rank in range(self._ranks):
-                        rows = gradient[rows_of(each.shape[0], self._ranks, rank)]
-                        part[rank, : rows.numel()] = rows.reshape(-1)
-                    each.gradient = None
+            mine = torch.zeros(self._ranks, _most(members), dtype=dtype, device=self._device)
+            for rank, row in enumerate(mine):
+                for each, part in zip(members, _parts(row, members, rank)):
+                    if each.gradient is not None:
+                        part.copy_(each.gradient[each.rows[rank]].reshape(-1))
+            for each in members:
+                each.gradient = None
             received = _exchange_bytes(mine, self._all_to_all)
             self.bytes_sent += mine.nbytes * (self._ranks - 1) // self._ranks
             if dtype in self._received:
@@ -203,8 +223,7 @@ class ShardedBlock:
         for dtype, members in self._members.items():
             received = self._received.get(dtype)
             if received is None:
-                size = sum(each.padded for each in members)
-                received = torch.zeros(self._ranks, size, dtype=dtype, device=self._device)
+                received = torch.zeros(self._ranks, _most(members), dtype=dtype, device=self._device)
             stack = self._stacks.setdefault(dtype, [])
             for count in self._skipped:
                 push_leaf(stack, torch.zeros_like(received[0]), count)
@@ -223,8 +242,8 @@ class ShardedBlock:
         for dtype, stack in self._stacks.items():
             (total,) = stack
             members = self._members[dtype]
-            for each, rows in zip(members, torch.split(total, [each.padded for each in members])):
-                found[each.name] = rows[: each.held.numel()].view(each.held.shape)
+            for each, rows in zip(members, _parts(total, members, self._rank)):
+                found[each.name] = rows.view(each.held.shape)
         self._stacks = {}
         return found
 
@@ -268,6 +287,18 @@ def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[
     for each in parameters:
         found.setdefault(each.held.dtype, []).append(each)
     return found
+
+
+def _most(members: Sequence[ShardedParameter]) -> int:
+    """Numbers that a rank sends of its parts: as many as the rank that holds most."""
+    sums = [sum(counts) for counts in zip(*(each.counts for each in members))]
+    return int(max(sums))
+
+
+def _parts(row: Tensor, members: Sequence[ShardedParameter], rank: int) -> Sequence[Tensor]:
+    """The parts of each member that a rank holds, in a row of what it sends or receives; views."""
+    counts = [each.counts[rank] for each in members]
+    return torch.split(row[: sum(counts)], counts)
 
 
 def _exchange_bytes(values: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:

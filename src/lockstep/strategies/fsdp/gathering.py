@@ -15,7 +15,8 @@ it wants next, and all serve what any rank wants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,10 +29,12 @@ from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.numerics.randomness import in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
-from lockstep.strategies.sharding import rows_of, users_of_parameters
+from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
 
 _NOTHING = -1
+_OUTSIDE, _IN_STEP, _ELSEWHERE = 0, 1, 2
+"""Where a rank is: it calls the model outside of a step, is in a step, or does something else with all ranks."""
 _KEPT = 2
 """Blocks that are whole at once in backward: one operation may use parameters of two."""
 
@@ -46,6 +49,7 @@ class Gathering:
         keep: True to free blocks after the backward pass only.
         dtype: to gather, and compute, floating-point parameters in; None for their own.
         offload: True to keep rows in the CPU's memory.
+        whole: parameters that one rank holds, the one that has least of them so far.
     """
 
     def __init__(
@@ -57,16 +61,25 @@ class Gathering:
         keep: bool = False,
         dtype: torch.dtype | None = None,
         offload: bool = False,
+        whole: Collection[str] = (),
     ) -> None:
         self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
         modules = find_blocks(model)
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
+        loads = [0] * ranks
+        self._absence = absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
-            rows = rows_of(parameter.shape[0], ranks, dist.get_rank(group))
-            each = ShardedParameter(name, parameter, users[parameter], rows, ranks, dtype, offload)
+            rows = [rows_of(parameter.shape[0], ranks, rank) for rank in range(ranks)]
+            if name in whole:
+                owner = loads.index(min(loads))
+                loads[owner] += parameter.numel()
+                rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
+            each = ShardedParameter(
+                *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
+            )
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
         self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
@@ -75,13 +88,15 @@ class Gathering:
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
-        self._in_step = False
+        self._where = _OUTSIDE
         for block in self.blocks:
             for each in block.parameters:
                 each.put(each.whole)
             block.free()
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
+            for inner in _inner_entrances(module):
+                self._watch(inner, block, is_inner=True)
         rest = {module for each in self._rest.parameters for module, _ in each.users}
         for module in {model: None, **dict.fromkeys(rest)}:
             self._watch(module, self._rest)
@@ -91,10 +106,21 @@ class Gathering:
         """Bytes of parameters and gradients that this rank has sent."""
         return sum(block.bytes_sent for block in self.blocks)
 
+    @contextmanager
+    def watching_writes(self) -> Iterator[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        written: set[str] = set()
+        for block in self.blocks:
+            block.written = written
+        yield written
+        for block in self.blocks:
+            block.written = None
+
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
+        self._absence.is_computing = True
         self.free()
-        self._in_step = True
+        self._where = _IN_STEP
         for block in self.blocks:
             block.begin_step(leaves)
 
@@ -119,8 +145,17 @@ class Gathering:
 
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
-        self._in_step = False
+        self._absence.is_computing = False
+        self._where = _OUTSIDE
         return {name: total for block in self.blocks for name, total in block.take().items()}
+
+    def require_no_calls(self) -> None:
+        """Raises ``ConfigError`` on every rank where some call the model while others gather its state. Collective."""
+        self._where = _ELSEWHERE
+        try:
+            self._request(_NOTHING)
+        finally:
+            self._where = _OUTSIDE
 
     def free(self) -> None:
         """Frees all whole parameters: they are gathered anew when they are used."""
@@ -129,10 +164,10 @@ class Gathering:
         self._by_address.clear()
         self._recent.clear()
 
-    def _watch(self, module: nn.Module, block: ShardedBlock) -> None:
+    def _watch(self, module: nn.Module, block: ShardedBlock, *, is_inner: bool = False) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._enter(block)
-            if self._dtype is None:
+            if self._dtype is None or is_inner:
                 return None
             cast = {"dtype": self._dtype}
             args, kwargs = (
@@ -144,7 +179,7 @@ class Gathering:
             return args, kwargs
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            aliases = any(self._is_of_parameter(each) for each in tree_leaves(output))
+            aliases = not is_inner and any(self._is_of_parameter(each) for each in tree_leaves(output))
             apart = tree_map_only(Tensor, self._apart, output) if aliases else None
             self._leave(block)
             return apart
@@ -157,6 +192,14 @@ class Gathering:
         if torch.is_grad_enabled():
             outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
             if outer is None or not (isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address):
+                if (
+                    reason := torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+                ) is not None:
+                    raise ConfigError(
+                        f"Strategy 'fsdp' frees parameters between forward and backward with saved_tensors_hooks, and "
+                        f"they are disabled around {block.name or 'the model'!r} ({reason}), as torch.func.grad and "
+                        "disable_saved_tensors_hooks do. Use strategy 'ddp', or leave that out."
+                    )
                 context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
                 context.__enter__()
         self._entered.append((block, context))
@@ -197,9 +240,7 @@ class Gathering:
         return output.clone() if self._is_of_parameter(output) else output
 
     def _is_of_parameter(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
-            return False
-        return value.untyped_storage().data_ptr() in self._by_address
+        return isinstance(value, Tensor) and _address(value) in self._by_address
 
     def _free(self, block: ShardedBlock) -> None:
         for each in block.parameters:
@@ -210,13 +251,13 @@ class Gathering:
         """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted.
 
         Raises:
-            ConfigError: some ranks are within ``run.backward``, and others call the model outside of it.
+            ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
-        mine = torch.tensor([wanted, self._in_step], device=self._device)
+        mine = torch.tensor([wanted, self._where], device=self._device)
         while True:
-            wants, in_step = all_gather_rows(mine, self._group).t().tolist()
-            if any(in_step) and not all(in_step):
-                raise _called_by_some(in_step)
+            wants, places = all_gather_rows(mine, self._group).t().tolist()
+            if len(set(places)) > 1:
+                raise _called_by_some(places)
             for each in sorted({int(want) for want in wants} - {_NOTHING}):
                 block = self.blocks[each // 2]
                 if each % 2:
@@ -227,29 +268,54 @@ class Gathering:
                 return
 
 
-def _called_by_some(in_step: Sequence[int]) -> ConfigError:
-    """The refusal where some ranks are in a step, and others call the model outside of it."""
-    outside = [rank for rank, inside in enumerate(in_step) if not inside]
-    others = [rank for rank, inside in enumerate(in_step) if inside]
+def _called_by_some(places: Sequence[int]) -> ConfigError:
+    """The refusal where some ranks call the model outside of a step, and others do not."""
+    outside = [rank for rank, where in enumerate(places) if where == _OUTSIDE]
+    others = [rank for rank, where in enumerate(places) if where != _OUTSIDE]
+    went = "run.backward" if _IN_STEP in places else "the next collective call"
     return ConfigError(
         f"The model was called outside of run.backward on {numbered('rank', outside)}, while "
-        f"{numbered('rank', others)} went on to run.backward. Under 'fsdp' every rank holds a part of each parameter, "
+        f"{numbered('rank', others)} went on to {went}. Under 'fsdp' every rank holds a part of each parameter, "
         "so all ranks must call the model, and as often: take the call out of `if run.is_main`, or use run.predict or "
         "run.evaluate."
     )
 
 
+def _inner_entrances(block: nn.Module) -> list[nn.Module]:
+    """Modules of a block, with parameters, that its code may call in backward, or under hooks on saved tensors."""
+    if type(block).__module__.startswith("torch.nn."):
+        return []
+    return [each for each in block.modules() if each is not block and each._parameters]
+
+
+def _address(tensor: Tensor) -> int:
+    """Where the memory of a tensor is, also of one that torch.func has wrapped; 0 where there is none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+
+
 class _Pack:
-    """Saves a parameter with its block; hands other tensors on to the hooks around these."""
+    """Saves a parameter with its block; hands other tensors on to the hooks around these.
+
+    Hooks of the user get parameters too, as copies: what they keep must have values until backward.
+    """
 
     def __init__(self, blocks: Mapping[int, ShardedBlock], outer: Sequence[Any] | None) -> None:
         self.blocks, self._outer = blocks, outer
+        self._is_users = outer is not None and outer[0].__module__ != "torch.utils.checkpoint"
 
     def __call__(self, tensor: Tensor) -> tuple[str, Any, Any]:
-        if tensor.layout is torch.strided and tensor.numel():
-            block = self.blocks.get(tensor.untyped_storage().data_ptr())
-            if block is not None:
-                return "parameter", tensor.detach(), block
+        block = self.blocks.get(_address(tensor))
+        if block is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ConfigError(
+                f"A transform of torch.func saves a parameter of {block.name or 'the model'!r}, which strategy 'fsdp' "
+                "frees before backward. Use strategy 'ddp'."
+            )
+        if block is not None and not self._is_users:
+            return "parameter", tensor.detach(), block
+        if block is not None:
+            tensor = tensor.detach().clone()
         if self._outer is not None:
             return "outer", self._outer[0](tensor), None
         return "tensor", tensor, tensor._version

@@ -12,24 +12,27 @@ the micro-batches run out, a rank runs a spare one, which counts for nothing, so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
-from lockstep.core.summation_tree import fold_rows
+from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
+from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
     require_rows,
-    rows_of,
     squares_of_rows,
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
@@ -50,7 +53,9 @@ class FullyShardedDataParallel(Strategy):
 
     name = "fsdp"
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    keeps_whole = True
+    _gathered: Sequence[object] = ()
 
     def __init__(
         self,
@@ -68,7 +73,7 @@ class FullyShardedDataParallel(Strategy):
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shares the parameters out and frees the rest. Collective."""
-        require_rows(model, self.name)
+        require_rows(model, self.name, permuted=True)
         self._model = model.to(self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
@@ -86,7 +91,9 @@ class FullyShardedDataParallel(Strategy):
             keep=not options.reshard_after_forward,
             dtype=_TYPES.get(options.mixed_precision),
             offload=options.cpu_offload,
+            whole=self.whole_parameters,
         )
+        self._gathered = (self._gathering, *self._gathering.blocks)
         self._parameters = self._gathering.parameters
         self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
@@ -107,7 +114,8 @@ class FullyShardedDataParallel(Strategy):
         for place, micro_batch in enumerate(batch.micro_batches):
             self._buffers.begin_micro_batch()
             self._gathering.begin_micro_batch()
-            loss, weight = compute(micro_batch)
+            with _explain_transforms():
+                loss, weight = compute(micro_batch)
             if self._buffers.numel and micro_batch.k < leaves:
                 values[place], counts = self._buffers.take()
                 advanced += counts
@@ -130,22 +138,37 @@ class FullyShardedDataParallel(Strategy):
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, self._gathering, *self._gathering.blocks)
+        drop_process_groups(self, *self._gathered)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """This rank's rows of each trained parameter, as ordinary parameters."""
-        return {each.name: each.held for each in self._trained}
+        """This rank's rows of each trained parameter, as ordinary parameters; none of one that another rank holds."""
+        rank = dist.get_rank(self._group)
+        return {each.name: each.held for each in self._trained if each.owner in (None, rank)}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""
+        self._gathering.require_no_calls()
         trained = sorted(self._trained, key=lambda each: each.name)
-        rows = [each.shape[0] for each in trained]
-        sums = squares_of_rows([each.held.grad for each in trained], rows, self.device, self._group)
-        return torch.stack(sums or [torch.zeros((), dtype=torch.float64, device=self.device)])
+        cut = [each for each in trained if each.owner is None]
+        alone = [each for each in trained if each.owner is not None]
+        rows = [each.shape[0] for each in cut]
+        sums = squares_of_rows([each.held.grad for each in cut], rows, self.device, self._group)
+        found = dict(zip((each.name for each in cut), sums))
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        if alone:
+            gradients = [each.held.grad for each in alone]
+            own = torch.stack([zero if each is None else sum_of_squares(each).to(zero) for each in gradients])
+            dist.all_reduce(own, group=self._group)  # of each entry, all but one are zero
+            found |= dict(zip((each.name for each in alone), own))
+        return torch.stack([found[each.name] for each in trained] or [zero])
 
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
         self._gathering.free()
+
+    def watching_writes(self) -> AbstractContextManager[set[str]]:
+        """See ``Strategy.watching_writes``."""
+        return self._gathering.watching_writes()
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks. Collective."""
@@ -153,6 +176,7 @@ class FullyShardedDataParallel(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""
+        self._gathering.require_no_calls()
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         for name, first in self._first_names.items():
             if first:
@@ -164,7 +188,11 @@ class FullyShardedDataParallel(Strategy):
     def own_rows(self) -> Mapping[str, Tensor]:
         """This rank's rows of each parameter where it has some; what has none at all, and buffers, on rank 0."""
         first = dist.get_rank(self._group) == 0
-        found = {n: p.held.detach() for n, p in self._parameters.items() if first or p.held.numel()}
+        found = {
+            name: each.held.detach()
+            for name, each in self._parameters.items()
+            if each.held.numel() or (first and not each.whole.numel())
+        }
         buffers = dict(self._model.named_buffers(remove_duplicate=False)) if first else {}
         return found | {name: buffers[name] for name in self._first_names if name in buffers}
 
@@ -180,16 +208,23 @@ class FullyShardedDataParallel(Strategy):
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``."""
+        owner = self._parameters[name].owner
+        if owner is not None:
+            found = torch.empty(self._shapes[name], dtype=dtype, device=self.device)
+            if part is not None and dist.get_rank(self._group) == owner:
+                found.copy_(part)
+            dist.broadcast(found, dist.get_process_group_ranks(self._group)[owner], self._group)
+            return found
         assert part is not None, f"every rank holds rows of {name!r}"
         return gather_rows(part.to(self.device), self._shapes[name], self._group)
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows."""
-        return whole[rows_of(whole.shape[0], self.share.holders, dist.get_rank(self._group))]
+        return whole[self._parameters[name].rows[dist.get_rank(self._group)]]
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``: gradients, and parameters that are gathered."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: gradients, and parameters that are gathered."""
         return self._gathering.bytes_sent
 
     def _finish(
@@ -222,7 +257,22 @@ class FullyShardedDataParallel(Strategy):
         add_prior(prior)
 
 
+@contextmanager
+def _explain_transforms() -> Iterator[None]:
+    """Runs the forward pass; says what is wrong where it differentiates with torch.func."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not NO_SAVED_TENSORS_HOOKS.is_in(str(error)):
+            raise
+        raise ConfigError(
+            "The forward pass calls torch.func.grad, vjp, jvp, jacrev or hessian, and strategy 'fsdp' sets hooks on "
+            "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
+            f"or strategy 'ddp'. Error from torch: {error}"
+        ) from error
+
+
 def _first_names(model: nn.Module) -> dict[str, str]:
     """The first name of the parameter under each name of the model's state; "" for a buffer."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {name: first.get(value, "") for name, value in model.state_dict(keep_vars=True).items()}
+    first: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first.get(value, "") for name, value in tensor_state(model).items()}

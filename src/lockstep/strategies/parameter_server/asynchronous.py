@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, ParameterServerOptions
 from lockstep.core.plan import Share
 from lockstep.core.world import World
@@ -32,6 +33,7 @@ from lockstep.distributed.network import data_address
 from lockstep.distributed.rendezvous import meeting_address
 from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.asynchronous_participant import Participant
 from lockstep.strategies.parameter_server.asynchronous_server import Server
 from lockstep.strategies.parameter_server.asynchronous_staleness import Clock
@@ -66,7 +68,7 @@ class AsynchronousParameterServer(IndependentStrategy):
 
     name = "parameter_server"
     level = Level.STATISTICAL
-    elementwise_only = True
+    steps = Unit.PLACE
 
     def __init__(
         self,
@@ -209,7 +211,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         self.synchronize()
         if self._participant is not None:
             self._participant.barrier("state", None)
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors, on every rank."""
@@ -246,7 +248,7 @@ class AsynchronousParameterServer(IndependentStrategy):
         return self._connected.summary()
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients that a worker has pushed, or of values that a server has sent."""
         return self._participant.bytes_sent if self._participant is not None else 0
 

@@ -6,19 +6,23 @@ A connection begins with both sides proving that they know the run's token (``lo
 Between hosts each message is signed with the key of the connection and numbered; on one host there are no signatures.
 Lengths are checked before memory is allocated for them.
 
-A server reads each connection in a thread of its own and takes messages in order of arrival in one loop. A process that
-stops in the middle of a message, or an unauthenticated one that sends nothing, blocks only its own thread.
+A server reads each rank's connection in a thread of its own and takes messages in order of arrival in one loop; a rank
+that stops in the middle of a message blocks only its own thread. Strangers share one thread, which waits for none of
+them: so many may be connected at a time, each for so long, and the oldest goes first.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import queue
 import select
+import selectors
 import socket
 import struct
 import threading
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +46,10 @@ _MAGIC = b"LSPS"
 _LARGEST_JSON = 1 << 26
 _AT_ONCE = 1 << 22
 _HANDSHAKE_SECONDS = 10.0
+_MOST_GREETINGS = 256
+_PAUSE = 0.1
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN)
+"""Errors of ``accept`` after which it may succeed again."""
 LOST = "Connection closed by peer"
 """Start of the message of a lost connection; the supervisor takes it for the consequence of another rank's end."""
 
@@ -140,7 +148,14 @@ class TransportSettings:
         connection.sendall(handshake.proof(theirs))
         if not handshake.accepts(theirs, bytes(_exactly(connection, PROOF_BYTES))):
             raise Refused("the other process does not know the run's token")
-        seal = Seal(handshake.session_key(theirs), side, other) if self.is_signed else None
+        return self.channel(connection, handshake, theirs, side)
+
+    def channel(
+        self, connection: socket.socket, handshake: Handshake, nonce: bytes, side: str
+    ) -> ServerChannel:
+        """Returns the channel of a connection whose other end, with that nonce, has proven itself."""
+        other = "client" if side == "server" else "server"
+        seal = Seal(handshake.session_key(nonce), side, other) if self.is_signed else None
         return ServerChannel(connection, seal)
 
 
@@ -165,6 +180,62 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
     return found
 
 
+class _Greeting:
+    """The server's side of ``TransportSettings.open``, which never waits."""
+
+    def __init__(self, connection: socket.socket, settings: TransportSettings) -> None:
+        self.connection, self._settings = connection, settings
+        self._handshake, self._received = Handshake(settings.token, "server", "client"), b""
+        self.born = time.monotonic()
+        self.why = ""
+        """Why the process is refused; empty while it may still prove itself."""
+        connection.setblocking(False)
+        self._send(self._handshake.nonce)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            if self.connection.send(data) < len(data):  # a new connection takes a few bytes at once
+                self.why = "the process does not read"
+        except OSError as error:
+            self.why = str(error)
+
+    def receive(self) -> ServerChannel | None:
+        """Reads what has arrived; returns the channel once the process has proven itself."""
+        try:
+            part = self.connection.recv(NONCE_BYTES + PROOF_BYTES - len(self._received))
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            self.why = str(error)
+            return None
+        if not part:
+            self.why = f"{LOST}."
+        has_answered = len(self._received) >= NONCE_BYTES
+        self._received += part
+        nonce, proof = self._received[:NONCE_BYTES], self._received[NONCE_BYTES:]
+        if not has_answered and len(nonce) == NONCE_BYTES:
+            self._send(self._handshake.proof(nonce))
+        if self.why or len(proof) < PROOF_BYTES:
+            return None
+        if not self._handshake.accepts(nonce, proof):
+            self.why = "the other process does not know the run's token"
+            return None
+        self.connection.settimeout(_HANDSHAKE_SECONDS)
+        return self._settings.channel(self.connection, self._handshake, nonce, "server")
+
+
+def _drop_strangers(greetings: list[_Greeting], selector: selectors.BaseSelector) -> None:
+    """Closes the connections of those that were refused, took too long, or are the oldest of too many."""
+    late = time.monotonic() - _HANDSHAKE_SECONDS
+    for greeting in greetings[:]:
+        if greeting.why or greeting.born < late or len(greetings) > _MOST_GREETINGS:
+            why = greeting.why or "the process did not prove itself in time"
+            logger.warning("Refused a connection to the parameter server: %s.", why)
+            greetings.remove(greeting)
+            selector.unregister(greeting.connection)
+            greeting.connection.close()
+
+
 class ServerTransport:
     """Listens, and receives messages of processes that know the token.
 
@@ -179,10 +250,14 @@ class ServerTransport:
         self._channels: dict[int, ServerChannel] = {}
         self._claiming = threading.Lock()
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-        self._listener = socket.create_server((settings.host, 0), family=family, backlog=64)
+        self._listener = socket.create_server((settings.host, 0), family=family, backlog=1024)
         self.address: tuple[str, int] = (settings.host, self._listener.getsockname()[1])
         """Where the others connect."""
-        threading.Thread(target=self._accept, daemon=True, name="parameter server: accept").start()
+        selector = selectors.DefaultSelector()
+        selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(
+            target=self._accept, args=(selector,), daemon=True, name="parameter server: accept"
+        ).start()
 
     def join(self, rank: int, address: tuple[str, int]) -> None:
         """Connects to another server's transport; both sides may then send."""
@@ -227,21 +302,37 @@ class ServerTransport:
         for rank in list(self._channels):
             self.cut(rank)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(
-                target=self._greet, args=(connection,), daemon=True, name="parameter server: greet"
-            ).start()
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        """Accepts connections and has strangers prove, all in this thread, that they know the token."""
+        greetings: list[_Greeting] = []
+        with selector:
+            while self._listener.fileno() >= 0:
+                for key, _ in selector.select(1.0):
+                    if isinstance(key.data, _Greeting):
+                        if (channel := key.data.receive()) is not None:
+                            greetings.remove(key.data)
+                            selector.unregister(key.data.connection)
+                            self._start_reading(channel)
+                        continue
+                    try:
+                        greeting = _Greeting(self._listener.accept()[0], self._settings)
+                    except OSError as error:
+                        if error.errno not in _PASSING:  # closed
+                            return
+                        time.sleep(_PAUSE)
+                        continue
+                    greetings.append(greeting)
+                    selector.register(greeting.connection, selectors.EVENT_READ, greeting)
+                _drop_strangers(greetings, selector)
 
-    def _greet(self, connection: socket.socket) -> None:
-        """Accepts a process that knows the token and sends its rank."""
+    def _start_reading(self, channel: ServerChannel) -> None:
+        threading.Thread(
+            target=self._admit, args=(channel,), daemon=True, name="parameter server: rank"
+        ).start()
+
+    def _admit(self, channel: ServerChannel) -> None:
+        """Takes in a process that has proven to know the token, and reads its messages."""
         try:
-            connection.settimeout(_HANDSHAKE_SECONDS)
-            channel = self._settings.open(connection, "server")
             hello = channel.receive(1 << 10)
             rank = hello.content.get("rank")
             if hello.kind != "hello" or not isinstance(rank, int):
@@ -249,7 +340,7 @@ class ServerTransport:
             self._claim(rank, channel)
         except (OSError, Refused) as error:
             logger.warning("Refused a connection to the parameter server: %s.", error)
-            connection.close()
+            channel.connection.close()
             return
         self._read(rank, channel)
 

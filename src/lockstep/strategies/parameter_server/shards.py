@@ -10,7 +10,7 @@ server 1    rows 3-5 (30), norm (5)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,17 +43,18 @@ class Key:
         return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
 
 
-def spread(sizes: Mapping[str, Size], servers: int) -> list[list[Key]]:
+def spread(sizes: Mapping[str, Size], servers: int, whole: Collection[str] = ()) -> list[list[Key]]:
     """The keys of each server: the largest first, each to the server that has the least so far.
 
-    A parameter that is larger than a fair share is cut into runs of rows, one for each server at most.
+    A parameter that is larger than a fair share is cut into runs of rows, one for each server at most, unless it is
+    one of ``whole``.
 
     Returns:
         Keys by server, each list in the order of the model; no server has two keys of one parameter.
     """
     loads = [0.0] * servers
     held: list[dict[str, Key]] = [{} for _ in range(servers)]
-    for key, size in sorted(_pieces(sizes, servers), key=lambda piece: -piece[1]):
+    for key, size in sorted(_pieces(sizes, servers, whole), key=lambda piece: -piece[1]):
         free = (number for number in range(servers) if key.name not in held[number])
         server = min(free, key=lambda number: (loads[number], number))
         loads[server] += size
@@ -61,12 +62,12 @@ def spread(sizes: Mapping[str, Size], servers: int) -> list[list[Key]]:
     return [[each[name] for name in sizes if name in each] for each in held]
 
 
-def _pieces(sizes: Mapping[str, Size], servers: int) -> list[tuple[Key, float]]:
+def _pieces(sizes: Mapping[str, Size], servers: int, whole: Collection[str]) -> list[tuple[Key, float]]:
     """Every key with its bytes."""
     fair = sum(size.bytes for size in sizes.values()) / servers
     found: list[tuple[Key, float]] = []
     for name, size in sizes.items():
-        parts = min(servers, size.rows) if size.bytes > fair else 1
+        parts = min(servers, size.rows) if size.bytes > fair and name not in whole else 1
         if parts == 1:
             found.append((Key(name), size.bytes))
         else:
@@ -83,20 +84,30 @@ class ParameterShards:
         model: on its device.
         servers: how many.
         server: this rank's number among them; negative for a worker.
+        whole: parameters that one server holds, however large.
+        apart: True to give the server's optimizer parameters of its own, which share the memory of the model's.
 
     Raises:
         ConfigError: nothing is trained, or values of several number types.
     """
 
-    def __init__(self, model: nn.Module, servers: int, server: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        servers: int,
+        server: int,
+        whole: Collection[str] = (),
+        *,
+        apart: bool = False,
+    ) -> None:
         named = dict(model.named_parameters())
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
         """All that are trained, whole, by name."""
         _require_storable(list(self.parameters.values()))
         sizes = {n: Size(p.shape[0] if p.dim() else 1, p.nbytes) for n, p in self.parameters.items()}
-        self.keys: Sequence[Sequence[Key]] = spread(sizes, servers)
+        self.keys: Sequence[Sequence[Key]] = spread(sizes, servers, whole)
         """Of each server."""
-        self.server = server
+        self.server, self._apart = server, apart
         first = next(iter(self.parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.own = {key.name: self._held(key) for key in self.own_keys}
@@ -106,6 +117,13 @@ class ParameterShards:
     def own_keys(self) -> Sequence[Key]:
         """The keys of this server; none on a worker."""
         return self.keys[self.server] if self.server >= 0 else ()
+
+    def follow(self) -> None:
+        """Lets the server's parameters share the model's memory again, where that has got other tensors."""
+        for key in self.own_keys:
+            values = key.of(self.parameters[key.name].detach())
+            if self.own[key.name].data_ptr() != values.data_ptr():
+                self.own[key.name].data = values
 
     def numel(self, server: int) -> int:
         """Number of values that a server holds."""
@@ -161,7 +179,7 @@ class ParameterShards:
 
     def _held(self, key: Key) -> nn.Parameter:
         parameter = self.parameters[key.name]
-        return parameter if key.rows is None else nn.Parameter(key.of(parameter.detach()))
+        return parameter if key.rows is None and not self._apart else nn.Parameter(key.of(parameter.detach()))
 
 
 def _require_storable(parameters: Sequence[nn.Parameter]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
@@ -24,8 +25,9 @@ from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
-from lockstep.strategies.sharding import load_model_state
+from lockstep.strategies.sharding import Absence, GradientElsewhere, load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -43,7 +45,8 @@ class ParameterServer(Strategy):
     name = "parameter_server"
     level = Level.BITWISE
     replicated = False
-    elementwise_only = True
+    steps = Unit.ELEMENT
+    keeps_whole = True
 
     def __init__(
         self,
@@ -55,6 +58,8 @@ class ParameterServer(Strategy):
     ) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.device, self._group, self._servers = device, group, servers
+        if servers == 1:
+            self.steps = Unit.MODEL
         self._ranks, workers = dist.get_process_group_ranks(group), ranks - servers
         self.share = Share(holders=workers, holder=rank if rank < workers else None)
         self._bytes_sent = 0
@@ -66,8 +71,15 @@ class ParameterServer(Strategy):
         self._model = model.to(self.device)
         self._buffers = RunningBuffers(self._model, self._declared)
         server = dist.get_rank(self._group) - self.share.holders
-        self._shards = ParameterShards(self._model, self._servers, server)
+        self._shards = ParameterShards(self._model, self._servers, server, self.whole_parameters, apart=True)
         self._names, self._own = list(self._shards.parameters), self._shards.own
+        absence = Absence(self.name, "the servers share it" if self._servers > 1 else "the server has it")
+        self._elsewhere = {
+            name: GradientElsewhere(p, name, self._own.get(name), absence)
+            for name, p in self._shards.parameters.items()
+        }
+        for key in self._shards.own_keys:
+            self._elsewhere[key.name].held_rows = slice(*(key.rows or (None,)))
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1
@@ -77,6 +89,11 @@ class ParameterServer(Strategy):
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Workers compute and push; servers add. See ``Strategy.backward``."""
         leaves = batch.plan.leaves
+        self._shards.follow()
+        self.before_step()
+        kept = {name for name, parameter in self._shards.parameters.items() if parameter.grad is not None}
+        for name in kept:
+            self._shards.parameters[name].grad = None
         prior = [(p, p.grad) for p in self._own.values() if p.grad is not None]
         values = self._buffers.new_rows(self.share.longest(self._micro_batches))
         self._buffers.begin_step()
@@ -84,11 +101,14 @@ class ParameterServer(Strategy):
         header = self._compute(batch, compute, scale, stop, values)
         compute.exchange()
         everyone = all_gather_rows(header, self._group)
-        losses, weight, used, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
-        finite = self._set_gradients(leaves, used.tolist(), weight.float(), prior)
+        losses, weight, uses, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
+        used = {name for name, count in zip(self._names, uses.tolist()) if count}
+        finite = self._set_gradients(leaves, used, weight.float(), prior)
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
+        for name in used | kept:
+            self._shards.parameters[name].grad = self._elsewhere[name]
         self._buffers.refuse_changed_others()
         finite &= losses.sum().isfinite()
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(everyone), finite)
@@ -96,6 +116,16 @@ class ParameterServer(Strategy):
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers, shape (workers, n), on every rank. Collective."""
         return all_gather_rows(row, self._group)[: self.share.holders]
+
+    def before_step(self) -> None:
+        """See ``Strategy.before_step``: what the user has assigned with ``p.grad = ...`` becomes the server's."""
+        for key in self._shards.own_keys:
+            gradient = self._shards.parameters[key.name].grad
+            if gradient is None:
+                self._own[key.name].grad = None
+            elif gradient is not self._elsewhere[key.name]:
+                self._own[key.name].grad = key.of(gradient.detach()).clone()
+                self._shards.parameters[key.name].grad = self._elsewhere[key.name]
 
     def after_step(self) -> None:
         """Gives the servers' new values to all. Collective."""
@@ -129,7 +159,7 @@ class ParameterServer(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """The model's state, which every rank has after a pull."""
-        yield from self._model.state_dict().items()
+        yield from ((name, value.detach()) for name, value in tensor_state(self._model).items())
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into the model's own tensors, on every rank."""
@@ -152,7 +182,7 @@ class ParameterServer(Strategy):
         return self._shards.local_shard(name, whole)
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients that a worker has pushed, or of parameters that a server has given."""
         return self._bytes_sent
 
@@ -206,7 +236,7 @@ class ParameterServer(Strategy):
         return found
 
     def _set_gradients(
-        self, leaves: int, uses: list[float], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
+        self, leaves: int, used: set[str], weight: Tensor, prior: list[tuple[nn.Parameter, Tensor]]
     ) -> Tensor:
         """Adds what the workers push for each server's keys; whether all gradients of all servers are finite."""
         flag = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -215,9 +245,8 @@ class ParameterServer(Strategy):
         if self._own:
             total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
             flag[0] = float(not bool(total.sum().isfinite()))
-            used = dict(zip(self._names, uses))
             for name, gradient in self._shards.views(total).items():
-                self._own[name].grad = gradient if used[name] else None
+                self._own[name].grad = gradient if name in used else None
             add_prior(prior)
         return self.all_reduce_max(flag)[0] == 0
 

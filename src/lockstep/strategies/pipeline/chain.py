@@ -4,8 +4,9 @@
 
 A Sequential is opened into its children, and so is any other module whose forward only calls its children one after the
 other, with nothing between them but reshaping and activations: torch.fx reads it. What cannot be opened stays whole, as
-one link of the chain: a block with a shortcut, or a forward that draws random numbers itself, since those draws are
-keyed by the module, which would then lie in two processes.
+one link of the chain: a block with a shortcut, a forward that draws random numbers itself, since those draws are keyed
+by the module, which would then lie in two processes, and one that calls its children under ``torch.no_grad``,
+``torch.autocast`` or hooks on saved tensors, which they would lose.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+
+from lockstep.numerics.hidden_state import Snapshot
 
 _FUNCTIONS = (
     torch.flatten,
@@ -81,8 +85,10 @@ def _open(link: ChainLink) -> list[ChainLink]:
 
 def _inner(module: nn.Module) -> list[ChainLink] | None:
     """Returns the children that a module calls in turn; None if it does anything else."""
-    if module._parameters or module._buffers or not module._modules or _is_watched(module):
+    if module._parameters or module._buffers or not module._modules or is_watched(module):
         return None
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+        return None  # it runs something else than the forward of its class
     if type(module).forward is nn.Sequential.forward:
         return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]
     links = _traced(module, training=True)
@@ -94,26 +100,65 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
     return None if any(True for child in idle for _ in (*child.parameters(), *child.buffers())) else links
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Returns whether somebody else's hooks wait for calls of this module, which would not come if it were opened."""
     hooks = (
         *module._forward_hooks.values(),
         *module._forward_pre_hooks.values(),
         *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
     )
     return any(getattr(hook, "__module__", "") != "lockstep.numerics.randomness" for hook in hooks)
 
 
 class _OneLevel(fx.Tracer):
-    """Reads one forward; its children stay calls."""
+    """Reads one forward; its children stay calls, which must be made as the forward itself is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._conditions = _conditions()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
+    def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
+        if kind in ("call_module", "call_function", "call_method") and _conditions() != self._conditions:
+            raise fx.proxy.TraceError("a context manager is around a part of this forward")
+        return super().create_proxy(kind, *args, **kwargs)
+
+
+def _conditions() -> tuple[object, ...]:
+    """What context managers of torch change for the operations within them."""
+    devices = ("cpu", "cuda")
+    backends = torch.backends
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in devices),
+        *(torch.get_autocast_dtype(device) for device in devices),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.cudnn.allow_tf32,
+        backends.cuda.matmul.allow_tf32,
+        backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's stub
+        backends.cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's stub
+        backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]  # torch's stub
+    )
+
 
 def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
     """The chain that a forward is in this mode; None if it is none, or if it draws while it is read."""
-    mode, numbers, draws = module.training, torch.get_rng_state(), random.getstate()
+    before, numbers, draws = Snapshot({"": module}), torch.get_rng_state(), random.getstate()
+    legacy = np.random.get_state(legacy=False)
     module.training = training
     try:
         nodes = list(_OneLevel().trace(module).nodes)
@@ -121,9 +166,11 @@ def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
         # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
         return None
     finally:
-        module.training = mode
         drew = random.getstate() != draws or not torch.equal(torch.get_rng_state(), numbers)
+        drew = drew or str(np.random.get_state(legacy=False)) != str(legacy)
+        before.restore()
         torch.set_rng_state(numbers)
+        np.random.set_state(legacy)
         random.setstate(draws)
     return None if drew else _as_chain(module, nodes)
 

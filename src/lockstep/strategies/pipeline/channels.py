@@ -1,4 +1,4 @@
-"""Sends values from stage to stage: tensors of any shape and stride, in tuples, lists and dicts.
+"""Sends values from stage to stage: tensors of any shape and stride, in tuples, lists, dicts, and classes of fields.
 
 Nothing infers shapes beforehand, so no module is called once more than in training. The first value of a kind goes out
 with its description in front; after that both sides know it, and only tensors are sent. A kind is what decides the
@@ -7,23 +7,107 @@ shapes, such as the shapes of the model's input, which every rank of a pipeline 
     sender     [length][description] [tensor] [tensor]      [tensor] [tensor]      [tensor] ...
                 first of a kind                              same kind
 
-Strides are part of the description: the receiver computes on the same layout, and so with the same kernels.
+Strides are part of the description: the receiver computes on the same layout, and so with the same kernels. A named
+tuple or a dataclass goes as a dict of its fields with the name of its class, which the receiver has imported too.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from lockstep.errors import ConfigError
+
+_CLASS = "class of "
+"""Begins the key of a dict that stands for an object, before the module and the name of its class."""
+_SAME = "tensor "
+"""Begins what stands for a tensor that was there before, ahead of its place."""
+
+
+class _CannotSend(Exception):
+    """A value of some class, with a remark, cannot be sent."""
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value, in the order in which they are sent; one that is there twice is sent once."""
+    if isinstance(value, Tensor):
+        return [value]
+    found = {id(leaf): leaf for leaf in tree_leaves(_as_dicts(value)) if isinstance(leaf, Tensor)}
+    return [*found.values()]
+
+
+def _is_object(value: Any) -> bool:
+    """Returns whether a value is a named tuple or a dataclass, which have fields by name."""
+    if isinstance(value, tuple):
+        return hasattr(value, "_fields")
+    return is_dataclass(value) and not isinstance(value, type | dict)
+
+
+def _as_dicts(value: Any) -> Any:
+    """The value with dicts in place of named tuples and dataclasses."""
+    return tree_map(_as_dict, value, is_leaf=_is_object)
+
+
+def _as_dict(value: Any) -> Any:
+    if not _is_object(value):
+        return value
+    cls = type(value)
+    if _class_of(key := f"{_CLASS}{cls.__module__}:{cls.__qualname__}") is not cls:
+        raise _CannotSend(
+            cls.__name__, " whose class is defined within a function (move it to the top of its file)"
+        )
+    names = getattr(cls, "_fields", None) or [each.name for each in fields(value)]
+    return {key: {name: _as_dicts(getattr(value, name)) for name in names}}
+
+
+def _as_objects(value: Any) -> Any:
+    """Undoes ``_as_dicts``."""
+    return tree_map(_as_object, value, is_leaf=_is_named)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and len(value) == 1 and str(next(iter(value))).startswith(_CLASS)
+
+
+def _as_object(value: Any) -> Any:
+    if not _is_named(value):
+        return value
+    ((key, held),) = value.items()
+    cls, held = _class_of(key), {name: _as_objects(each) for name, each in held.items()}
+    if issubclass(cls, tuple):
+        return cls._make(held.values())
+    made = object.__new__(cls)  # as copy.copy makes one: its __init__ may take other arguments
+    for name, each in held.items():
+        object.__setattr__(made, name, each)
+    return made
+
+
+def _class_of(key: str) -> Any:
+    """The class that a key stands for; None if nobody has imported it by that name."""
+    module, _, name = key.removeprefix(_CLASS).partition(":")
+    try:
+        return attrgetter(name)(sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -83,25 +167,41 @@ class Description:
     """Everything about a value except the numbers in its tensors."""
 
     structure: str
+    """Empty for a tensor."""
     leaves: tuple[TensorSpec | str, ...]
-    """A spec for each tensor, JSON for anything else."""
+    """A spec for each tensor when it comes first, JSON for anything else."""
 
     @classmethod
     def of(cls, value: Any, name: str) -> tuple[Description, list[Tensor]]:
         """The description of a value, and its tensors."""
-        leaves, structure = tree_flatten(value)
+        if isinstance(value, Tensor):
+            return cls("", (TensorSpec.of(value),)), [value]
         try:
-            specs = tuple(
-                TensorSpec.of(leaf) if isinstance(leaf, Tensor) else json.dumps(leaf) for leaf in leaves
-            )
+            leaves, structure = tree_flatten(_as_dicts(value))
+            places: dict[int, int] = {}
+            found: list[TensorSpec | str] = []
+            tensors: list[Tensor] = []
+            for leaf in leaves:
+                if not isinstance(leaf, Tensor):
+                    found.append(_text(leaf))
+                elif id(leaf) in places:
+                    found.append(f"{_SAME}{places[id(leaf)]}")
+                else:
+                    places[id(leaf)] = len(tensors)
+                    found.append(TensorSpec.of(leaf))
+                    tensors.append(leaf)
             text = treespec_dumps(structure)
-        except (TypeError, NotImplementedError) as error:
+            if _structure(text) != structure:
+                raise _CannotSend("dict", " that has other keys than strings and numbers")
+            return cls(text, tuple(found)), tensors
+        except (_CannotSend, NotImplementedError, TypeError) as error:
+            kind = type(value).__name__
+            inner, remark = error.args if isinstance(error, _CannotSend) else (kind, "")
             raise ConfigError(
-                f"The stage that ends with {name!r} returns {type(value).__name__}, but only tensors, numbers, "
-                "strings, and tuples, lists and dicts of them can be sent to the next stage. Cut the model elsewhere "
-                "with pipeline.split."
+                f"The stage that ends with {name!r} returns {kind}{f' with {inner}' if inner != kind else ''}{remark}, "
+                "but only tensors, numbers, strings, and tuples, lists, dicts, named tuples and dataclasses of them "
+                "can be sent to the next stage. Cut the model elsewhere with pipeline.split."
             ) from error
-        return cls(text, specs), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -110,9 +210,19 @@ class Description:
 
     def value(self, tensors: list[Tensor]) -> Any:
         """The value with these tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, TensorSpec) else json.loads(leaf) for leaf in self.leaves]
-        return tree_unflatten(leaves, treespec_loads(self.structure))
+        if not self.structure:
+            return tensors[0]
+        given, structure = iter(tensors), _structure(self.structure)
+        assert structure is not None, "it was looked at when it was sent"
+        leaves = [
+            next(given)
+            if isinstance(leaf, TensorSpec)
+            else tensors[int(leaf.removeprefix(_SAME))]
+            if leaf.startswith(_SAME)
+            else json.loads(leaf)
+            for leaf in self.leaves
+        ]
+        return _as_objects(tree_unflatten(leaves, structure))
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -128,6 +238,22 @@ class Description:
             for leaf in leaves
         )
         return cls(structure, specs)
+
+
+@lru_cache
+def _structure(text: str) -> TreeSpec | None:
+    """The structure that a text stands for; None if some key of a dict is no longer one."""
+    try:
+        return treespec_loads(text)
+    except TypeError:
+        return None
+
+
+def _text(leaf: Any) -> str:
+    """A plain value as JSON."""
+    if type(leaf) not in (bool, int, float, str, type(None)):
+        raise _CannotSend(type(leaf).__name__, "")
+    return json.dumps(leaf)
 
 
 class PipelineChannel:
@@ -162,9 +288,9 @@ class PipelineChannel:
             self._start_send(text)
         elif known != description:
             raise ConfigError(
-                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type between "
-                "micro-batches with the same input shapes. Cut the model elsewhere with "
-                "pipeline.split."
+                f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type, or in which "
+                "of them get a gradient, between micro-batches with the same input shapes. Cut the model elsewhere "
+                "with pipeline.split."
             )
         for spec, tensor in zip(description.specs, tensors):
             self._start_send(spec.packed(tensor))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.chain import ChainLink, chain
+from lockstep.strategies.pipeline.chain import ChainLink, chain, is_watched
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -165,11 +165,112 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
         if len(links) > 1
         else "not a chain of modules"
     )
+    hooked = next((link.name or "the model" for link in links if is_watched(link.module)), None)
+    if hooked is not None and any(True for link in links for _ in link.module.children()):
+        found += f" ({hooked!r} has a hook, which keeps it whole)"
     return (
         f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
         "that only calls its children one after the other without drawing random numbers itself. Make the model such a "
-        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'."
+        f"chain{', use fewer stages' if len(links) > 1 else ''}, or use strategy 'ddp'.{_chain_of_blocks(links)}"
     )
+
+
+def _chain_of_blocks(links: Sequence[ChainLink]) -> str:
+    """Lines that make a chain of a model whose blocks are in a ModuleList; empty where there is none."""
+    lists = [
+        (link, name, module)
+        for link in links
+        for name, module in link.module.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1
+    ]
+    if not lists:
+        return ""
+    link, name, blocks = max(lists, key=lambda each: _bytes(each[2]))
+    block = type(blocks[0]).__name__
+    before, after = _around(link.module, blocks)
+    takes = f"what the first {block} takes"
+    returned = "x"
+    for each in after:
+        returned = f"self.{_attribute(each)}({returned})"
+    holder = _reached(link.name)
+    calls = [f"Begin({holder})"] * bool(before) + [f"*map(Layer, {_reached(name, holder)})"]
+    lines = [
+        *_class_of_parts(
+            "Begin",
+            before,
+            f"self.{_attribute(before[0])}(x)  # or {takes}" if len(before) == 1 else f"...  # {takes}",
+        ),
+        "    class Layer(nn.Module):",
+        "        def __init__(self, block):",
+        "            super().__init__()",
+        "            self.block = block",
+        "        def forward(self, x):",
+        f"            x = self.block(x)  # with what else a {block} takes",
+        "            return x[0] if isinstance(x, tuple) else x",
+        *_class_of_parts("End", after, returned),
+        f"    {holder} = nn.Sequential({', '.join([*calls, *[f'End({holder})'] * bool(after)])})",
+    ]
+    where = f"{link.name}.{name}".strip(".")
+    return (
+        f" Its {len(blocks)} blocks ({block}) are in {where!r}. These lines make a chain, if the forward does no more "
+        "than this before, between and after them; each module takes what the one before it returns. A weight that "
+        "Begin and End share has to be untied.\n" + "\n".join(lines)
+    )
+
+
+def _around(model: nn.Module, blocks: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the modules that a model has before a list of blocks, and after it, as they were registered."""
+    before: list[str] = []
+    after: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> bool:
+        """Returns whether the list is in the module, whose other parts are noted then."""
+        if module is blocks:
+            return True
+        inner = {f"{name}.{key}".lstrip("."): child for key, child in module.named_children()}
+        holder = next((each for each, child in inner.items() if visit(child, each)), None)
+        if holder is None:
+            return False
+        names = list(inner)
+        place = names.index(holder)
+        before[:0] = names[:place]
+        for each in names[place + 1 :]:
+            # A table of positions, which the blocks take, is often made last.
+            table = not any(True for _ in inner[each].parameters()) and any(
+                True for _ in inner[each].buffers()
+            )
+            (before if table else after).append(each)
+        return True
+
+    visit(model, "")
+    return before, after
+
+
+def _reached(name: str, model: str = "model") -> str:
+    """The expression for a module of a model by its name."""
+    parts = (f"[{part}]" if part.isdigit() else f".{part}" for part in name.split(".") if part)
+    return model + "".join(parts)
+
+
+def _attribute(name: str) -> str:
+    """What a module is called where it is taken over."""
+    last = name.rpartition(".")[2]
+    return f"part{last}" if last.isdigit() else last
+
+
+def _class_of_parts(kind: str, names: list[str], returned: str) -> list[str]:
+    """Lines of a class that takes modules of the model over; none where there are none."""
+    if not names:
+        return []
+    targets = ", ".join(f"self.{_attribute(each)}" for each in names)
+    return [
+        f"    class {kind}(nn.Module):",
+        "        def __init__(self, model):",
+        "            super().__init__()",
+        f"            {targets} = {', '.join(map(_reached, names))}",
+        "        def forward(self, x):",
+        f"            return {returned}",
+    ]
 
 
 def measured_split(

@@ -6,21 +6,21 @@ lies in several processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
-from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
 from lockstep.strategies.strategy import Compute
 
 
@@ -99,8 +99,7 @@ class Passes:
     """The forward and backward passes of a step's micro-batches through one stage."""
 
     def __init__(self, stage: Stage, neighbours: Neighbours, name: str) -> None:
-        self.stage, self.neighbours = stage, neighbours
-        self._name = name
+        self.stage, self.neighbours, self.name = stage, neighbours, name
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
         self._anchor: Tensor | None = None
@@ -136,7 +135,7 @@ class Passes:
         """Sends the output of a stage that is not the last."""
         channel = self.neighbours.activations_out
         assert channel is not None
-        self._roots[k] = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        self._roots[k] = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         channel.send(kind, output)
 
     def end_in(self, k: int, loss: Tensor) -> None:
@@ -146,15 +145,20 @@ class Passes:
     def run_back(self, k: int, kind: Hashable, received: Callable[[], None]) -> None:
         """The backward pass of a micro-batch, which adds to the parameters' gradients; see ``run``."""
         roots, source = self._roots.pop(k), self.neighbours.gradients_in
-        gradients = source.receive(kind)[1] if source is not None and roots else None
+        gradients: list[Tensor] | None = None
+        if source is not None and roots:
+            description, gradients = source.receive(kind)
+            if len(gradients) != len(roots):  # the stages that follow detach, or do not use, some of them
+                everyone = description.value(gradients)
+                roots = [root for root, gradient in zip(roots, everyone) if gradient is not None]
         received()
-        if gradients is not None:
+        if gradients and roots:
             roots = [_Entry.apply(gradients, *roots)]  # type: ignore[no-untyped-call]  # torch's stub
         if roots:
             torch.autograd.backward(roots)
         inlet = self._inlets.pop(k, None)
         if inlet is not None and self.neighbours.gradients_out is not None:
-            self.neighbours.gradients_out.send(kind, inlet.take(self._name))
+            self.neighbours.gradients_out.send(kind, inlet.take())
 
     def evaluate(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
@@ -198,13 +202,10 @@ class _Inlet:
         self.tensors = tensors
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(tensors)
 
-    def take(self, name: str) -> list[Tensor]:
-        if any(gradient is None for gradient in self.gradients):
-            raise ConfigError(
-                f"The stage that begins with {name!r} returns no gradient for the output of the stage before it, which "
-                "may be detached or unused. Cut the model elsewhere with pipeline.split, or use strategy 'ddp'."
-            )
-        return [gradient for gradient in self.gradients if gradient is not None]
+    def take(self) -> Any:
+        """The gradients, each a tensor of its own; None for what was detached or not used."""
+        found = [None if gradient is None else gradient.detach() for gradient in self.gradients]
+        return found[0] if len(found) == 1 and found[0] is not None else found
 
 
 class _Attach(torch.autograd.Function):
@@ -240,10 +241,6 @@ class _Entry(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 _ON, _BACK, _ON_AROUND, _BACK_AROUND, _ANSWER = range(5)
 """Tags: forward and backward, between neighbours and from the last rank around to the first; outputs to all ranks."""
 
@@ -269,6 +266,20 @@ class PipelineChannels:
         self._channels: list[PipelineChannel] = []
         if device.type == "cuda":
             self._groups |= {tag: another_group(groups, "pipeline") for tag in tags}
+        self._open(tags)
+
+    def _open(self, tags: Sequence[int]) -> None:
+        """Sends a number through every channel, in one order on all ranks.
+
+        NCCL opens a connection of two ranks at its first use, and blocks both until the other is there. A schedule uses
+        its channels in another order on each rank, so that two ranks would wait for each other for ever.
+        """
+        number = torch.zeros(1, device=self._device)
+        for tag, source, target in first_uses(tags, self.length):
+            if self.place == source:
+                dist.send(number, self.ranks[target], group=self._groups[tag], tag=tag)
+            elif self.place == target:
+                dist.recv(number, self.ranks[source], group=self._groups[tag], tag=tag)
 
     def neighbours(self, stage: int, names: list[str]) -> Neighbours:
         """The channels of a stage of this rank."""
@@ -305,6 +316,18 @@ class PipelineChannels:
         channel = PipelineChannel(self._groups[tag], self.ranks[peer], tag, self._device, name)
         self._channels.append(channel)
         return channel
+
+
+def first_uses(tags: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
+    """Tag, and two places of a pipeline of ``length`` ranks, of each channel that ``tags`` name."""
+    last = length - 1
+    for tag in tags if last else ():
+        if tag == _ANSWER:
+            yield from ((tag, last, place) for place in range(last))
+        elif tag in (_ON_AROUND, _BACK_AROUND):
+            yield tag, last, 0
+        else:
+            yield from ((tag, place, place + 1) for place in range(last))
 
 
 def another_group(groups: Groups, axis: str) -> dist.ProcessGroup:

@@ -21,16 +21,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, PipelineOptions
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
+from lockstep.errors import ConfigError
+from lockstep.numerics.hooks import (
+    backward_hooks,
+    forward_hooks,
+    hooked_globally,
+    hooks_made,
+    is_hooked,
+)
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.loss_reads import LossReads
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
 from lockstep.strategies.pipeline.stage import (
@@ -39,8 +50,43 @@ from lockstep.strategies.pipeline.stage import (
     Stage,
     refusing_backward,
 )
-from lockstep.strategies.sharding import explain_missing_parameters
+from lockstep.strategies.sharding import (
+    Absence,
+    AbsentBuffer,
+    AbsentParameter,
+    explain_missing_parameters,
+)
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
+
+_CHECKED_STEPS = 2
+"""The first steps, in which the stages are watched for changes of what the loss reads."""
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their first names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
+    """Puts tensors without values in place of those of a module."""
+    made: dict[int, Any] = {}
+    for inner in module.modules():
+        for key, parameter in inner._parameters.items():
+            if parameter is not None and not isinstance(parameter, AbsentParameter):
+                name = names[id(parameter)]
+                absent = made.get(id(parameter))
+                if absent is None:
+                    absent = AbsentParameter(parameter, name, None, absence)
+                inner._parameters[key] = made[id(parameter)] = absent
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and not isinstance(buffer, AbsentBuffer):
+                inner._buffers[key] = AbsentBuffer(buffer, names[id(buffer)], absence)
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """The function that a call of a module runs: its own, or that of its class."""
+    return vars(module).get("forward", type(module).forward)
 
 
 def kind_of(value: Any) -> tuple[object, ...]:
@@ -51,31 +97,79 @@ def kind_of(value: Any) -> tuple[object, ...]:
 
 
 class PlacedPipeline(nn.Module):
-    """Runs all stages in order, for evaluation; holds the parameters of this rank's stages only.
+    """Runs all stages in order, for evaluation; to all else it is the user's model.
 
-    Every rank of the pipeline must call it with the same inputs, and gets the output. One micro-batch is in the
+    Modules, parameters and buffers are the model's own, by their names there, those of other ranks' stages without
+    values. Every rank of the pipeline must call it with the same inputs, and gets the output. One micro-batch is in the
     pipeline at a time.
 
     Args:
+        model: the user's.
         passes: this rank's stages by number.
         answers: channels for the output, by place in the pipeline.
+        absences: of what is not here, which know whether a step is being computed.
         whole: a context in which the stages have whole parameters; where they are shared out, the ranks that share
             them must call the model together too.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         passes: dict[int, Passes],
         answers: dict[int, PipelineChannel],
+        absences: Sequence[Absence],
         whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__()
-        for number, each in passes.items():
-            self.add_module(f"stage{number}", each.stage)
-        self._passes, self._answers, self._whole = passes, answers, whole
+        vars(self).update(_model=model, training=model.training)  # not a child: its children are
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._passes, self._answers, self._absences, self._whole = passes, answers, absences, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_model"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedPipeline:
+        """Refuses a copy, which would have the values of some stages only."""
+        raise ConfigError(
+            "The model was copied or pickled, and no process has the values of all stages. Copy it before run.prepare, "
+            "write the weights with run.save(), or use strategy 'ddp'."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be pickled."""
+        return self.__deepcopy__({})
+
+    def train(self, mode: bool = True) -> PlacedPipeline:
+        """Sets the mode, as the user's own class does it."""
+        vars(self)["_model"].train(mode)
+        self.training = mode
+        return self
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return len(vars(self)["_model"])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(vars(self)["_model"])
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_model"][key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        vars(self)["_model"][key] = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole model, whose backward is refused. Collective over the ranks of the pipeline."""
+        if absence := next((each for each in self._absences if each.is_computing), None):
+            raise ConfigError(
+                "The model that run.prepare returned was called in the middle of run.backward, by the loss, a hook or "
+                f"a module's forward. Strategy {absence.strategy!r} has its stages in several processes, each "
+                "of which is at another place of the step then, so they cannot answer. Give the model all inputs at "
+                "once (torch.cat) and take the output apart in the loss, call it before run.backward, or use strategy "
+                "'ddp' or 'fsdp'."
+            )
         kind = (self.training, *kind_of((args, kwargs)))
         output = None
         with self._whole(), torch.no_grad():
@@ -109,6 +203,8 @@ class Pipeline(Strategy):
 
     name = "pipeline"
     replicated = False
+    steps = Unit.PARAMETER
+    separates_units = True
     axis = "data"
     """The axis of the mesh over which micro-batches are shared out."""
 
@@ -140,10 +236,15 @@ class Pipeline(Strategy):
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
         RunningBuffers.names(model, self._declared)  # a pattern must match somewhere, if not in every stage
         channels, parts = self._channels, self.partition.of(model)
+        kept = {inner for part in parts for link in part for inner in link.module.modules()}
+        self._opened = {name: each for name, each in model.named_modules() if each not in kept}
+        self._hooks_seen, self._steps = -1, 0
         names = [part[-1].name for part in parts]
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
         self._note_state(model, modules)
+        self._absences: list[Absence] = []
+        self._frozen_seen: dict[tuple[bool, ...], int] = {}
         self._passes: dict[int, Passes] = {}
         self._sums: dict[int, StepSums] = {}
         self._trainable: dict[str, nn.Parameter] = {}
@@ -152,14 +253,33 @@ class Pipeline(Strategy):
             stage = Stage(parts[number]).to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
-            self._held |= {n: tensor.detach() for n, tensor in stage.state_dict(keep_vars=True).items()}
+            self._held |= self._held_of(stage)
         for number, others in enumerate(modules):
-            for module in others if number not in mine else ():
-                module.to("meta")
-        return PlacedPipeline(self._passes, self._answers, self._whole_stages)
+            if number not in mine:
+                absence = Absence(
+                    self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
+                )
+                self._absences.append(absence)
+                names_of = {id(tensor): name for name, tensor in _tensors(model)}
+                for module in others:
+                    _empty(module, names_of, absence)
+        placed = PlacedPipeline(model, self._passes, self._answers, self._absences, self._whole_stages)
+        self._whole_parameters = list(placed.parameters())
+        self._opened["the prepared model"] = placed
+        self._read = [
+            (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
+        ]
+        self._require_called()
+        return placed
+
+    def _held_of(self, stage: Stage) -> dict[str, Tensor]:
+        """What is held here of a stage by name; assignments to ``.data`` are seen, so these are the very tensors."""
+        return tensor_state(stage)
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's part of the schedule and reduces. See ``Strategy.backward``."""
+        self._require_called()
+        self._steps += 1
         mine, leaves = self.share.of(batch.plan.leaves), batch.plan.leaves
         order = order_of(
             self._options.schedule, self._channels.place, self._channels.length, self._per_rank, len(mine)
@@ -170,7 +290,16 @@ class Pipeline(Strategy):
         self._losses = torch.zeros(
             2, self.share.longest(self._micro_batches), dtype=torch.float64, device=self.device
         )
-        kinds = [(True, *kind_of(each.data)) for each in batch.micro_batches]
+        with self._computing():
+            self._run_schedule(batch, mine, order, compute, scale)
+        return self._finish(len(mine), stop)
+
+    def _run_schedule(
+        self, batch: Batch, mine: Sequence[int], order: Sequence[Action], compute: Compute, scale: float
+    ) -> None:
+        """Does this rank's passes in their order."""
+        frozen = self._frozen()
+        kinds = [("trained", frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -183,7 +312,14 @@ class Pipeline(Strategy):
             passes, sums = self._passes[action.stage], self._sums[action.stage]
             if action.forward:
                 sums.begin_forward()
+                reads = (
+                    LossReads(compute.function)
+                    if self._steps <= _CHECKED_STEPS and not passes.is_last
+                    else None
+                )
                 output, target = passes.run(micro_batch, kind, compute, received)
+                if reads is not None:
+                    reads.require_unchanged(passes.name)
                 sums.end_forward(micro_batch.k)
                 if passes.is_last:
                     loss = self._end(action.place, len(mine), output, target, micro_batch, compute)
@@ -196,7 +332,23 @@ class Pipeline(Strategy):
                 if action.stage == min(self._passes):
                     for call in self.events.micro_batch_end:
                         call(micro_batch)
-        return self._finish(len(mine), stop)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """A context in which the stages are at different places of a step."""
+        for absence in self._absences:
+            absence.is_computing = True
+        try:
+            yield
+        finally:
+            for absence in self._absences:
+                absence.has_gradients, absence.is_computing = True, False
+
+    def _frozen(self) -> int:
+        """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = tuple(not parameter.requires_grad for parameter in self._whole_parameters)
+        return self._frozen_seen.setdefault(frozen, len(self._frozen_seen))
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
@@ -234,7 +386,8 @@ class Pipeline(Strategy):
 
     def own_rows(self) -> Mapping[str, Tensor]:
         """The tensors of this rank's stages, from the first of their replicas."""
-        return self._held if self._groups.coordinate(self.axis) == 0 else {}
+        held = self._held if self._groups.coordinate(self.axis) == 0 else {}
+        return {name: tensor.detach() for name, tensor in held.items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies the values into this rank's stages."""
@@ -256,9 +409,44 @@ class Pipeline(Strategy):
         return whole if self._is_mine(name) else None
 
     @property
-    def bytes_sent(self) -> int:
-        """See ``Strategy.bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
+    def all_bytes_sent(self) -> int:
+        """See ``Strategy.all_bytes_sent``: activations, their gradients, and those of parameters over the data axis."""
         return self._channels.bytes_sent + sum(reducer.bytes_sent for reducer in self._reducers)
+
+    def _require_called(self) -> None:
+        """Raises ``ConfigError`` for a hook of the user that would not run, or for other modules than the user's."""
+        for name, module, forward, kept in self._read:
+            children = module._modules
+            if children != kept:
+                changed = next(key for key in (*children, *kept) if children.get(key) is not kept.get(key))
+                raise ConfigError(
+                    f"The module {f'{name}.{changed}'.lstrip('.')!r} of the model was replaced, added or taken out "
+                    f"after run.prepare, and strategy {self.name!r} has put the modules into stages. Change modules "
+                    "before run.prepare."
+                )
+            if forward is not _forward_of(module):
+                raise ConfigError(
+                    f"The forward of {name or 'the model'!r} was replaced after run.prepare, and strategy "
+                    f"{self.name!r} calls what is in it in several processes. Replace it before run.prepare, which "
+                    "then keeps the module in one stage, or use strategy 'ddp'."
+                )
+        if self._hooks_seen == hooks_made():
+            return
+        self._hooks_seen, self._steps = hooks_made(), 0
+        for name, module in self._opened.items():
+            if any(map(is_hooked, (*forward_hooks(module), *backward_hooks(module)))):
+                raise ConfigError(
+                    f"A hook was registered on {name or 'the model'!r} after run.prepare, and strategy {self.name!r} "
+                    "calls what is in it in several processes, so the hook would not run. Register it before "
+                    "run.prepare, which then keeps the module in one stage, or on modules within it, or use strategy "
+                    "'ddp'."
+                )
+        if hooked_globally():
+            raise ConfigError(
+                "Hooks are registered for all modules (torch.nn.modules.module.register_module_forward_hook or one "
+                f"like it), and under strategy {self.name!r} no process calls all modules. Register them on the "
+                "modules that they are for, or use strategy 'ddp'."
+            )
 
     def _note_state(self, model: nn.Module, parts: Sequence[Sequence[nn.Module]]) -> None:
         """Notes the tensors of the whole model, and the place of the rank that keeps each."""
@@ -268,7 +456,7 @@ class Pipeline(Strategy):
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
         }
-        state = model.state_dict(keep_vars=True)
+        state = tensor_state(model)
         self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
         self._specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
         self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)

@@ -24,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.core.summation_tree import fold_rows
 from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.models.transformer import SelfAttention
+from lockstep.numerics.hooks import first_hooked, hooked_globally
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -67,6 +69,8 @@ class Exchange:
 
 
 class _Enter(torch.autograd.Function):
+    """What a split layer takes; its derivative is ``_Leave``, and that one's is this: both may be taken twice."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
@@ -74,17 +78,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.sum(gradient), None
+        return _Leave.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's stub
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
         return exchange.sum(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return _Enter.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's stub
 
 
 @dataclass(frozen=True)
@@ -207,12 +212,13 @@ class Splitter:
             ConfigError: a module cannot be split in this way, or not over so many ranks.
         """
         modules = {name: self._model.get_submodule(name) for name in plan}
+        refuse_hooks(modules)
         sizes = {name: _extent(name, modules[name], kind) for name, kind in plan.items()}
         self._check_sizes({name: size for name, size in sizes.items() if size})
         for name, kind in plan.items():
             self._name = name
             _KINDS[kind](self, modules[name])
-        entries = self._model.state_dict(keep_vars=True).items()
+        entries = tensor_state(self._model).items()
         return {name: self._shards[id(value)][1] for name, value in entries if id(value) in self._shards}
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
@@ -290,6 +296,25 @@ class Splitter:
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, getattr(module, name) // self._exchange.ranks)
+
+
+def refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
+    """Raises ``ConfigError`` for a hook of the user on a split module, which would see one rank's part."""
+    if hooked_globally():
+        raise ConfigError(
+            "Hooks are registered for all modules (torch.nn.modules.module.register_module_forward_hook or one like "
+            "it), and strategy 'tensor' splits some, so the hooks would see the part of one rank. Register them on the "
+            "modules that they are for, or use strategy 'fsdp' or 'ddp'."
+        )
+    for prefix, module in modules.items():
+        hooked = first_hooked(module)
+        if hooked is not None:
+            name = prefix if hooked == "the model" else f"{prefix}.{hooked}"
+            raise ConfigError(
+                f"{name!r} has a hook, and strategy 'tensor' splits that layer, so the hook would see the part of one "
+                "rank. Leave the layer whole with tensor.plan, such as ['*.fc1=column', '*.fc2=row'], take the hook "
+                "away, or use strategy 'fsdp' or 'ddp'."
+            )
 
 
 def _extent(name: str, module: nn.Module, kind: str) -> int:

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.strategy_options import Level, TensorOptions
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ReplicaError
+from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import Compute, StepResult
-from lockstep.strategies.tensor.layers import Exchange, Splitter
+from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks
 from lockstep.strategies.tensor.plans import check_plan, plan_of
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TensorParallel(Replicated):
@@ -48,7 +49,7 @@ class TensorParallel(Replicated):
 
     name = "tensor"
     replicated = False
-    elementwise_only = True
+    steps = Unit.PLACE
 
     def __init__(
         self,
@@ -63,12 +64,16 @@ class TensorParallel(Replicated):
         group = groups.along("tensor")
         assert group is not None, "one rank is no tensor parallel"
         self._exchange, self._options = Exchange(group), options
+        self._hooks_seen = -1
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
+        if self._hooks_seen != hooks_made():
+            refuse_hooks(self._split)
+            self._hooks_seen = hooks_made()
         if self._whole is not None and batch.micro_batches:
             check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
             self._whole = None
@@ -110,13 +115,14 @@ class TensorParallel(Replicated):
         return whole if shard is None else shard.local_shard(whole)
 
     @property
-    def bytes_sent(self) -> int:
+    def all_bytes_sent(self) -> int:
         """Bytes of gradients given to others over ``data``, and of activations over ``tensor``."""
-        return super().bytes_sent + self._exchange.bytes_sent
+        return super().all_bytes_sent + self._exchange.bytes_sent
 
     def _move(self, model: nn.Module) -> nn.Module:
         """Splits the layers of the plan, then moves what is left to the device."""
         plan = plan_of(model, self._options.plan)
+        self._split = {name: model.get_submodule(name) for name in plan}
         if self._options.plan:
             self._whole = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange).split(plan)
@@ -148,5 +154,4 @@ def _bits(gradient: Tensor | None, device: torch.device) -> Tensor:
     """A sum over the bits of a gradient, int64, 0-dim: equal where all bits are."""
     if gradient is None:
         return torch.full((), -1, dtype=torch.int64, device=device)
-    bits = gradient.detach().contiguous().view(_INTEGERS[gradient.element_size()])
-    return bits.sum(dtype=torch.int64)
+    return sum_of_bits(gradient)

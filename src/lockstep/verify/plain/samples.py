@@ -172,7 +172,8 @@ def _cause(pair: Pair, step: int, at: tuple[int, BatchRecord, int], where: str, 
     same_output = _same_output(pair, step, at[1], at[2])
     if same_output:
         return _of_loss(pair, step, batches, where, numbers)
-    if (state := hidden(pair, step, loss=False)) and "tensor" not in state:
+    state, is_certain = hidden(pair, step, loss=False)
+    if state and is_certain:
         return Diagnosis(Cause.HIDDEN_STATE, step, where, f"{state}; {numbers}")
     ranks = [pair.other.at(step)[rank].batches for rank in sorted({rank for rank, _ in batches})]
     states = [[batch.generators[0] for batch in each] for each in ranks]
@@ -204,29 +205,30 @@ def _same_output(pair: Pair, step: int, batch: BatchRecord, number: int) -> bool
     return None
 
 
-def hidden(pair: Pair, step: int, *, loss: bool) -> str:
-    """Names the state besides parameters and floating-point buffers that differs in the model, or the loss; else empty.
+def hidden(pair: Pair, step: int, *, loss: bool) -> tuple[str, bool]:
+    """The state besides parameters and floating-point buffers that differs in the model or the loss; True if no tensor.
 
-    Numbers and generators come first, since tensors may be no more than copies of what was computed.
+    Tensors come last: they may be no more than copies of what was computed. Empty where nothing differs.
     """
-    found = []
+    found: list[tuple[bool, str]] = []
     for each in range(max(step - 1, 0), step + 1):  # what a step leaves behind, the next begins with
         mine = pair.mine(each).attributes
         for rank, record in enumerate(pair.other.at(each)):
             for name, value in record.attributes.items():
                 if name.startswith(f"{LOSS}.") is loss and mine.get(name) != value:
                     known = mine.get(name, "as at the beginning")
-                    found.append(
-                        f"{name!r} is {value} on rank {rank} after step {each}, {known} in the reference"
-                    )
-    return next((text for text in found if " tensor " not in text), found[0] if found else "")
+                    text = f"{name!r} is {value} on rank {rank} after step {each}, {known} in the reference"
+                    found.append(("tensor" in value, text))
+    is_tensor, text = min(found, key=lambda each: each[0], default=(True, ""))
+    return text, not is_tensor
 
 
 def _of_loss(
     pair: Pair, step: int, batches: list[tuple[int, BatchRecord]], where: str, numbers: str
 ) -> Diagnosis:
     """Says what is known where losses differ though outputs do not."""
-    if state := hidden(pair, step, loss=True):
+    state, _ = hidden(pair, step, loss=True)
+    if state:
         return Diagnosis(Cause.LOSS_STATE, step, where, f"{state}; {numbers}")
     mine = {s: v for _, each in pair.reference.batches(step) for s, v in zip(each.samples, each.losses)}
     factors: dict[int, list[tuple[Sample, float]]] = {}

@@ -1,0 +1,455 @@
+"""What a model or a function keeps from one call to the next, beside parameters and registered buffers.
+
+    model      attributes of its modules, and of the objects that they hold
+    function   variables of its closure, globals it names, defaults and attributes; of a method, its object's attributes
+    both       generators of random numbers among these, and containers, entry by entry
+
+``Snapshot`` describes all that it finds as text by name, so that two can be compared, and puts it back as it was. It
+looks into the user's own code only: functions and classes of installed packages are left alone, their objects are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import logging
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.core.fingerprint import digest_tensor
+from lockstep.text import shorten
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
+_NUMBERS = (bool, int, float, complex, np.generic)
+_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CLOSED = (
+    ModuleType,
+    Dataset,
+    DataLoader,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    threading.Thread,
+    logging.Logger,
+    io.IOBase,
+)
+"""Objects that are not looked into: they are no part of a forward pass."""
+_CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
+_LIBRARIES = tuple(
+    dict.fromkeys(
+        path + os.sep
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        if (path := sysconfig.get_path(name))
+    )
+)
+_MOST_PLACES = 50_000
+_MOST_ENTRIES = 1_000
+_MOST_DEPTH = 50
+_MOST_BYTES = 256 << 20
+_MOST_CHARACTERS = 60
+
+
+class Kind(Enum):
+    """What a value is, as far as it matters for what its change means."""
+
+    NUMBER = "number"
+    GENERATOR = "generator"
+    TENSOR = "tensor"
+    OTHER = "other"
+
+
+class Snapshot:
+    """What is kept by the given objects now.
+
+    Args:
+        roots: modules and functions by the words that messages call them by; "" for a model, whose modules then have
+            their own names.
+        known: tensors that others look after, such as buffers; parameters are always left out.
+        restorable: whether ``restore`` will be called; otherwise nothing is copied.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], known: Iterable[Tensor] = (), *, restorable: bool = True
+    ) -> None:
+        self.texts: dict[str, str] = {}
+        """What stands at each place, as text that is equal where values are."""
+        self.kinds: dict[str, Kind] = {}
+        self.draws_globally = False
+        """True if code was found that names NumPy's or Python's global generator."""
+        self._known = {id(tensor) for tensor in known}
+        self._seen: dict[int, tuple[Any, str]] = {}
+        self._depth = 0
+        self._undo: list[Callable[[], None]] = []
+        self._restorable, self._bytes = restorable, 0
+        for name, root in roots.items():
+            self.add(name, root)
+
+    def add(self, name: str, root: Any) -> None:
+        """Looks at one more object."""
+        self._value(root, name)
+
+    def name_of(self, value: Any) -> str:
+        """The words for an object that was found; empty for others."""
+        return self._seen[id(value)][1] if id(value) in self._seen else ""
+
+    def restore(self) -> None:
+        """Puts everything back, the latest found first."""
+        with torch.no_grad():
+            for undo in reversed(self._undo):
+                undo()
+
+    def changed(self, later: Snapshot) -> dict[str, tuple[str, str]]:
+        """Texts before and after of the places that differ in a later snapshot of the same objects."""
+        names = [*self.texts, *(name for name in later.texts if name not in self.texts)]
+        absent = "nothing"
+        pairs = {name: (self.texts.get(name, absent), later.texts.get(name, absent)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def _note(self, name: str, text: str, kind: Kind = Kind.OTHER) -> None:
+        self.texts[name], self.kinds[name] = text, kind
+
+    def _remember(self, undo: Callable[[], None]) -> None:
+        if self._restorable:
+            self._undo.append(undo)
+
+    def _value(self, value: Any, name: str) -> None:
+        if value is None or isinstance(value, _PLAIN):
+            self._note(name, _short(repr(value)), Kind.NUMBER if isinstance(value, _NUMBERS) else Kind.OTHER)
+            return
+        if id(value) in self._seen:
+            if not isinstance(value, type | FunctionType | nn.Module):
+                self._note(name, f"what is {self._seen[id(value)][1]}")
+            return
+        if len(self._seen) > _MOST_PLACES or self._depth > _MOST_DEPTH:
+            return
+        self._seen[id(value)] = value, name
+        self._depth += 1
+        self._look_at(value, name)
+        self._depth -= 1
+
+    def _look_at(self, value: Any, name: str) -> None:
+        if isinstance(value, Tensor):
+            self._tensor(value, name)
+        elif isinstance(value, np.ndarray):
+            self._array(value, name)
+        elif (state := _generator_state(value)) is not None:
+            self._note(name, f"state {state[0]}", Kind.GENERATOR)
+            self._remember(state[1])
+        elif isinstance(value, list | deque | dict | set | bytearray):
+            self._container(value, name)
+        elif isinstance(value, tuple | frozenset):
+            self._entries(enumerate(value), name)
+        elif isinstance(value, type):
+            self._class(value)
+        else:
+            self._callable_or_object(value, name)
+
+    def _tensor(self, tensor: Tensor, name: str) -> None:
+        if isinstance(tensor, nn.Parameter) or id(tensor) in self._known:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # which makes stand-ins for another rank's tensors tell
+            whole = tensor.layout is torch.strided and not tensor.is_meta
+        if not whole or self._bytes + tensor.nbytes > _MOST_BYTES:
+            self._note(name, f"version {tensor._version}", Kind.TENSOR)
+            return
+        self._bytes += tensor.nbytes
+        text = f"a tensor {list(tensor.shape)} of digest {digest_tensor(tensor)[:8]}"
+        if tensor.numel() == 1:
+            text = f"tensor({tensor.item()!r})"
+        self._note(name, text, Kind.TENSOR)
+        if self._restorable:
+            self._remember(functools.partial(_put_back, tensor, tensor.detach().clone()))
+
+    def _array(self, array: Any, name: str) -> None:
+        if array.dtype.hasobject or self._bytes + array.nbytes > _MOST_BYTES:
+            return
+        self._bytes += array.nbytes
+        digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:8]
+        self._note(name, f"an array {list(array.shape)} of digest {digest}", Kind.TENSOR)
+        if self._restorable and array.flags.writeable:
+            copied = array.copy()
+            self._remember(lambda: np.copyto(array, copied))
+
+    def _container(self, value: Any, name: str) -> None:
+        self._note(name, f"{len(value)} entries")
+        if self._restorable:
+            entries = (
+                dict(_entries_of(value))
+                if isinstance(value, dict)
+                else set(value)
+                if isinstance(value, set)
+                else list(value)
+            )
+            self._remember(functools.partial(_refill, value, entries))
+        if isinstance(value, dict):
+            self._entries(_entries_of(value), name, len(value))
+        elif isinstance(value, set):
+            self._note(name, f"{len(value)} entries {_short(repr(sorted(map(repr, value))))}")
+        elif not isinstance(value, bytearray):
+            self._entries(enumerate(value), name, len(value))
+        else:
+            self._note(name, _short(repr(bytes(value))))
+
+    def _entries(self, entries: Iterable[tuple[Any, Any]], name: str, count: int = 0) -> None:
+        if count <= _MOST_ENTRIES:
+            for key, value in entries:
+                self._value(value, f"{name}[{key!r}]" if isinstance(key, _PLAIN) else f"{name}[...]")
+
+    def _callable_or_object(self, value: Any, name: str) -> None:
+        if isinstance(value, functools.partial):
+            for each in (value.func, value.args, value.keywords):
+                self._value(each, name)
+        elif isinstance(value, MethodType):
+            self._value(value.__self__, name)
+            self._value(value.__func__, name)
+        elif isinstance(value, FunctionType):
+            self._function(value, name)
+        elif isinstance(value, BuiltinFunctionType):
+            self.draws_globally |= _is_global_generator(value)
+        elif isinstance(value, nn.Module):
+            self._module(value, name)
+        elif isinstance(value, SimpleNamespace) or not _is_closed(value):
+            self._object(value, name)
+        else:
+            self._note(name, type(value).__qualname__)
+
+    def _module(self, module: nn.Module, name: str) -> None:
+        for key, child in module._modules.items():
+            if child is not None:
+                self._value(child, f"{name}.{key}" if name else key)
+        words = name or "the model"
+        if self._restorable:
+            self._remember(functools.partial(_rebind, module._buffers, dict(module._buffers), frozenset()))
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                self._value(buffer, f"the buffer {key!r} of {words}")
+        for hooks in _HOOKS:
+            for hook in vars(module)[hooks].values() if hooks in vars(module) else ():
+                self._value(hook, f"a hook of {words}")
+        home = type(module).__module__
+        if not home.startswith("lockstep.") or home.startswith("lockstep.models."):
+            self._slots(vars(module), words, leave_out=_OF_TORCH)
+            self._value(type(module), words)
+
+    def _object(self, value: Any, name: str) -> None:
+        self._note(name, type(value).__qualname__)
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._slots(vars(value), name)
+        for cls in type(value).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else tuple(slots):
+                if key not in ("__dict__", "__weakref__") and hasattr(value, key):
+                    held = getattr(value, key)
+                    self._remember(functools.partial(_set, value, key, held))
+                    self._value(held, f"the attribute {key!r} of {name}")
+        self._value(type(value), name)
+
+    def _slots(self, held: dict[str, Any], owner: str, leave_out: Iterable[str] = ()) -> None:
+        """The attributes of an object, each of which may be bound anew."""
+        if self._restorable:
+            kept = {key: value for key, value in held.items() if key not in leave_out}
+            self._remember(functools.partial(_rebind, held, kept, frozenset(leave_out)))
+        for key, value in list(held.items()):
+            if key not in leave_out:
+                self._value(value, f"the attribute {key!r} of {owner}")
+
+    def _class(self, cls: type) -> None:
+        for each in cls.__mro__:
+            if (id(each) in self._seen and each is not cls) or not _is_own(getattr(each, "__module__", "")):
+                continue
+            self._seen[id(each)] = each, each.__qualname__
+            for key, value in list(vars(each).items()):
+                if key.startswith("__") and key not in ("__call__", "__init__"):
+                    continue
+                if isinstance(value, staticmethod | classmethod):
+                    value = value.__func__
+                elif isinstance(value, property):
+                    value = value.fget
+                words = f"the class attribute {key!r} of {each.__name__}"
+                if isinstance(value, FunctionType):
+                    self._value(value, f"{each.__name__}.{key}")
+                elif isinstance(value, _PLAIN):
+                    self._remember(functools.partial(_set, each, key, value))
+                    self._value(value, words)
+                elif not callable(value):
+                    self._value(value, words)
+
+    def _function(self, function: FunctionType, name: str) -> None:
+        code = function.__code__
+        if code.co_filename.startswith(_LIBRARIES) or not _is_own(function.__module__ or ""):
+            return
+        words = name or function.__qualname__
+        for key, cell in zip(code.co_freevars, function.__closure__ or ()):
+            self._cell(cell, f"the variable {key!r} of {words}")
+        for values in (function.__defaults__, function.__kwdefaults__):
+            self._value(values, f"a default of {words}")
+        self._slots(vars(function), words)
+        names = frozenset(_names(code))
+        for key in names & function.__globals__.keys():
+            self._global(function.__globals__, key, names)
+
+    def _cell(self, cell: CellType, name: str) -> None:
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it has no value yet
+            return
+        self._remember(functools.partial(_set, cell, "cell_contents", held))
+        self._value(held, name)
+
+    def _global(self, space: dict[str, Any], key: str, names: frozenset[str]) -> None:
+        """One global that code names; ``names`` are all that it names, attributes of modules among them."""
+        value = space[key]
+        if isinstance(value, ModuleType):
+            self.draws_globally |= (
+                value is random or value is np.random or (value is np and "random" in names)
+            )
+            if _is_own(value.__name__) and id(value) not in self._seen:
+                self._seen[id(value)] = value, key
+                for inner in names & vars(value).keys():
+                    self._global(vars(value), inner, names)
+            return
+        words = f"the global variable {key!r}"
+        if not isinstance(value, type | FunctionType):
+            self._remember(functools.partial(_bind, space, key, value))
+        self._value(value, words)
+
+
+def draws_globally(*roots: Any) -> bool:
+    """True if the code of these modules and functions names NumPy's or Python's global generator of random numbers."""
+    found = Snapshot({str(number): root for number, root in enumerate(roots)}, restorable=False)
+    return found.draws_globally
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The globals and attributes that code names, that of inner functions included."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_own(module: str) -> bool:
+    """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
+    if module.partition(".")[0] in _CLOSED_PACKAGES:
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return not isinstance(file, str) or not file.startswith(_LIBRARIES)
+
+
+def _is_closed(value: Any) -> bool:
+    """True for an object whose attributes are its own affair."""
+    return isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
+
+
+def _is_global_generator(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    return owner is random._inst or owner is np.random.mtrand._rand
+
+
+def _generator_state(value: Any) -> tuple[str, Callable[[], None]] | None:
+    """A digest of a generator's state, and what puts it back; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return digest_tensor(state)[:8], functools.partial(_set_state, value, state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        kept = bits.state
+        return _digest(kept), lambda: setattr(bits, "state", kept)
+    if isinstance(value, np.random.RandomState):
+        legacy = value.get_state(legacy=False)
+        return _digest(legacy), lambda: value.set_state(legacy)
+    if isinstance(value, random.Random):
+        python = value.getstate()
+        return _digest(python), lambda: value.setstate(python)
+    return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _digest(state: Any) -> str:
+    return hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
+
+
+def _short(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _put_back(tensor: Tensor, values: Tensor) -> None:
+    if tensor.shape != values.shape:
+        tensor.data = values
+    elif digest_tensor(tensor) != digest_tensor(values):
+        tensor.detach().copy_(values)
+
+
+def _entries_of(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """The entries as they are stored: a class of the user's may make something else of them when it is asked."""
+    return OrderedDict.items(container) if isinstance(container, OrderedDict) else dict.items(container)
+
+
+def _refill(container: Any, entries: Any) -> None:
+    if isinstance(container, dict):
+        now = [*_entries_of(container)]
+        if len(now) == len(entries) and all(
+            a == c and b is d for (a, b), (c, d) in zip(now, entries.items())
+        ):
+            return
+        base = OrderedDict if isinstance(container, OrderedDict) else dict
+        base.clear(container)
+        for key, value in entries.items():
+            base.__setitem__(container, key, value)
+        return
+    container.clear()
+    if isinstance(container, set):
+        container.update(entries)
+    else:
+        container.extend(entries)
+
+
+def _rebind(held: dict[str, Any], kept: dict[str, Any], leave_out: frozenset[str]) -> None:
+    for key in [key for key in held if key not in kept and key not in leave_out]:
+        del held[key]
+    for key, value in kept.items():
+        if held.get(key, _rebind) is not value:
+            held[key] = value
+
+
+def _bind(space: dict[str, Any], key: str, value: Any) -> None:
+    if space.get(key, _bind) is not value:
+        space[key] = value
+
+
+def _set(owner: Any, key: str, value: Any) -> None:
+    if getattr(owner, key, _set) is not value:
+        setattr(owner, key, value)
+
+
+def told(changes: Mapping[str, tuple[str, str]], most: int = 3) -> str:
+    """Changes for a message: each place with its value before and after."""
+    return shorten([f"{name} (from {before} to {after})" for name, (before, after) in changes.items()], most)

@@ -1,0 +1,210 @@
+"""Finds functions whose values are no means over samples, although they are taken for that.
+
+A loss or metric that returns one number for a micro-batch stands for the mean over its samples, and the means of all
+micro-batches are averaged. That is right for accuracy and cross-entropy, and wrong for a sum, for a mean over unmasked
+tokens, for F1, and for a contrastive loss. The rows of one micro-batch tell them apart: a mean over all rows is the
+weighted mean of those over two parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
+
+from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.data.keyed import generators_kept
+from lockstep.numerics.hidden_state import Snapshot
+from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
+
+_LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
+"""In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
+
+
+Sums = tuple[float, float]
+"""Sum and weight over some rows."""
+
+
+_MOST_JOINED = 8
+"""Micro-batches of one row that are put together."""
+
+
+class Deviation(Enum):
+    """What a function that is no mean over samples seems to be."""
+
+    NONE = 0
+    SUM = 1
+    OTHER = 2
+
+    @property
+    def reason(self) -> str:
+        """The text after "The metric 'f1' "; empty for ``NONE``."""
+        return _REASONS.get(self, "")
+
+
+_REASONS = {
+    Deviation.SUM: (
+        "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
+        "sample, or the pair (sum, number of samples)."
+    ),
+    Deviation.OTHER: (
+        "is no mean over samples: the mean of its values over two parts of a micro-batch is not its value over the "
+        "whole, so an average over micro-batches would be wrong. For a mean over something else, such as unmasked "
+        "tokens, return the pair (sum, how many were counted)."
+    ),
+}
+
+
+def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
+    """See ``deviation``; what the user's own function changes, such as a list that it adds to, is put back."""
+    with generators_kept():
+        before = Snapshot({"the function": function})
+        try:
+            return deviation(exact(function), output, target, samples)
+        finally:
+            before.restore()
+
+
+Part = tuple[Any, Any, int]
+"""Output and target of a micro-batch, and how many rows it has."""
+
+
+def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
+    """Why some functions are no means over samples, by name, see ``Deviation.reason``; only those that are none.
+
+    ``parts`` are the first micro-batches of a process so far. Where they have one row each, they are put together.
+    """
+    output, target, samples = parts[-1]
+    if samples < 2:
+        try:
+            output, target = joined([part[:2] for part in parts])
+        except Exception:  # they may have several lengths
+            return {}
+        samples = sum(part[2] for part in parts)
+    found = {name: checked(function, output, target, samples) for name, function in functions.items()}
+    return {name: each.reason for name, each in found.items() if each.reason}
+
+
+def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
+    """Compares the value of a function over all rows with those over two parts of them.
+
+    Args:
+        function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it. It is called eight times.
+        output, target: of one micro-batch.
+        samples: how many rows.
+
+    Returns:
+        What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
+        sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows.
+    """
+    if not has_rows((output, target), samples):
+        return Deviation.NONE
+
+    def sums(rows: slice) -> Sums:
+        total, weight = sum_and_weight(function(*rows_of((output, target), rows)), len(range(samples)[rows]))
+        return float(total), float(weight)
+
+    dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
+    most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
+    return deviation_over(sums, samples, most)
+
+
+def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:
+    """See ``deviation``.
+
+    Args:
+        sums: gives sum and weight over some of the rows. It is called eight times.
+        samples: how many rows.
+        most: the largest difference that is taken for rounding, in relation to the values.
+    """
+    if samples < 2:
+        return Deviation.NONE
+    try:
+        with torch.no_grad():
+            whole, again = sums(slice(None)), sums(slice(None))
+            borders = sorted({samples // 2, samples // 3, samples // 5} - {0})
+            splits = [(sums(slice(border)), sums(slice(border, None))) for border in borders]
+    except Exception:  # it may need a certain number of rows
+        return Deviation.NONE
+    if whole != again:
+        return Deviation.NONE
+    found = {_deviation(whole, *split, most) for split in splits} - {Deviation.NONE}
+    return found.pop() if len(found) == 1 else Deviation.OTHER if found else Deviation.NONE
+
+
+def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
+    """The same of the loss of a step, whose model is called on parts of a micro-batch, or of some of one row each.
+
+    For models that compute their loss themselves. Their micro-batches may not fit together, nor the model to parts of
+    them: any error may come up.
+    """
+    parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
+    whole = iter(joined([_leaves(each.data) for each in parts]))
+    data, samples = map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+    if not has_rows(_leaves(data), samples):
+        return Deviation.NONE
+    calls = itertools.count()
+
+    def sums(rows: slice) -> tuple[float, float]:
+        # Every call has keys of its own, so that a model which draws is not judged.
+        compute.randomness.begin_micro_batch(compute.plan.step, next(calls))
+        transform = compute.compute.device_transform
+        some = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+        given = some, compute.forward, compute.compute.model, transform
+        value = compute.function(*compute.compute.output_and_target(*given))
+        total, weight = sum_and_weight(value, len(range(samples)[rows]))
+        return float(total), float(weight)
+
+    with evaluating(compute.compute.model), compute.autocast():
+        most = 0.1 if torch.is_autocast_enabled(compute.compute.device.type) else 1e-4
+        return deviation_over(sums, samples, most)
+
+
+def _leaves(data: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    return found
+
+
+def has_rows(data: Any, samples: int) -> bool:
+    """True if every tensor in nested data has a row for each sample, and nothing in it may hide more tensors."""
+    leaves = tree_leaves(data)
+    return all(
+        leaf.dim() > 0 and len(leaf) == samples
+        if isinstance(leaf, Tensor)
+        else isinstance(leaf, int | float | str | bytes | None)
+        for leaf in leaves
+    )
+
+
+def rows_of(data: Any, rows: slice) -> Any:
+    """The data with some rows of each tensor."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows], data)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The data with the rows of all parts, which are alike; ``ValueError`` or an error of torch where they are not."""
+    columns = zip(*(tree_leaves(part) for part in parts), strict=True)
+    rows = [torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0] for leaves in columns]
+    return tree_unflatten(rows, tree_structure(parts[0]))
+
+
+def _deviation(whole: Sums, first: Sums, second: Sums, most: float) -> Deviation:
+    if not all(map(math.isfinite, whole)):
+        return Deviation.NONE
+    if not all(map(math.isfinite, (*first, *second))):  # as where a part has nothing that is counted
+        return Deviation.OTHER
+    if all(_adds_up(*three, most) for three in zip(whole, first, second)):
+        return Deviation.NONE
+    value, one, other = (total / weight if weight else 0.0 for total, weight in (whole, first, second))
+    return Deviation.SUM if _adds_up(value, one, other, most) else Deviation.OTHER
+
+
+def _adds_up(whole: float, first: float, second: float, most: float) -> bool:
+    return abs(whole - first - second) <= most * (abs(whole) + abs(first) + abs(second))

@@ -1,0 +1,519 @@
+"""Rehearses the first steps: computes a micro-batch twice under the same keys, to find what user code keeps.
+
+    state of the model and the loss -> [first micro-batch of each rank] -> state -> [the same again] -> state
+                                        losses, gradients                 losses, gradients
+    everything is put back -> the step itself
+
+A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. All
+ranks learn what each has found, and raise the same error.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lockstep.config.options import RunOptions
+from lockstep.config.strategy_options import Level
+from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.plan import Share
+from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.keyed import content_of, generators_kept
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
+from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
+from lockstep.run.step import StepCompute, code_of
+from lockstep.runtime.events import StepEvents
+from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
+from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.run import PreparedRun
+
+logger = logging.getLogger(__name__)
+_MOST = 3
+_FURTHER = 4
+"""Computations after the second, where a call changes what the one before has left."""
+_TIMES = {"first": 2, "always": math.inf, "off": 1}
+_OFF = "checks='off' lets it run, with results that depend on the layout."
+
+
+@dataclass(frozen=True)
+class _RehearsalCompute(StepCompute):
+    """The forward pass and the loss of a short step, under the keys of the step that it is taken from."""
+
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    """The number of each micro-batch in that step."""
+    deviations: list[Deviation] | None = None
+    """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        super().begin(self._numbered(micro_batch))
+
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        super().resume(self._numbered(micro_batch), phase)
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        result = super().loss(output, target, micro_batch)
+        rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
+        if self.deviations is not None and rows > 1 and has_rows((output, target), rows):
+            with generators_kept(), self.autocast():
+                self.deviations.append(deviation(self.function, output, target, rows))
+        return result
+
+    def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
+        return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
+
+
+@dataclass
+class Findings:
+    """What a rehearsal has found on one rank; texts for messages."""
+
+    foreign: dict[str, str] = field(default_factory=dict)
+    """Modules that were called and do not belong to the prepared model, with what is wrong with them."""
+    written: list[str] = field(default_factory=list)
+    """Parameters that the forward or backward pass wrote to."""
+    deviation: str = ""
+    """Why the loss is no mean over samples."""
+    losses_differ: bool = False
+    gradients: list[str] = field(default_factory=list)
+    """Parameters whose gradients differ."""
+    changed: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Places that changed from the one to the other, before and after; generators and numbers come first."""
+    drew: list[str] = field(default_factory=list)
+    """Generators of random numbers that advanced."""
+
+    @classmethod
+    def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
+        """What any rank has found."""
+        whole = cls()
+        for each in everyone:
+            whole.losses_differ |= each["losses_differ"]
+            whole.deviation = whole.deviation or each["deviation"]
+            for name in ("foreign", "changed"):
+                vars(whole)[name] |= each[name]
+            for name in ("written", "gradients", "drew"):
+                vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
+        return whole
+
+
+class Rehearsals:
+    """The rehearsals of one run, for the setting ``checks``.
+
+    Args:
+        options: of the run.
+        strategy: that trains.
+        group: all ranks; None for a world of one.
+        events: of the run.
+        is_main: True for the process that warns.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        strategy: Strategy,
+        group: dist.ProcessGroup | None,
+        events: StepEvents,
+        *,
+        is_main: bool,
+    ) -> None:
+        self._strategy, self._group, self._events, self._is_main = strategy, group, events, is_main
+        self.times: float = _TIMES[options.checks]
+        """How often each loss function is rehearsed, or at least looked at."""
+        self.done: dict[Any, int] = {}
+        """How often each was, by its code."""
+        alone = options.micro_batches == 1 and group is None
+        self._is_on = options.checks != "off" and not alone
+        self._warned: set[str] = set()
+        self._checks = options.checks != "off"
+        self._seen: set[Any] = set()
+        self._replicas_are_new = self._checks and group is not None
+
+    def is_first_comparison(self) -> bool:
+        """True once, after the first step of a process: what drifts from the start is not left to the interval."""
+        is_first, self._replicas_are_new = self._replicas_are_new, False
+        return is_first
+
+    def is_new_metric(self, function: Callable[..., Any]) -> bool:
+        """True for a metric that should be checked and was not asked about before."""
+        return self._checks and self._is_new(code_of(function))
+
+    def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None) -> bool:
+        """True for an evaluation that should be rehearsed and was not asked about before."""
+        return self._is_on and self._is_new((type(model), code_of(forward)))
+
+    def _is_new(self, code: Any) -> bool:
+        seen = code in self._seen
+        self._seen.add(code)
+        return not seen
+
+    def rehearse_evaluation(
+        self, model: nn.Module, forward: Callable[..., Any] | None, compute: Callable[[], Any] | None
+    ) -> None:
+        """Computes the output for one micro-batch of an evaluation twice, and puts everything back. Collective.
+
+        Args:
+            model: that is evaluated.
+            forward: see ``Run.evaluate``.
+            compute: gives the output; None on a process without a micro-batch.
+
+        Raises:
+            ConfigError: the second output has other bits.
+        """
+        found: list[Any] = [False, {}]
+        if compute is not None:
+            roots = {"": model, **({"forward=": forward} if forward is not None else {})}
+            buffers = _Buffers((model,))
+            before = Snapshot(roots, buffers.tensors)
+            try:
+                with self._events.silenced(), generators_kept():
+                    first = content_of(compute())
+                    after = Snapshot(roots, buffers.tensors, restorable=False)
+                    found = [content_of(compute()) != first, before.changed(after)]
+            finally:
+                before.restore()
+                buffers.restore()
+        everyone = gather_records(self._strategy, found, self._group)
+        changed = next((each for differs, each in everyone if differs), None)
+        if changed is not None:
+            raise ConfigError(
+                "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
+                "the second time, since the forward pass keeps something from one call to the next"
+                + (f". It changed {told(changed, _MOST)}" if changed else ", such as a buffer or an iterator")
+                + ". Micro-batches are evaluated by different processes, so each number of them would give another "
+                "result. Begin with a fresh state in every call, with samples that hold whole sequences; or call the "
+                f"model in a loop of your own over all the data, on every rank. {_OFF}"
+            )
+
+    def begin(
+        self,
+        prepared: PreparedRun,
+        compute: StepCompute,
+        batch: Batch,
+        loss: Callable[..., Any],
+        scale: float,
+    ) -> None:
+        """Looks at what a backward pass will call, and rehearses it if that is asked for. Collective.
+
+        Args:
+            prepared: of the run.
+            compute: of the step.
+            batch: of the step.
+            loss: as the user gave it.
+            scale: see ``Strategy.backward``.
+
+        Raises:
+            ConfigError: the result would depend on the number of processes.
+        """
+        code = code_of(loss)
+        self.done[code] = self.done.get(code, 0) + 1
+        if self.done[code] == 1 and draws_globally(loss, compute.forward):
+            compute.randomness.key_global_generators()
+        exact = (
+            not isinstance(self._strategy, IndependentStrategy)
+            and self._strategy.level is not Level.STATISTICAL
+        )
+        if not (self._is_on and exact):
+            return
+        findings = self._rehearse(prepared, compute, batch, loss, scale)
+        everyone = gather_records(self._strategy, vars(findings), self._group)
+        self._judge(Findings.of_all(everyone), _words(loss))
+
+    def _rehearse(
+        self,
+        prepared: PreparedRun,
+        compute: StepCompute,
+        batch: Batch,
+        loss: Callable[..., Any],
+        scale: float,
+    ) -> Findings:
+        strategy, model = self._strategy, prepared.state.parts.model
+        strategy.before_step()
+        trained = strategy.trainable()
+        # Copies: a gradient that was kept may lie in memory that the reducer uses again.
+        prior = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in trained.values()}
+        sent, buffers = strategy.bytes_sent, _Buffers((model, prepared.compute.model))
+        roots = {"": model, f"the loss {_words(loss)}": loss}
+        if compute.forward is not None:
+            roots["forward="] = compute.forward
+        before = Snapshot(roots, buffers.tensors)
+        called, findings = _CalledModules(prepared, before, roots), Findings()
+        short, rehearsal = _shortened(batch, compute, strategy.share)
+        deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
+        for parameter in prior:
+            parameter.grad = None
+        try:
+            with self._events.silenced(), generators_kept():
+                values = _values(model)
+                with called.noting(), strategy.watching_writes() as written:
+                    first = self._first_pass(short, rehearsal, scale)
+                findings.written = [
+                    name for name, value in _values(model).items() if value != values[name]
+                ] + sorted(written)
+                after = Snapshot(roots, buffers.tensors, restorable=False)
+                buffers.restore()  # the next step would begin from new running statistics
+                second = self._pass(short, replace(rehearsal, deviations=deviations), scale)
+                later = Snapshot(roots, buffers.tensors, restorable=False)
+                is_counting = bool(after.changed(later))
+                others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
+                if deviations == [] and batch.micro_batches and strategy.replicated:
+                    with suppress(Exception):  # micro-batches may not fit together, or their parts the model
+                        deviations.append(deviation_of_model(compute, batch.micro_batches))
+                    compute.randomness.leave()
+        finally:
+            before.restore()
+            buffers.restore()
+            for parameter, (gradient, values_before) in prior.items():
+                parameter.grad = gradient
+                if gradient is not None and values_before is not None:
+                    gradient.copy_(values_before)
+            strategy.rehearsed_bytes += strategy.bytes_sent - sent
+        findings.foreign = called.wrong
+        findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
+        findings.losses_differ = any(each.losses != first.losses for each in others)
+        findings.gradients = [
+            name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
+        ]
+        noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
+        kinds = {**after.kinds, **later.kinds}
+        findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
+        differs = findings.losses_differ or findings.gradients
+        named = {**counting, **noted} if differs else counting
+        findings.changed = {
+            name: (before.texts.get(name, "nothing"), later.texts.get(name, "nothing"))
+            for name in sorted(
+                named, key=lambda name: (name not in counting, kinds.get(name) is not Kind.NUMBER)
+            )
+            if name not in findings.drew
+        }
+        return findings
+
+    def _first_pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
+        """The first computation; done again where it drew from global generators that were not keyed yet."""
+        randomness, states = compute.randomness, _global_states()
+        result = self._pass(batch, compute, scale)
+        if not randomness.keys_global_generators:
+            drew = gather_records(self._strategy, _global_states() != states, self._group)
+            if any(drew):
+                randomness.key_global_generators()
+                result = self._pass(batch, compute, scale)
+        return result
+
+    def _further_passes(
+        self, batch: Batch, compute: StepCompute, scale: float, buffers: _Buffers, is_counting: bool
+    ) -> list[_Result]:
+        """More computations where something goes on with each call: its effect may be as small as rounding."""
+        if not any(gather_records(self._strategy, is_counting, self._group)):
+            return []
+        found = []
+        for _ in range(_FURTHER):
+            buffers.restore()
+            found.append(self._pass(batch, compute, scale))
+        return found
+
+    def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
+        """One computation of the short step, on data of its own: a forward pass may write into its input."""
+        parts = tuple(replace(each, data=map_leaves(each.data, _copied)) for each in batch.micro_batches)
+        result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
+        compute.randomness.leave()
+        trained = self._strategy.trainable()
+        gradients = {
+            name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()
+        }
+        for parameter in trained.values():
+            parameter.grad = None
+        return _Result(result.losses.view(torch.int64).tolist(), gradients)
+
+    def _judge(self, found: Findings, words: str) -> None:
+        """Raises or warns; what was found is that of all ranks."""
+        for name, why in found.foreign.items():
+            raise ConfigError(
+                f"{name} is called in the forward pass or the loss, is not part of the model that run.prepare was "
+                f"given, and {why}. Put it into the model, or into the nn.ModuleDict that run.prepare is given; what "
+                f"is not trained needs module.requires_grad_(False).eval(). {_OFF}"
+            )
+        if found.written:
+            raise ConfigError(
+                f"The forward pass writes into the parameter {shorten(map(repr, found.written), _MOST)}, as clamp_, "
+                "Embedding(max_norm=...) and an initialisation from the first batch do, so each micro-batch starts "
+                "from other values than on another number of processes. Do it in the loop after optimizer.step(), "
+                f"under torch.no_grad(); initialise before run.prepare. {_OFF}"
+            )
+        if found.drew:
+            raise ConfigError(
+                f"Random numbers were drawn from {shorten(found.drew, _MOST)}, which goes on from one forward pass to "
+                "the next, so each number of processes draws others. Draw without generator=, from torch, NumPy or "
+                f"random: these are seeded for each micro-batch. {_OFF}"
+            )
+        if found.losses_differ or found.gradients:
+            self._refuse_other_bits(found)
+        if found.deviation and words not in self._warned and self._is_main:
+            logger.warning(
+                "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
+                words,
+                found.deviation,
+            )
+        self._warned.add(words)
+        new = {name: pair for name, pair in found.changed.items() if name not in self._warned}
+        self._warned |= new.keys()
+        if new and self._is_main:
+            logger.warning(
+                "The forward pass or the loss changes %s. The loss does not depend on it, but its value does depend on "
+                "the number of processes: each sees its own micro-batches only.",
+                told(new, _MOST),
+            )
+
+    def _refuse_other_bits(self, found: Findings) -> None:
+        what = "loss" if found.losses_differ else f"gradient of {found.gradients[0]!r}"
+        begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
+        if found.changed:
+            raise ConfigError(
+                f"{begin}, since the forward pass or the loss keeps something from one call to the next. It changed "
+                f"{told(found.changed, _MOST)}. Each number of processes would give another result. Set it in the loop "
+                "before run.backward, from the number of the step; or make it a buffer that running_buffers names, "
+                f"which is averaged. {_OFF}"
+            )
+        raise ConfigError(
+            f"{begin}, and nothing was found that changed in between: the model or the loss depends on something that "
+            "Lockstep cannot see, such as a file, the clock, an iterator, memory that was not initialised, or a kernel "
+            f"without a fixed order. {_OFF}"
+        )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The bits of one pass."""
+
+    losses: list[int]
+    gradients: dict[str, int | None]
+
+
+class _CalledModules:
+    """The modules that are called and do not belong to the prepared model."""
+
+    def __init__(self, prepared: PreparedRun, before: Snapshot, roots: dict[str, Any]) -> None:
+        parts = prepared.state.parts
+        own = (parts.model, prepared.compute.model)
+        self._own = {id(module) for each in own for module in each.modules()}
+        self._kept = {id(module) for each in parts.modules for module in each.modules()}
+        self._before, self._roots = before, roots
+        self._is_compiled = any("forward" in vars(module) for each in own for module in each.modules())
+        self._seen: dict[int, nn.Module] = {}
+        self.wrong: dict[str, str] = {}
+        """Those that cannot be right, by name, with the reason."""
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes them inside; not where modules are compiled, as torch's compiler reads such hooks too."""
+        if self._is_compiled:
+            yield
+            return
+        handle = register_module_forward_pre_hook(self._note)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        if id(module) in self._own or id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        name = self._before.name_of(module)
+        if not name:
+            name = f"a {type(module).__qualname__}"
+            self._before.add(name, module)
+            self._roots[name] = module
+        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
+            self.wrong[name] = (
+                f"changes its running statistics (a {type(module).__qualname__} in training mode)"
+            )
+        trained = [key for key, each in module.named_parameters(recurse=False) if each.requires_grad]
+        if trained and torch.is_grad_enabled() and id(module) not in self._kept:
+            self.wrong[name] = (
+                f"has parameters that require gradients ({trained[0]}), which nobody sums or updates"
+            )
+
+
+class _Buffers:
+    """The buffers of some models, and what puts them back."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        holders = {id(m): m._buffers for model in models for m in model.modules()}
+        self._kept = [
+            (holder, {key: (buffer, _values_of(buffer)) for key, buffer in holder.items()})
+            for holder in holders.values()
+            if holder
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they stand."""
+        return [each for holder, _ in self._kept for each in holder.values() if each is not None]
+
+    def restore(self) -> None:
+        """Puts back the tensors, and their values."""
+        with torch.no_grad():
+            for holder, kept in self._kept:
+                holder.clear()
+                for key, (buffer, values) in kept.items():
+                    holder[key] = buffer
+                    if buffer is not None and values is not None:
+                        buffer.detach().copy_(values)
+
+
+def _values_of(buffer: Tensor | None) -> Tensor | None:
+    """A copy of a buffer that is held here."""
+    return None if buffer is None or isinstance(buffer, AbsentTensor) or buffer.is_meta else buffer.clone()
+
+
+def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch, _RehearsalCompute]:
+    """A step of the first micro-batch of each holder, as this process sees it, and what computes it."""
+    plan = batch.plan
+    first = [share.of(plan.leaves, holder)[0] for holder in range(min(share.holders, plan.leaves))]
+    short = replace(plan, indices=tuple(plan.indices[k] for k in first))
+    own = tuple(replace(each, k=share.holder or 0) for each in batch.micro_batches[:1])
+    given = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    rehearsal = _RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
+    return Batch(short, own), rehearsal
+
+
+def _words(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        # An object of the user's may refuse in any way, and is then given as it is.
+        return value
+
+
+def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """See ``value_of``, of each parameter that is held here between steps."""
+    return {
+        name: value_of(parameter)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, AbsentParameter) and not parameter.is_meta
+    }
+
+
+def _global_states() -> tuple[bytes, int, object]:
+    _, keys, place, *_ = np.random.get_state()
+    return np.asarray(keys).tobytes(), int(place), random.getstate()

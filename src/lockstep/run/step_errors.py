@@ -1,0 +1,181 @@
+"""Says what is wrong where the user's forward pass or loss raises, or returns what is no loss.
+
+torch's own errors name neither the micro-batch nor the line to change. Where the cause is known, a ``ConfigError``
+says it, with torch's as its cause; to any other error a note is added that shows what the function was given. Nothing
+here is called in a step that succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from lockstep.data.batch import Batch
+from lockstep.errors import ConfigError, LockstepError
+
+_MOST_VALUES = 6
+_OF_CLASSES = (F.cross_entropy.__code__, F.nll_loss.__code__)
+_OF_PROBABILITIES = (F.binary_cross_entropy_with_logits.__code__, F.binary_cross_entropy.__code__)
+
+
+def shown(data: Any) -> str:
+    """Types and shapes of a micro-batch's data, an output or a target."""
+    if isinstance(data, Tensor):
+        return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape)}"
+    if isinstance(data, Mapping):
+        inner = [f"{key!r}: {shown(value)}" for key, value in list(data.items())[:_MOST_VALUES]]
+        return "{" + ", ".join(inner) + "}"
+    if isinstance(data, tuple | list):
+        kinds = {type(value) for value in data}
+        if len(data) > 1 and len(kinds) == 1 and not isinstance(data[0], Tensor | tuple | list | Mapping):
+            return f"{type(data).__name__} of {len(data)} {kinds.pop().__name__}"
+        return "(" + ", ".join(map(shown, data[:_MOST_VALUES])) + ")"
+    return type(data).__name__
+
+
+def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
+    """Adds what the micro-batches of a step hold to an error of the user's code."""
+    if isinstance(error, LockstepError) or not batch.micro_batches:
+        return
+    data = batch.micro_batches[0].data
+    error.add_note(f"The data of a micro-batch: {shown(data)}.")
+    inputs = data[:-1] if isinstance(data, tuple | list) else data
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    given = {
+        each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()
+    }
+    if own and given and not given & own:
+        error.add_note(
+            f"The input is {_names(given)} and the model {_names(own)}: convert the samples in the data set, for "
+            "example with .float()."
+        )
+
+
+def explain_loss(error: Exception, output: Any, target: Any) -> None:
+    """Adds what a loss was given to its error; raises ``ConfigError`` instead where the mistake is known."""
+    if isinstance(error, LockstepError):
+        return
+    asked = _arguments(error, _OF_CLASSES)
+    said = _wrong_classes(*asked) if asked else ""
+    if not said:
+        asked = _arguments(error, _OF_PROBABILITIES)
+        said = _wrong_probabilities(*asked) if asked else ""
+    if said:
+        raise ConfigError(f"The loss cannot be computed. {said}") from error
+    error.add_note(
+        f"run.backward called the loss as loss(output, target), with the output {shown(output)} and the target "
+        f"{shown(target)}."
+    )
+
+
+def no_gradient(output: Any) -> ConfigError:
+    """The error of a loss without a gradient, computed from an output."""
+    tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor)]
+    if any(value.requires_grad for value in tensors):
+        return ConfigError(
+            "The loss has no gradient, though the output of the model has one. Return the loss tensor itself, "
+            "without detach(), item() or torch.no_grad(), and use no argmax, round or comparison in it."
+        )
+    return ConfigError(
+        "The loss has no gradient, and neither has the output of the model: its parameters are all frozen, or its "
+        "forward pass detaches the output, for example with detach(), numpy() or torch.no_grad()."
+    )
+
+
+def no_value(value: Any) -> ConfigError:
+    """The error of a loss or metric function that returns neither a tensor nor a pair."""
+    remedy = f"Return a tensor or the pair (sum, weight), not {type(value).__name__}."
+    if isinstance(value, float | int):
+        remedy = "Return the tensor itself, without item() or float(), or the pair (sum, weight)."
+    elif value is None:
+        remedy = "It returned None: is there a line with return?"
+    elif isinstance(value, Mapping):
+        remedy = (
+            f"It returned a dict; return one entry of it: {', '.join(map(repr, list(value)[:_MOST_VALUES]))}. Other "
+            "numbers of a step: run.backward(batch, loss, also={'accuracy': a_function_of_output_and_target})."
+        )
+    return ConfigError(
+        f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"
+    )
+
+
+def no_instance(function: type) -> ConfigError:
+    """The error of a class of losses that was given for a loss."""
+    name = function.__name__
+    return ConfigError(f"The loss is the class {name}. Make one of it: run.backward(batch, {name}()).")
+
+
+def _arguments(error: BaseException, codes: Sequence[Any]) -> tuple[Any, Any] | None:
+    """``input`` and ``target`` of the torch function in which an error was raised; None if it was none of these."""
+    frames, part = [], error.__traceback__
+    while part is not None:
+        frames.append(part.tb_frame)
+        part = part.tb_next
+    found = next((frame.f_locals for frame in reversed(frames) if frame.f_code in codes), None)
+    return None if found is None else (found.get("input"), found.get("target"))
+
+
+def _wrong_classes(output: Any, target: Any) -> str:
+    """What is wrong with the arguments of a loss of classes; empty where that is not known."""
+    if not isinstance(output, Tensor):
+        return _no_output(output, "cross_entropy")
+    if not isinstance(target, Tensor):
+        return f"Its target is {shown(target)}: let the data set return the number of the class, an int."
+    if output.dim() < 2:
+        return ""
+    classes, given = output.shape[1], shown(target)
+    whole = not target.is_floating_point()
+    if not output.is_floating_point() and target.is_floating_point():
+        return (
+            f"Output ({shown(output)}) and target ({given}) seem to be swapped: it is loss(output, target)."
+        )
+    if target.dim() == output.dim() - 1:
+        if not whole or target.dtype not in (torch.int64, torch.uint8):
+            return f"The target is {given}, and class numbers have to be int64: target.long(), best in the data set."
+        if target.device.type == "cpu" and target.numel() and target.shape[0] == output.shape[0]:
+            low, high = int(target.min()), int(target.max())
+            if low < 0 or high >= classes:
+                return (
+                    f"The output has {classes} classes, numbered 0 to {classes - 1}, and the targets are {low} to "
+                    f"{high}. Correct the labels, or give the model more outputs."
+                )
+    if whole and target.dim() == output.dim() and target.shape[1] == 1:
+        return f"The target is {given}, with a column too many: target.squeeze(1)."
+    if whole and target.shape == output.shape:
+        return f"The target is {given}: one-hot rows have to be floating-point: target.float(), or target.argmax(1)."
+    if target.shape[0] != output.shape[0]:
+        return f"The output is {shown(output)} and the target {given}: they differ in the number of rows."
+    return ""
+
+
+def _wrong_probabilities(output: Any, target: Any) -> str:
+    """What is wrong with the arguments of a binary loss; empty where that is not known."""
+    if not isinstance(output, Tensor):
+        return _no_output(output, "binary_cross_entropy_with_logits")
+    if not isinstance(target, Tensor):
+        return f"Its target is {shown(target)}: let the data set return 0.0 or 1.0."
+    if output.dim() == target.dim() + 1 and output.shape[1:] == (1,):
+        return f"The output is {shown(output)} and the target {shown(target)}: output.squeeze(1), target.float()."
+    if not target.is_floating_point():
+        return f"The target is {shown(target)}, and has to be floating-point: target.float()."
+    return ""
+
+
+def _no_output(output: Any, function: str) -> str:
+    """Says that a model returned no tensor."""
+    how = "output[0]" if isinstance(output, tuple | list) else "output.logits"
+    if isinstance(output, Mapping) and output:
+        how = f"output[{next(iter(output))!r}]"
+    return (
+        f"The model returned {shown(output)}, and the loss needs a tensor: "
+        f"run.backward(batch, lambda output, target: {function}({how}, target))."
+    )
+
+
+def _names(types: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(each).removeprefix("torch.") for each in types))

@@ -1,0 +1,248 @@
+r"""Losses that compare the samples of the whole global batch, as contrastive ones do (Gao et al. 2021, "GradCache").
+
+    without gradients   k0  k1  k2  k3          the model, on each holder's micro-batches
+    gathered             \   \  /  /            the outputs of all, in the order of the samples
+    on every rank          loss(all)            its gradient, by each output
+    the step            k0  k1  k2  k3          the model again, under the same keys: (output x its gradient).backward()
+
+Every rank computes the same loss of the same tensors, and the step adds gradients in the order it always has. So the
+bits do not depend on the number of processes, and the gradient is that of one undivided batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lockstep.core.plan import StepPlan
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.run.evaluation import gathered_in_order
+from lockstep.run.step import StepCompute
+from lockstep.run.step_errors import explain_loss, no_gradient, no_value
+from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+
+
+def stand_in(output: Any, target: Any) -> Tensor:
+    """A loss by which a model is rehearsed whose own loss needs all micro-batches."""
+    leaves = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor) and each.requires_grad]
+    if not leaves:
+        raise no_gradient(output)
+    return torch.stack([each.float().mean() for each in leaves]).sum()
+
+
+@dataclass(frozen=True)
+class SurrogateCompute(StepCompute):
+    """A step whose loss is the sum of all outputs, each times the gradient of the loss of the whole batch by it."""
+
+    total: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """The loss of the whole batch."""
+    gradients: Sequence[Sequence[Tensor | None]] = ()
+    """By each tensor of the output of each micro-batch."""
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """The value and the weight count for micro-batch 0 alone, so that the loss of the step is that of the batch."""
+        k = micro_batch.k if micro_batch.k < self.plan.leaves else 0
+        with self.autocast():
+            for call in self.events.output if micro_batch.k == k else ():
+                call(micro_batch, output, target)
+            self.randomness.begin_loss()
+            if self.metrics is not None and micro_batch.k == k:
+                self.metrics.note(output, target, micro_batch)
+        tensors = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor)]
+        products = [
+            (each.float() * gradient).sum()
+            for each, gradient in zip(tensors, self.gradients[k], strict=True)
+            if gradient is not None and each.requires_grad
+        ]
+        if not products:
+            raise no_gradient(output)
+        product, weight = torch.stack(products).sum(), float(k == 0)
+        return product - product.detach() + self.total * weight, torch.tensor(weight, device=product.device)
+
+
+def surrogate(
+    compute: StepCompute, batch: Batch, strategy: Strategy, group: dist.ProcessGroup | None
+) -> SurrogateCompute:
+    """Runs the model on this process's micro-batches without gradients, and the loss on all outputs. Collective.
+
+    Args:
+        compute: of the step, with the user's loss.
+        batch: of the step.
+        strategy: over whose processes outputs are gathered.
+        group: all ranks; None for a world of one.
+
+    Raises:
+        ConfigError: an output cannot be put together, or the loss uses parameters itself.
+    """
+    if isinstance(strategy, IndependentStrategy):
+        raise ConfigError(
+            "whole_batch=True needs processes that wait for each other, and those of an asynchronous parameter server "
+            "do not. Use strategy 'ddp'."
+        )
+    plan = batch.plan
+    computed = [_output(compute, each) for each in batch.micro_batches]
+    held = [(part.k, each) for each, part in zip(computed, batch.micro_batches) if part.k < plan.leaves]
+    everyone = gather_records(strategy, [[k, each.shapes] for k, each in held], group)
+    shapes = {k: found for each in everyone for k, found in each}
+    sizes = [len(each) for each in plan.indices]
+    form = _form(shapes[0], sizes[0])
+    for k, found in sorted(shapes.items()):
+        expected = [[dtype, [sizes[k]] * rows + shape] for dtype, rows, shape in form]
+        if found != expected:
+            raise ConfigError(
+                f"With whole_batch=True the outputs of all micro-batches are put together, and they do not fit: that "
+                f"of micro-batch {k} is {found}, where the first one has {expected}. Return tensors that have one "
+                "shape for each sample."
+            )
+    gathered = _gathered([each for _, each in held], form, sizes, plan, strategy)
+    if not computed:  # a process without a micro-batch has nothing that a gradient would be for
+        return _of(compute, torch.zeros((), device=strategy.device), [])
+    return _surrogate(compute, computed[0], gathered, form, sizes)
+
+
+_Form = list[tuple[str, int, list[int]]]
+"""Of each tensor: its dtype, 1 if it has a row for each sample, and the shape of a row, or of the tensor."""
+
+
+def _form(shapes: list[Any], samples: int) -> _Form:
+    found = [(dtype, shape, int(shape[:1] == [samples])) for dtype, shape in shapes]
+    return [(dtype, rows, shape[rows:]) for dtype, shape, rows in found]
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The tensors of the output and of the target for one micro-batch."""
+
+    tensors: list[Tensor]
+    leaves: list[Any]
+    """The same with all else that the output and the target hold."""
+    spec: TreeSpec
+    of_output: int
+    """How many of the tensors belong to the output."""
+
+    @property
+    def shapes(self) -> list[Any]:
+        """The dtype and the shape of each tensor."""
+        return [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in self.tensors]
+
+
+def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
+    model = compute.compute.model
+    kept = [(each, each.clone()) for each in model.buffers() if not each.is_meta]
+    compute.begin(micro_batch)
+    with torch.no_grad():
+        output, target = compute.compute.output_and_target(
+            micro_batch.data, compute.forward, model, compute.compute.device_transform
+        )
+        for buffer, values in kept:  # every micro-batch begins with those of the step
+            buffer.copy_(values)
+    compute.randomness.leave()
+    if compute.forward is not None or isinstance(target, dict):
+        target = None
+    leaves, spec = tree_flatten((output, target))
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    of_output = sum(isinstance(each, Tensor) for each in tree_flatten(output)[0])
+    return _Output(tensors, leaves, spec, of_output)
+
+
+def _gathered(
+    outputs: Sequence[_Output], form: _Form, sizes: Sequence[int], plan: StepPlan, strategy: Strategy
+) -> list[Tensor]:
+    """Each tensor of the outputs of all processes, with the rows of all samples in order; the same on every process."""
+    numbers = [torch.Size(shape).numel() for _, _, shape in form]
+    widths = [count * (sizes[0] if has_rows else 1) for count, (_, has_rows, _) in zip(numbers, form)]
+    rows = torch.zeros(
+        strategy.share.longest(plan.leaves), sum(widths), dtype=torch.float64, device=strategy.device
+    )
+    for row, output in zip(rows, outputs):
+        for place, tensor in zip(torch.split(row, widths), output.tensors):
+            place[: tensor.numel()] = tensor.detach().reshape(-1)
+    ordered = gathered_in_order(rows, plan.leaves, strategy.share, strategy)
+    whole = []
+    for (dtype, has_rows, shape), count, column in zip(form, numbers, torch.split(ordered, widths, 1)):
+        kind = getattr(torch, dtype)
+        if has_rows:
+            parts = [row[: size * count].view(size, *shape) for row, size in zip(column, sizes)]
+            whole.append(torch.cat(parts).to(kind))
+        elif not bool((column == column[0]).all()):
+            raise ConfigError(
+                f"With whole_batch=True a tensor of shape {shape} without a row for each sample, such as a learned "
+                "temperature, has to be the same for every micro-batch, and one differs. Return a row for each sample."
+            )
+        else:
+            whole.append(column[0].view(shape).to(kind))
+    return whole
+
+
+def _surrogate(
+    compute: StepCompute, first: _Output, whole: list[Tensor], form: _Form, sizes: Sequence[int]
+) -> SurrogateCompute:
+    inputs = [
+        each.requires_grad_() if number < first.of_output and each.is_floating_point() else each
+        for number, each in enumerate(whole)
+    ]
+    waiting = iter(inputs)
+    leaves = [next(waiting) if isinstance(each, Tensor) else each for each in first.leaves]
+    output, target = tree_unflatten(leaves, first.spec)
+    compute.randomness.begin_micro_batch(compute.plan.step, compute.first_key)
+    with compute.autocast(), torch.enable_grad():
+        compute.randomness.begin_loss()
+        try:
+            value = compute.function(output, target)
+        except Exception as error:
+            explain_loss(error, output, target)
+            raise
+        if isinstance(value, tuple) and len(value) == 2:
+            value = value[0].sum() / value[1]
+        if not isinstance(value, Tensor):
+            raise no_value(value)
+        total = value.float().mean()
+    compute.randomness.leave()
+    if not total.requires_grad:
+        raise no_gradient(output)
+    _require_outputs_only(total, inputs, compute.compute.model)
+    trained = [each for each in inputs if each.requires_grad]
+    found = dict(zip(map(id, trained), torch.autograd.grad(total, trained, allow_unused=True)))
+    columns: list[list[Tensor | None]] = []
+    for number, each in enumerate(inputs[: first.of_output]):
+        gradient = found.get(id(each))
+        if gradient is None:
+            columns.append([None] * len(sizes))
+        elif form[number][1]:
+            columns.append(list(torch.split(gradient.float(), list(sizes))))
+        else:  # of what is the same for all, as if micro-batch 0 alone had it
+            columns.append([gradient.float(), *[torch.zeros_like(gradient).float()] * (len(sizes) - 1)])
+    return _of(compute, total.detach(), [list(column) for column in zip(*columns)])
+
+
+def _of(compute: StepCompute, total: Tensor, gradients: list[list[Tensor | None]]) -> SurrogateCompute:
+    given = {each.name: getattr(compute, each.name) for each in fields(StepCompute)}
+    return SurrogateCompute(**given, total=total, gradients=gradients)
+
+
+def _require_outputs_only(total: Tensor, inputs: Sequence[Tensor], model: nn.Module) -> None:
+    """Raises ``ConfigError`` where a loss uses parameters, to which no gradient would come."""
+    own, names = set(map(id, inputs)), {id(each): name for name, each in model.named_parameters()}
+    seen: set[Any] = set()
+    waiting: list[Any] = [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in own:
+            name = names.get(id(variable), f"of shape {list(variable.shape)}")
+            raise ConfigError(
+                f"The loss uses the parameter {name!r} itself, and with whole_batch=True it is given outputs of the "
+                "model alone. Return what it needs from the model's forward beside the rows, for example (embedding, "
+                "self.temperature.exp())."
+            )

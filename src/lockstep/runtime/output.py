@@ -1,0 +1,120 @@
+"""Standard output and error to which writing never fails: a terminal or pipe that is gone must not end a run.
+
+What a closed terminal or pipe no longer takes goes to ``terminal.log`` in the log folder, from then on also what C++
+writes to the same descriptor. Where a log is on a full disk, what does not fit is lost. Only standard output that the
+user has sent to a file fails as ever, because a file with a hole would be taken for whole.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+TERMINAL_LOG = "terminal.log"
+
+
+class LastingFile(io.FileIO):
+    """A descriptor for writing, which stays open.
+
+    Args:
+        descriptor: of a terminal, pipe, socket or file.
+        folder: for ``terminal.log``; None: what a closed terminal or pipe does not take is lost.
+        is_result: True if a file must hold everything that is written, so that a full disk raises ``OSError``.
+    """
+
+    def __init__(self, descriptor: int, folder: Path | None = None, *, is_result: bool = False) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.folder = folder
+        self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        self._is_result = is_result
+
+    def write(self, data: Any, /) -> int:
+        """Writes what fits and returns how many bytes were written, or are lost."""
+        while True:
+            try:
+                written: int | None = super().write(data)
+            except OSError:
+                if self._is_file and self._is_result:
+                    raise
+                if self._is_file:
+                    return len(memoryview(data).cast("B"))
+                self._divert()
+                continue
+            if written is not None:
+                return written
+            _wait_for_room(self.fileno())
+
+    def _divert(self) -> None:
+        """Puts the file in the log folder, or nothing, in the descriptor's place; from then on no write fails."""
+        self._is_file, self._is_result = True, False
+        places = [os.devnull] if self.folder is None else [str(self.folder / TERMINAL_LOG), os.devnull]
+        for place in places:
+            with suppress(OSError):
+                file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                os.dup2(file, self.fileno())
+                os.close(file)
+                return
+
+
+def _wait_for_room(descriptor: int) -> None:
+    """Waits as a blocking write would: another program has made the terminal non-blocking."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    poll.poll()
+
+
+def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> TextIO:
+    """Returns a stream that writes to the same descriptor and does not fail; see ``LastingFile``."""
+    with suppress(OSError, ValueError):
+        stream.flush()
+    raw = LastingFile(stream.fileno(), folder, is_result=is_result)
+    raw.name = stream.name
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+    )
+
+
+@contextmanager
+def lasting_stderr(folder: Path | None = None) -> Iterator[None]:
+    """Makes ``sys.stderr`` last within the block; within such a block it sets the folder of ``terminal.log``."""
+    former, original = sys.stderr, sys.__stderr__
+    raw = getattr(getattr(former, "buffer", None), "raw", None)
+    if isinstance(raw, LastingFile):
+        raw.folder = folder or raw.folder
+    if (
+        original is None or former is not original
+    ):  # it lasts already, or is a notebook's, which we leave alone
+        yield
+        return
+    sys.stderr = lasting(original, folder)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        sys.stderr = former
+
+
+def open_standard_streams() -> None:
+    """Opens what the parent closed of standard input, output and error, before another file takes such a number."""
+    with suppress(OSError):
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def say(line: str) -> None:
+    """Prints a line of the supervisor on this host's terminal."""
+    print(f"lockstep: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,277 @@
+"""Finds out by trying what an optimizer needs to see at once: single elements, whole parameters, or all of them.
+
+A copy of the optimizer, as it is configured, steps small parameters of the same number types: whole, one at a time, and
+cut into rows as for 2, 3 and 16 ranks. What gives the same bits decides. Its class would say less: ``fused=True`` on a
+CPU, and SGD on bf16, round an element otherwise where it lies in the last few of a tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.strategies.sharding import rows_of
+
+_ROWS = (1, 8, 37)
+"""Rows of the small parameters; of one row some ranks get none."""
+_NUMBERS = 300
+"""About so many numbers each has in a row, at most; fewer where the parameter's own rows are shorter."""
+_STEPS = 3
+_RANKS = (2, 3, 16)
+
+
+class Unit(enum.IntEnum):
+    """The smallest part of a model that an optimizer steps with the bits of a step on the whole."""
+
+    ELEMENT = 0
+    """Every element is updated from that element alone, wherever it lies."""
+    PLACE = 1
+    """The same, but for the last bits, which depend on where in the tensor an element lies."""
+    PARAMETER = 2
+    """Whole parameters: matrices are factored, or norms taken."""
+    MODEL = 3
+    """All parameters together, or a stream of random numbers that runs over them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of trying an optimizer."""
+
+    unit: Unit
+    reason: str
+    """What the optimizer does that needs more than single elements, as the end of a sentence; empty for elements."""
+
+
+def try_optimizer(
+    optimizer: Optimizer, device: torch.device, members: Sequence[Sequence[Tensor]] | None = None
+) -> Trial:
+    """Finds out what an optimizer needs to see at once, on a few small parameters.
+
+    Args:
+        optimizer: as the user made it; neither it nor its parameters, nor any generator, is changed.
+        device: where it will step.
+        members: the parameters of each group, if the optimizer holds parts of them.
+    """
+    given = members if members is not None else [group["params"] for group in optimizer.param_groups]
+    groups = [list(_examples(parameters, device)) for parameters in given]
+    with _own_randomness() as draws:
+        whole = _Copy(optimizer, groups)
+        failed = whole.step()
+        if failed or draws():
+            return Trial(Unit.MODEL, failed or "draws random numbers in its step")
+        for number, examples in enumerate(groups):
+            for place, example in enumerate(examples):
+                alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])
+                if alone.step() or not _agree([alone.found[number][0]], whole.found[number][place]):
+                    return Trial(Unit.MODEL, "updates a parameter by what it finds in others")
+        found = [_in_rows(optimizer, groups, whole, ranks) for ranks in _RANKS]
+    return max(found, key=lambda trial: trial.unit)
+
+
+def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> ConfigError:
+    """The error of an optimizer that has to see more than a process of the strategy holds."""
+    parts = "some of the parameters" if trial.unit is Unit.MODEL else "rows of parameters"
+    remedy = "Use an optimizer that updates each element from that element alone, such as SGD or AdamW"
+    if trial.unit is Unit.PLACE:
+        remedy = "Keep the parameters in float32 and train with precision='bf16'"
+        if any(group.get("fused") for group in optimizer.param_groups):
+            remedy = "Use fused=False"
+    elif trial.unit is Unit.MODEL:
+        remedy = "Use an optimizer that updates each parameter by itself and draws nothing"
+    return ConfigError(
+        f"Strategy {strategy!r} steps the optimizer on {parts}, and {type(optimizer).__name__} {trial.reason}, so the "
+        f"result would not have the bits of one device. {remedy}, or strategy 'ddp'."
+    )
+
+
+def _in_rows(optimizer: Optimizer, groups: Sequence[Sequence[_Example]], whole: _Copy, ranks: int) -> Trial:
+    """What becomes of the same steps on rows, as ``ranks`` processes have them."""
+    rows = [[each.rows(ranks, rank) for each in members for rank in range(ranks)] for members in groups]
+    parts = _Copy(optimizer, rows)  # all in one copy: that it steps each parameter alone is known by now
+    failed = parts.step()
+    if failed:
+        return Trial(Unit.PARAMETER, failed)
+    worst = Trial(Unit.ELEMENT, "")
+    for number, members in enumerate(groups):
+        for place, example in enumerate(members):
+            pieces = parts.found[number][place * ranks : (place + 1) * ranks]
+            expected = whole.found[number][place]
+            if not _agree(pieces, expected, nearly=True):
+                return Trial(Unit.PARAMETER, "updates an element by others of its parameter")
+            if not _agree(pieces, expected):
+                how = (
+                    "with fused=True"
+                    if optimizer.param_groups[number].get("fused")
+                    else f"of {example.values.dtype}"
+                )
+                worst = Trial(Unit.PLACE, f"rounds an element {how} by its place in the tensor")
+    return worst
+
+
+@dataclass(frozen=True, eq=False)
+class _Example:
+    """A small parameter with the gradients of a few steps, standing for one of the user's."""
+
+    original: Tensor
+    values: Tensor
+    gradients: list[Tensor]
+    part: slice | None = None
+
+    def rows(self, ranks: int, rank: int) -> _Example:
+        part = rows_of(self.values.shape[0], ranks, rank)
+        gradients = [gradient[part] for gradient in self.gradients]
+        return _Example(self.original, self.values[part], gradients, part)
+
+    def state(self, value: Any) -> Any:
+        """What the optimizer holds of the user's parameter before its first step, for this one."""
+        if not isinstance(value, Tensor) or value.shape != self.original.shape or not value.dim():
+            return copy.deepcopy(value)
+        rows = self.values if self.part is None else self.whole
+        flat = value.detach().flatten()[: rows.numel()].to(self.values.device)
+        found = flat.repeat(-(-rows.numel() // flat.numel()))[: rows.numel()].view(rows.shape)
+        return found.clone() if self.part is None else found[self.part].clone()
+
+    @property
+    def whole(self) -> Tensor:
+        assert self.values._base is not None, "rows are a view of the whole"
+        return self.values._base
+
+
+def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
+    """Small parameters in a few sizes for each number type and number of dimensions among ``parameters``."""
+    kinds = {(p.dtype, p.dim()): p for p in reversed(parameters) if p.dim() and p.numel()}
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, dtype=wide, generator=generator).to(device, dtype)
+
+    for (dtype, dims), original in kinds.items():
+        most = max(1, round(_NUMBERS ** (1 / max(1, dims - 1))))
+        for rows in _ROWS:
+            if dims == 1:
+                shape = [rows * 11]
+            else:
+                shape = [rows, *(min(size, most - place) for place, size in enumerate(original.shape[1:]))]
+            yield _Example(original, draw(shape, dtype), [draw(shape, dtype) for _ in range(_STEPS)])
+
+
+class _Copy:
+    """An optimizer like the user's, with small parameters of its own.
+
+    Raises:
+        ConfigError: the optimizer cannot be copied.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[_Example]]) -> None:
+        self.found: list[list[list[Tensor]]] = []
+        """For each group and parameter: its values, then the tensors of its state."""
+        self._groups = [[(each, nn.Parameter(each.values.clone())) for each in members] for members in groups]
+        own = {id(each.original): p for members in self._groups for each, p in reversed(members)}
+        nothing = nn.Parameter(torch.empty(0))
+        originals = [p for group in optimizer.param_groups for p in group["params"]]
+        memo: dict[int, Any] = {id(p): own.get(id(p), nothing) for p in originals}
+        self._optimizer = made = object.__new__(type(optimizer))
+        try:
+            for name, value in vars(optimizer).items():
+                if name not in ("param_groups", "state", "step"):  # a scheduler wraps the step of the object
+                    is_hooks = name.endswith("_hooks")
+                    vars(made)[name] = OrderedDict() if is_hooks else copy.deepcopy(value, memo)
+            made.param_groups = [
+                _group(group, members) for group, members in zip(optimizer.param_groups, self._groups)
+            ]
+            made.state = defaultdict(dict)
+            for each, parameter in (pair for members in self._groups for pair in members):
+                state = optimizer.state.get(each.original)
+                if state:
+                    made.state[parameter] = {key: each.state(value) for key, value in state.items()}
+        except Exception as error:
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot be copied to find out whether it can step parts of parameters: "
+                f"{type(error).__name__}: {error}. Make it copyable by copy.deepcopy, or use strategy 'ddp'."
+            ) from error
+
+    def step(self) -> str:
+        """Takes a few steps, and notes what they led to; gives what is wrong where they fail."""
+        step: Any = type(self._optimizer).step
+        try:
+            for number in range(_STEPS):
+                for each, parameter in (pair for members in self._groups for pair in members):
+                    parameter.grad = each.gradients[number].clone()
+                step(self._optimizer)
+        except Exception as error:  # an optimizer of the user's may fail on small parameters in any way
+            return f"fails on small parameters ({type(error).__name__}: {error})"
+        self.found = [[self._tensors(parameter) for _, parameter in members] for members in self._groups]
+        return ""
+
+    def _tensors(self, parameter: nn.Parameter) -> list[Tensor]:
+        state: Mapping[Any, Any] = self._optimizer.state.get(parameter, {})
+        return [parameter.detach(), *(each for each in state.values() if isinstance(each, Tensor))]
+
+
+def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parameter]]) -> dict[str, Any]:
+    values = {
+        key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")
+    }
+    names = {"param_names": [str(number) for number in range(len(members))]} if "param_names" in group else {}
+    return {"params": [own for _, own in members], **values, **names}
+
+
+def _agree(parts: Sequence[Sequence[Tensor]], whole: Sequence[Tensor], *, nearly: bool = False) -> bool:
+    """Returns whether parameters and state in rows have the bits of the whole, or nearly their values."""
+    if any(len(part) != len(whole) for part in parts):
+        return False
+    for place, expected in enumerate(whole):
+        pieces = [part[place].detach() for part in parts]
+        if expected.shape == whole[0].shape and expected.dim():
+            if any(piece.shape != part[0].shape for piece, part in zip(pieces, parts)):
+                return False
+            pieces = [torch.cat(pieces)]
+        for piece in pieces:
+            if piece.shape != expected.shape or piece.dtype != expected.dtype:
+                return False
+            if not (_are_near(piece, expected) if nearly else torch.equal(_bytes(piece), _bytes(expected))):
+                return False
+    return True
+
+
+def _are_near(one: Tensor, other: Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    bound = 64 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def _own_randomness() -> Iterator[Any]:
+    """Keeps all generators as they are; gives a function that tells whether numbers were drawn in between."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's stub
+    before = random.getstate(), np.random.get_state()
+
+    def states() -> list[Any]:
+        of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        return [*(each.tolist() for each in of_torch), random.getstate(), repr(np.random.get_state())]
+
+    with torch.random.fork_rng(devices):
+        start = states()
+        try:
+            yield lambda: states() != start
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])

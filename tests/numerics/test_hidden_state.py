@@ -1,0 +1,187 @@
+"""A snapshot finds what objects keep, tells what changed, and puts everything back."""
+
+import random
+from collections import OrderedDict, defaultdict, deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally
+
+TOTAL = 0
+HISTORY = []
+
+
+class Meter:
+    count = 0
+
+    def __init__(self):
+        self.sum, self.values = 0.0, []
+
+    def add(self, value):
+        self.sum += value
+        self.values.append(value)
+        Meter.count += 1
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 0
+
+
+def function_of_everything():
+    meter, slotted, number, table = Meter(), Slotted(), 0, defaultdict(int)
+    window, tensor, array = deque(maxlen=3), torch.zeros(3), np.zeros(3)
+    generators = torch.Generator(), np.random.default_rng(0), random.Random(0), np.random.RandomState(0)
+    names = {"a"}
+
+    def step(*, given=[]):  # noqa: B006 - a default that is kept from call to call
+        global TOTAL
+        nonlocal number
+        TOTAL += 1
+        HISTORY.append(TOTAL)
+        number += 1
+        meter.add(2.0)
+        slotted.value += 1
+        table["x"] += 1
+        window.append(number)
+        tensor.add_(1)
+        array[0] += 1
+        given.append(1)
+        names.add(str(number))
+        step.calls = getattr(step, "calls", 0) + 1
+        torch.rand(1, generator=generators[0])
+        for each in generators[1:]:
+            each.random() if hasattr(each, "random") else each.rand()
+        return (meter, slotted, table, window, tensor, array, given, names, number, generators)
+
+    return step
+
+
+def test_everything_that_a_function_keeps_is_found_and_put_back():
+    step = function_of_everything()
+    step()
+    before = Snapshot({"f": step})
+    for _ in range(3):
+        step()
+    later = Snapshot({"f": step}, restorable=False)
+    changed = before.changed(later)
+    expected = {
+        "the variable 'number' of f": ("1", "4"),
+        "the attribute 'sum' of the variable 'meter' of f": ("2.0", "8.0"),
+        "the class attribute 'count' of Meter": ("1", "4"),
+        "the attribute 'value' of the variable 'slotted' of f": ("1", "4"),
+        "the variable 'table' of f['x']": ("1", "4"),
+        "the global variable 'TOTAL'": ("1", "4"),
+        "the global variable 'HISTORY'": ("1 entries", "4 entries"),
+        "the variable 'window' of f": ("1 entries", "3 entries"),
+        "the attribute 'calls' of f": ("1", "4"),
+    }
+    assert expected.items() <= changed.items()
+    for name in ("tensor", "array", "names"):
+        assert f"the variable {name!r} of f" in changed
+    drawn = [name for name in changed if later.kinds[name] is Kind.GENERATOR]
+    assert len(drawn) == 4
+    before.restore()
+    assert not before.changed(Snapshot({"f": step}, restorable=False))
+    meter, slotted, table, window, tensor, array, given, names, number, _ = step()
+    assert (meter.sum, meter.values, Meter.count, slotted.value, table["x"]) == (4.0, [2.0, 2.0], 2, 2, 2)
+    assert (list(window), tensor.tolist(), array[0], given, number) == ([1, 2], [2] * 3, 2, [1, 1], 2)
+    assert (names, step.calls, TOTAL, HISTORY) == ({"a", "1", "2"}, 2, 2, [1, 2])
+
+
+@pytest.mark.parametrize("base", [OrderedDict, dict])
+def test_a_table_that_makes_its_entries_is_put_back_as_it_was(base):
+    """As tables of activations do."""
+    table = type("Registry", (base,), {"__getitem__": lambda self, key: base.__getitem__(self, key)()})()
+    base.__setitem__(table, "relu", nn.ReLU)
+    base.__setitem__(table, "gelu", nn.GELU)
+
+    def function():
+        return table["relu"]
+
+    before = Snapshot({"f": function})
+    before.restore()
+    assert [*base.items(table)] == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+    table["tanh"] = base.pop(table, "gelu")
+    before.restore()
+    assert [*base.items(table)] == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls, self.cache = nn.Linear(2, 2), 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.cache = x
+        self.late = 1
+        return self.inner(x)
+
+
+def test_attributes_of_modules_have_their_names_and_parameters_are_left_alone():
+    model = nn.Sequential(Block(), nn.Sequential(Block()))
+    before = Snapshot({"": model})
+    model(torch.ones(1, 2))
+    with torch.no_grad():
+        model[0].inner.weight.add_(1)
+    changed = before.changed(Snapshot({"": model}, restorable=False))
+    assert changed["the attribute 'calls' of 1.0"] == ("0", "1")
+    assert changed["the attribute 'late' of 0"] == ("nothing", "1")
+    assert not any("weight" in name for name in changed)
+    before.restore()
+    assert (model[0].calls, model[0].cache, hasattr(model[1][0], "late")) == (0, None, False)
+
+
+def test_two_names_that_change_places_are_seen():
+    owner = Meter()
+    owner.one, owner.other = torch.zeros(2), torch.ones(2)
+    before = Snapshot({"f": partial(print, owner)})
+    owner.one, owner.other = owner.other, owner.one
+    assert before.changed(Snapshot({"f": partial(print, owner)}, restorable=False))
+    before.restore()
+    assert owner.one.sum() == 0
+
+
+def names_numpy(x):
+    return x * np.random.rand()
+
+
+def names_random(x):
+    return x if random.random() < 0.5 else -x
+
+
+def calls_another(x):
+    return names_numpy(x)
+
+
+def draws_nothing(x):
+    return np.sqrt(x)
+
+
+class DrawsInMethod(nn.Module):
+    def forward(self, x):
+        return self.noisy(x)
+
+    def noisy(self, x):
+        return x + random.gauss(0, 1)
+
+
+@pytest.mark.parametrize(
+    "root", [names_numpy, names_random, calls_another, DrawsInMethod(), lambda x: names_random(x)]
+)
+def test_code_that_names_a_global_generator_is_found(root):
+    assert draws_globally(root)
+
+
+@pytest.mark.parametrize(
+    "root", [draws_nothing, nn.Linear(2, 2), nn.Dropout(), nn.functional.cross_entropy, None]
+)
+def test_other_code_draws_nothing(root):
+    assert not draws_globally(root)

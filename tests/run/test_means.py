@@ -1,0 +1,95 @@
+"""Means over samples are told apart from sums, other means, and numbers of the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, normalize, pad
+
+from lockstep.run.means import Deviation, deviation
+from lockstep.run.step import exact
+
+NONE, SUM, OTHER = Deviation.NONE, Deviation.SUM, Deviation.OTHER
+
+
+def rows(count=64):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 4, generator=generator), torch.randint(0, 4, (count,), generator=generator)
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).float().mean()
+
+
+def hits(output, target):
+    return (output.argmax(1) == target).sum()
+
+
+def f1(output, target):
+    found, there = output.argmax(1) == 1, target == 1
+    return 2 * (found & there).sum() / (found.sum() + there.sum())
+
+
+def contrastive(output, target):
+    similar = normalize(output) @ normalize(output).T / 0.1
+    return cross_entropy(similar, torch.arange(len(output)))
+
+
+def noisy(output, target):
+    return cross_entropy(output + torch.randn_like(output), target)
+
+
+def fixed_size(output, target):
+    return mse_loss(output.view(64, 4), pad(target[:, None].float(), (0, 3)))
+
+
+def masked(output, target):
+    weights = (target != 0).float()
+    return (cross_entropy(output, target, reduction="none") * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (accuracy, NONE),
+        (cross_entropy, NONE),
+        (lambda output, target: cross_entropy(output, target, reduction="none"), NONE),
+        (lambda output, target: (cross_entropy(output, target, reduction="sum"), len(target)), NONE),
+        (lambda output, target: accuracy(output, target) - 0.5, NONE),
+        (exact(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
+        (noisy, NONE),
+        (fixed_size, NONE),
+        (hits, SUM),
+        (lambda output, target: cross_entropy(output, target, reduction="sum"), SUM),
+        (masked, OTHER),
+        (lambda output, target: cross_entropy(output, target, ignore_index=0), OTHER),
+        (lambda output, target: cross_entropy(output, target).exp(), OTHER),
+        (lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(), OTHER),
+        (f1, OTHER),
+        (contrastive, OTHER),
+        (lambda output, target: output.max(), OTHER),
+    ],
+    ids=range(17),
+)
+def test_what_a_function_is_a_mean_of(function, found):
+    assert deviation(function, *rows(), 64) is found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_rounding_is_no_deviation(dtype):
+    output, target = rows(512)
+    assert deviation(cross_entropy, output.to(dtype), target, 512) is NONE
+    assert deviation(lambda output, target: output.float().mean(), output.to(dtype), target, 512) is NONE
+
+
+def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():
+    output, target = rows()
+    assert deviation(hits, output[:1], target[:1], 1) is NONE
+    assert deviation(lambda output, target: output["loss"], {"loss": output.sum()}, target, 64) is NONE
+    assert deviation(hits, output, target, 16) is NONE, "16 images of four crops each"
+
+
+def test_dicts_and_named_outputs_are_cut_too():
+    output, target = rows()
+    given = {"logits": output}, {"label": target, "name": ["a"] * 64}
+    assert deviation(lambda o, t: accuracy(o["logits"], t["label"]), *given, 64) is NONE
+    assert deviation(lambda o, t: hits(o["logits"], t["label"]), *given, 64) is SUM

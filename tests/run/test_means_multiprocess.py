@@ -1,0 +1,185 @@
+"""Metrics of a whole set have one value on every layout; what is no mean over samples is refused on every rank."""
+
+import logging
+from collections import UserDict
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class F1:
+    """As one of torchmetrics: it would wait for other ranks in ``compute``."""
+
+    sync_on_compute = True
+
+    def reset(self):
+        self.outputs, self.targets = [], []
+
+    def update(self, output, target):
+        self.outputs.append(output)
+        self.targets.append(target)
+
+    def compute(self):
+        assert not self.sync_on_compute
+        return f1(torch.cat(self.outputs), torch.cat(self.targets))
+
+
+def f1(output, target):
+    found, there = output.argmax(1) == 1, target == 1
+    return 2 * (found & there).sum() / (found.sum() + there.sum())
+
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).float().mean()
+
+
+def begin(world, strategy="ddp", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+    recipe = {"global_batch": 32, "micro_batches": 4, "threads": 1, **options}
+    run = Run(RunOptions.of(strategy=strategy, **recipe), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(100, 4, generator=generator), torch.randint(0, 2, (100,), generator=generator)
+    )
+    return run, model, optimizer, data
+
+
+def evaluated(world, strategy):
+    run, _, _, data = begin(world, strategy)
+    values = run.evaluate(data, {"loss": F.cross_entropy, "f1": F1(), "accuracy": accuracy})
+    outputs = run.predict(data)
+    expected = None if outputs is None else f1(outputs, data.tensors[1]).item()
+    run.close()
+    return values, expected
+
+
+def test_a_metric_of_the_whole_set_sees_all_samples_on_any_layout():
+    ((values, expected),) = run_ranks(evaluated, 1, "single")
+    assert list(values) == ["loss", "f1", "accuracy"] and values["f1"] == expected
+    for strategy, ranks in (("ddp", 3), ("pipeline", 2)):
+        assert {str(found) for found, _ in run_ranks(evaluated, ranks, strategy)} == {str(values)}
+
+
+def refused(world):
+    run, _, _, data = begin(world)
+    seen, found = [], {}
+
+    def noted(output, target):
+        seen.append(len(target))
+        return accuracy(output, target)
+
+    for name, metric in {"f1": f1, "hits": lambda o, t: (o.argmax(1) == t).sum(), "noted": noted}.items():
+        try:
+            found[name] = run.evaluate(data, {name: metric})[name]
+        except ConfigError as error:
+            found[name] = str(error)
+    run.close()
+    return found, sum(seen)
+
+
+def test_a_metric_that_is_no_mean_is_refused_on_every_rank_and_side_effects_are_put_back():
+    (alone, samples), others = run_ranks(refused, 1)[0], run_ranks(refused, 2)
+    assert samples == 100 == sum(count for _, count in others), "a list that a metric fills"
+    for found in (alone, *(each for each, _ in others)):
+        assert found["f1"].startswith("The metric 'f1' is no mean over samples") and "update(" in found["f1"]
+        assert found["hits"].startswith("The metric 'hits' is a sum over the samples")
+        assert found["noted"] == alone["noted"]
+
+
+def losses(world, **options):
+    run, _, optimizer, data = begin(world, **options)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+
+    def summed(output, target):
+        return F.cross_entropy(output, target, reduction="sum")
+
+    for batch in run.batches(data):
+        run.backward(batch, summed if batch.plan.step < 3 else F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return [each for each in records if "loss" in each]
+
+
+def test_a_loss_that_is_a_sum_is_warned_about_once():
+    for records, *_ in (run_ranks(losses, 1), run_ranks(losses, 2)):
+        assert len(records) == 1 and "summed is a sum over the samples" in records[0], records
+    assert run_ranks(_off, 1) == [[]]
+
+
+def _off(world):
+    return losses(world, checks="off")
+
+
+class WithItsLoss(nn.Module):
+    """As a model of transformers: it gives its loss, a mean over the targets that are not -100."""
+
+    def __init__(self, noise=0.0):
+        super().__init__()
+        self.inner, self.noise = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 6)), noise
+
+    def forward(self, x, labels):
+        logits = self.inner(x + self.noise * torch.rand_like(x)).view(-1, 2, 3)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Batches(UserDict):
+    """As the BatchEncoding of transformers: a mapping that is no dict, with attributes."""
+
+    @property
+    def rows(self):
+        return len(self.data["x"])
+
+
+def collated(samples):
+    return Batches(x=torch.stack([x for x, _ in samples]), labels=torch.stack([y for _, y in samples]))
+
+
+def loss_of_model(output, target):
+    assert target.rows
+    return output["loss"]
+
+
+def own_loss(world, micro_batches, masked, noise=0.0, strategy="ddp"):
+    torch.manual_seed(0)
+    model = WithItsLoss(noise)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=micro_batches, threads=1, strategy=strategy), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(16, 4)
+    some = torch.arange(3) < torch.arange(16)[:, None] % 3
+    data = TensorDataset(x, torch.where(some & masked, -100, (x[:, :3] > 0).long()))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    for batch in run.batches(DataLoader(data, collate_fn=collated), shuffle=False):
+        value = run.backward(batch, loss_of_model)
+        optimizer.step()
+        optimizer.zero_grad()
+    fingerprint = run.fingerprint()
+    run.close()
+    return [each for each in records if "The loss" in each], float(value), fingerprint
+
+
+def test_a_model_that_computes_a_mean_over_something_else_is_warned_about():
+    """The model itself is called on parts, and on micro-batches of one row put together."""
+    for micro_batches in (2, 8):
+        (found, *bits), (others, *others_bits) = run_ranks(own_loss, 2, micro_batches, True)
+        assert len(found) == 1 and "loss_of_model is no mean over samples" in found[0] and not others
+        assert bits == others_bits == list(run_ranks(own_loss, 1, micro_batches, True)[0][1:])
+        assert run_ranks(own_loss, 1, micro_batches, False)[0][0] == []
+    assert run_ranks(own_loss, 1, 8, True, 0.1)[0][0] == [], "a model that draws is not judged"

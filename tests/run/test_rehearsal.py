@@ -1,0 +1,194 @@
+"""Rehearsals change nothing, tell nobody, and end after the second step."""
+
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
+from lockstep.runtime import Callback
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 4))
+
+
+def data(rows=32):
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(rows, 8), torch.randint(0, 4, (rows,)))
+
+
+def train(trained, loss=F.cross_entropy, *, callback=None, rows=32, **options):
+    """Trains an epoch; the fingerprint and the losses."""
+    given = {"global_batch": 8, "micro_batches": 4, "strategy": "single", **options}
+    run = Run(RunOptions.of(**given), World())
+    try:
+        _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9))
+        if callback is not None:
+            run.add_callback(callback)
+        losses = []
+        for batch in run.batches(data(rows)):
+            losses.append(float(run.backward(batch, loss)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.fingerprint(), losses
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp16"}, {"precision": "bf16"}, {"micro_batches": 1}])
+def test_bits_do_not_depend_on_the_setting(options):
+    off = train(model(), checks="off", **options)
+    assert train(model(), **options) == off
+    assert train(model(), checks="always", **options) == off
+
+
+def test_a_ragged_epoch_of_one_step_is_rehearsed_too():
+    assert train(model(), rows=5) == train(model(), rows=5, checks="off")
+
+
+class Calls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("checks", "extra"), [("off", 0), ("first", 2 * 2), ("always", 4 * 2)])
+def test_only_the_first_two_steps_are_computed_twice_more(checks, extra):
+    calls = io.BytesIO()  # a file is not put back
+    trained = model()
+    trained.register_forward_hook(lambda *_: calls.write(b".") and None)
+    train(trained, checks=checks)
+    assert len(calls.getvalue()) == 4 * 4 + extra
+
+
+def test_metrics_that_a_loss_counts_are_exact():
+    correct = total = 0
+
+    def loss(output, target):
+        nonlocal correct, total
+        correct += int((output.argmax(1) == target).sum())
+        total += len(target)
+        return F.cross_entropy(output, target)
+
+    train(model(), loss, checks="off")
+    expected, correct, total = (correct, total), 0, 0
+    train(model(), loss)
+    assert (correct, total) == expected
+    assert total == 32
+
+
+def test_a_number_without_effect_is_named_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        train(Calls())
+    told = [record.getMessage() for record in caplog.records if "changes" in record.getMessage()]
+    assert len(told) == 1
+    assert "the attribute 'calls' of the model (from 0 to 2)" in told[0]
+
+
+def test_an_effect_that_comes_with_a_later_call_is_found():
+    calls = 0
+
+    def loss(output, target):
+        nonlocal calls
+        calls += 1
+        return F.cross_entropy(output, target) * (2 if calls > 4 else 1)
+
+    with pytest.raises(ConfigError, match=r"has other bits the second time.*'calls'"):
+        train(model(), loss)
+
+
+class Notes(Callback):
+    def __init__(self):
+        self.events = []
+
+    def on_micro_batch_begin(self, micro_batch):
+        self.events.append(("begin", micro_batch.k))
+
+    def on_micro_batch_end(self, micro_batch):
+        self.events.append(("end", micro_batch.k))
+
+    def on_backward_begin(self, batch, scale):
+        self.events.append("backward")
+
+
+def test_callbacks_are_told_of_the_steps_alone():
+    first, off = Notes(), Notes()
+    train(model(), callback=first)
+    train(model(), callback=off, checks="off")
+    assert first.events == off.events
+
+
+def test_gradients_of_an_earlier_backward_are_kept():
+    def fingerprint(checks):
+        run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks=checks), World())
+        trained = model()
+        _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+        for batch in run.batches(data()):
+            run.backward(batch, F.cross_entropy)
+            run.backward(batch, lambda output, target: F.cross_entropy(output, target).square())
+            optimizer.step()
+            optimizer.zero_grad()
+        found = run.fingerprint()
+        run.close()
+        return found
+
+    assert fingerprint("first") == fingerprint("off")
+
+
+def test_a_hook_that_counts_is_refused_by_its_gradient():
+    trained, calls = model(), [0]
+
+    def scale(gradient):
+        calls[0] += 1
+        return gradient * calls[0]
+
+    trained[0].weight.register_hook(scale)
+    with pytest.raises(ConfigError, match=r"gradient of '0.weight'.*has other bits"):
+        train(trained)
+
+
+def test_one_micro_batch_in_one_process_may_do_as_it_likes():
+    class Clamps(Calls):
+        def forward(self, x):
+            with torch.no_grad():
+                self.inner.weight.clamp_(-0.1, 0.1)
+            return self.inner(x)
+
+    train(Clamps(), micro_batches=1)
+    with pytest.raises(ConfigError, match=r"writes into the parameter 'inner.weight'"):
+        train(Clamps())
+
+
+def test_what_a_refused_run_changed_is_put_back():
+    class Counts(Calls):
+        def forward(self, x):
+            return super().forward(x) * self.calls
+
+    trained = Counts()
+    with pytest.raises(ConfigError, match=r"the attribute 'calls' of the model"):
+        train(trained)
+    assert trained.calls == 0
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+def test_input_that_is_written_to_is_read_once():
+    class Writes(Calls):
+        def forward(self, x):
+            return self.inner(x.mul_(2))
+
+    torch.manual_seed(2)
+    first = train(Writes())
+    torch.manual_seed(2)
+    assert first == train(Writes(), checks="off")

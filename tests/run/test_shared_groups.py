@@ -1,0 +1,103 @@
+"""The groups and the state of an optimizer that holds parts, as the user sees them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lockstep.errors import ConfigError
+from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
+from lockstep.run.shared_groups import SharedGroups
+from lockstep.strategies.optimizer_trial import Unit
+from lockstep.strategies.sharding import Absence, AbsentParameter
+
+
+def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT):
+    """The optimizer of a rank that has the first row of a weight, all of a bias, and nothing of a second weight."""
+    wholes = {"weight": nn.Parameter(torch.ones(2, 3)), "bias": nn.Parameter(torch.ones(3))}
+    wholes["other"] = nn.Parameter(torch.ones(2, 2))
+    held = {"weight": nn.Parameter(torch.ones(1, 3)), "bias": nn.Parameter(torch.ones(3))}
+    absence = Absence("fsdp", "no process holds it whole")
+    seen = {name: AbsentParameter(whole, name, held.get(name), absence) for name, whole in wholes.items()}
+    names = list(wholes)[: len(wholes) - left_out]
+    own = optim.SGD([held[name] for name in names if name in held], lr=lr, momentum=0.9)
+    strategy = SimpleNamespace(
+        replicated=False,
+        trainable=lambda: held,
+        steps=steps,
+        whole_parameters=frozenset(),
+        device=torch.device("cpu"),
+        name="fsdp",
+        before_step=lambda: None,
+        after_step=lambda: None,
+    )
+    groups = SharedGroups(own, [names], seen, strategy)
+    return PreparedOptimizer(own, GradientState([own], strategy), groups), own, seen, held
+
+
+def test_groups_show_the_prepared_models_parameters():
+    optimizer, own, seen, _ = shared()
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in seen.values()]
+    group["lr"] = 0.5
+    group.setdefault("initial_lr", 0.7)
+    assert own.param_groups[0]["lr"] == 0.5 and own.param_groups[0]["initial_lr"] == 0.7
+    assert set(group) == set(own.param_groups[0]) and len(group) == len(own.param_groups[0])
+    with pytest.raises(ConfigError, match=r"call optimizer\.add_param_group"):
+        group["params"] = []
+
+
+def test_a_scheduler_takes_them():
+    optimizer, own, _, _ = shared()
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    optimizer._gradients.end_backward()
+    optimizer.step()
+    scheduler.step()
+    assert own.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_state_is_found_by_the_prepared_models_parameters():
+    optimizer, own, seen, held = shared()
+    own.state[held["weight"]]["momentum_buffer"] = torch.ones(1, 3)
+    state = optimizer.state
+    assert [seen["weight"] is parameter for parameter in state] == [True]
+    assert state[seen["weight"]] is own.state[held["weight"]] and state[seen["other"]] == {}
+    for values in state.values():
+        values["momentum_buffer"].mul_(0.5)
+    assert own.state[held["weight"]]["momentum_buffer"].max() == 0.5
+    state.clear()
+    assert not own.state
+
+
+def test_a_group_of_known_parameters_is_added():
+    optimizer, own, seen, held = shared(left_out=2)
+    optimizer.add_param_group({"params": [seen["bias"], seen["other"]], "lr": 0.01})
+    assert [id(p) for p in own.param_groups[1]["params"]] == [id(held["bias"])]
+    assert [id(p) for p in optimizer.param_groups[1]["params"]] == [id(seen["bias"]), id(seen["other"])]
+    assert own.param_groups[1]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (
+            lambda seen: {"params": [nn.Parameter(torch.ones(5))]},
+            r"a tensor of shape \[5\] that was no parameter",
+        ),
+        (lambda seen: {"params": seen["weight"]}, "'weight' is in a group of the optimizer already"),
+        (lambda seen: {"params": [seen["other"]], "fused": True}, "with fused=True by its place"),
+    ],
+)
+def test_other_groups_are_refused(group, words):
+    optimizer, _, seen, _ = shared(left_out=1)
+    with pytest.raises(ConfigError, match=words):
+        optimizer.add_param_group(group(seen))
+
+
+def test_state_is_not_handed_out_in_parts():
+    optimizer, own, _, _ = shared()
+    with pytest.raises(ConfigError, match=r"optimizer\.state_dict\(\) was called after run\.prepare"):
+        optimizer.state_dict()
+    with pytest.raises(ConfigError, match=r"optimizer\.load_state_dict\(\) was called"):
+        optimizer.load_state_dict(own.state_dict())

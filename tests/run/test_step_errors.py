@@ -1,0 +1,93 @@
+"""Sentences and notes for errors of the user's model and loss; whole programs are in tests/sameness."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.core.plan import BatchShape, SamplePlan
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.run.step_errors import explain_loss, no_gradient, no_value, note_data, shown
+
+LOGITS = torch.zeros(2, 3, requires_grad=True)
+
+
+def test_data_is_shown_by_type_and_shape():
+    data = {"ids": torch.zeros(2, 4, dtype=torch.int64), "names": ["a", "b"], "pair": (torch.zeros(2), None)}
+    assert shown(data) == "{'ids': int64 [2, 4], 'names': list of 2 str, 'pair': (float32 [2], NoneType)}"
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (torch.zeros(2), "target is float32 .* target.long"),
+        (torch.zeros(2, 1, dtype=torch.int64), "a column too many"),
+        (torch.tensor([1, 3]), "numbered 0 to 2, and the targets are 1 to 3"),
+        (torch.tensor([-1, 0]), "the targets are -1 to 0"),
+        (torch.zeros(4, dtype=torch.int64), "differ in the number of rows"),
+        (("cat", "dog"), "target is tuple of 2 str"),
+    ],
+)
+def test_wrong_classes_are_explained_where_torch_raises(target, said):
+    def loss(output, target):
+        return F.cross_entropy(output, target)  # called from a function of the user's own
+
+    with pytest.raises(ConfigError, match=said) as refused:
+        run(loss, LOGITS, target)
+    assert refused.value.__cause__ is not None
+
+
+def test_binary_losses_are_explained():
+    with pytest.raises(ConfigError, match=r"output.squeeze\(1\), target.float\(\)"):
+        run(F.binary_cross_entropy_with_logits, torch.zeros(2, 1), torch.zeros(2))
+    with pytest.raises(ConfigError, match=r"bool .* has to be floating-point"):
+        run(F.binary_cross_entropy_with_logits, torch.zeros(2), torch.zeros(2) > 0)
+
+
+def test_an_unknown_error_is_the_users_own_with_a_note():
+    def loss(output, target):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError) as raised:
+        run(loss, LOGITS, torch.zeros(2))
+    assert (
+        "loss(output, target), with the output float32 [2, 3] and the target float32 [2]"
+        in raised.value.__notes__[0]
+    )
+
+
+def run(loss, output, target):
+    try:
+        loss(output, target)
+    except Exception as error:
+        explain_loss(error, output, target)
+        raise
+
+
+def test_a_loss_without_a_gradient_tells_whose_fault_it_is():
+    assert "without detach(), item()" in str(no_gradient({"logits": LOGITS}))
+    assert "neither has the output of the model" in str(no_gradient(LOGITS.detach()))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.5, "without item()"), (None, "line with return"), ({"loss": 1}, "'loss'"), ([1], "not list")],
+)
+def test_what_is_no_loss_is_told_by_kind(value, said):
+    assert said in str(no_value(value))
+
+
+def test_the_data_of_a_micro_batch_is_noted_with_a_type_that_the_model_has_not():
+    plan = SamplePlan(samples=2, shape=BatchShape(global_batch=2, micro_batches=1)).step(0, 0)
+    data = (torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, dtype=torch.int64))
+    error, own = RuntimeError("of torch"), ConfigError("ours")
+    for each in (error, own):
+        note_data(each, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))
+    assert not hasattr(own, "__notes__")
+    assert re.search(
+        r"\(float64 \[2, 6\], int64 \[2\]\).*float64 and the model float32", " ".join(error.__notes__)
+    )

@@ -1,0 +1,175 @@
+"""Losses of the whole global batch: the same bits on any layout, and the gradient of one undivided batch."""
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
+from lockstep.run import Run, RunOptions
+
+SAMPLES, GLOBAL_BATCH = 52, 24
+
+
+class Towers(nn.Module):
+    """As CLIP: two embeddings for each sample, and a learned temperature."""
+
+    def __init__(self, dropout=0.2):
+        super().__init__()
+        self.left = nn.Sequential(
+            nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 8)
+        )
+        self.right = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.temperature = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, a, b):
+        return F.normalize(self.left(a), dim=1), F.normalize(self.right(b), dim=1), self.temperature.exp()
+
+
+def clip(output, target):
+    left, right, scale = output
+    similar = scale * left @ right.T
+    numbers = torch.arange(len(similar))
+    assert len(target) == len(left)
+    return (F.cross_entropy(similar, numbers) + F.cross_entropy(similar.T, numbers)) / 2
+
+
+def pairs():
+    generator = torch.Generator().manual_seed(2)
+    a, b = torch.randn(SAMPLES, 6, generator=generator), torch.randn(SAMPLES, 4, generator=generator)
+    return TensorDataset(a, b, torch.arange(SAMPLES))
+
+
+def train(world, strategy="single", micro_batches=8, dropout=0.2, **options):
+    torch.manual_seed(0)
+    model = Towers(dropout)
+    recipe = RunOptions.of(
+        global_batch=GLOBAL_BATCH, micro_batches=micro_batches, threads=1, strategy=strategy, **options
+    )
+    run = Run(recipe, world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    losses = []
+    for _ in run.epochs(2):
+        for batch in run.batches(pairs()):  # the last step has two micro-batches, of three samples and one
+            losses.append(float(run.backward(batch, clip, whole_batch=True)))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {name: each.clone() for name, each in run.state_dict().items()}
+    fingerprint = run.fingerprint()
+    run.close()
+    return losses, fingerprint, state
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return train(World())
+
+
+def test_equal_bits_on_several_ranks(alone):
+    for strategy, ranks in (("ddp", 3), ("fsdp", 2)):
+        for found in run_ranks(train, ranks, strategy):
+            assert found[:2] == alone[:2], strategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("ddp", 2), ("ddp", 4), ("ddp", 8), ("fsdp", 3), ("dp", 1), ("layers", 1), ("parameter_server", 3)],
+)
+def test_equal_bits_under_further_layouts(alone, strategy, ranks):
+    options = {"layers": {"layers": {"devices": 2}}, "dp": {"dp": {"replicas": 2}}}.get(strategy, {})
+    for found in run_ranks(train_with, ranks, strategy, options):
+        assert found[:2] == alone[:2]
+
+
+def train_with(world, strategy, options):
+    return train(world, strategy, **options)
+
+
+def undivided():
+    torch.manual_seed(0)
+    model = Towers(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    run = Run(RunOptions.of(global_batch=GLOBAL_BATCH, micro_batches=8, strategy="single"), World())
+    run.prepare(nn.Linear(1, 1))
+    losses, data = [], pairs()
+    for _ in run.epochs(2):
+        for batch in run.batches(data):
+            numbers = torch.cat([torch.from_numpy(part) for part in batch.plan.indices])
+            a, b, target = data[numbers]
+            loss = clip(model(a, b), target)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    run.close()
+    return losses, model.state_dict()
+
+
+def test_the_gradient_is_that_of_one_undivided_batch():
+    losses, state = undivided()
+    found, _, trained = train(World(), dropout=0.0)
+    assert found == pytest.approx(losses, rel=1e-5)
+    for name, tensor in state.items():
+        torch.testing.assert_close(trained[name], tensor, rtol=1e-5, atol=1e-5)
+    separate = train(World(), dropout=0.0, micro_batches=1)[0]
+    assert separate == pytest.approx(losses, rel=1e-5)
+
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, output, target):
+        return F.cross_entropy(self.scale * output @ output.T, torch.arange(len(output)))
+
+
+def changing(output, target):
+    return output[0].mean() if len(target) else output[0].sum()
+
+
+def refused(model, loss, sentence, **options):
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", **options), World())
+    try:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        data = TensorDataset(torch.randn(16, 6), torch.arange(16))
+        with pytest.raises(ConfigError, match=sentence):
+            run.backward(next(run.batches(data)), loss, whole_batch=True)
+    finally:
+        run.close()
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.inner(x), x.sum()
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def test_what_cannot_be_put_together_is_refused():
+    refused(nn.Linear(6, 3), Learned(), "The loss uses the parameter")
+    refused(Summed(), clip, "without a row for each sample")
+    refused(Counting(), F.cross_entropy, "computed twice under the same keys")
+    refused(nn.Linear(6, 3), lambda output, target: None, "It returned None")
+    refused(
+        nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)),
+        F.cross_entropy,
+        "sync_batch_norm",
+        sync_batch_norm=True,
+    )

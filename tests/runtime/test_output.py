@@ -1,0 +1,94 @@
+"""Output to a terminal, pipe or disk that takes nothing any more."""
+
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from lockstep.runtime.output import TERMINAL_LOG, lasting
+
+
+@contextmanager
+def writer(descriptor):
+    with os.fdopen(descriptor, "w") as stream:
+        yield stream
+
+
+@pytest.mark.fault("T1")
+def test_what_a_closed_pipe_does_not_take_is_in_the_log_folder(tmp_path):
+    reader, end = os.pipe()
+    with writer(end) as stream:
+        lasts = lasting(stream, tmp_path)
+        print("before", file=lasts)
+        assert os.read(reader, 100) == b"before\n"
+        os.close(reader)
+        print("after", file=lasts)
+        os.write(end, b"from C++\n")
+        print("last", file=lasts, flush=True)
+    assert (tmp_path / TERMINAL_LOG).read_text() == "after\nfrom C++\nlast\n"
+
+
+@pytest.mark.fault("T1")
+def test_a_closed_terminal_without_a_log_folder_fails_nothing(tmp_path):
+    ours, terminal = os.openpty()
+    with writer(terminal) as stream:
+        lasts = lasting(stream, tmp_path / "absent")
+        os.close(ours)
+        for _ in range(3):
+            print("x" * 10_000, file=lasts, flush=True)
+
+
+@contextmanager
+def disk_of(size):
+    """Files may have so many bytes at most."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+@pytest.mark.fault("T2")
+def test_a_log_on_a_full_disk_fails_nothing_and_goes_on_when_there_is_room(tmp_path):
+    with (tmp_path / "rank-001.log").open("w") as file:
+        lasts = lasting(file, None)
+        with disk_of(4):
+            print("12345678", file=lasts)
+            print("lost", file=lasts)
+        print("again", file=lasts)
+    assert (tmp_path / "rank-001.log").read_text() == "1234again\n"
+
+
+@pytest.mark.fault("T2")
+def test_a_result_on_a_full_disk_fails(tmp_path):
+    with (tmp_path / "results").open("w") as file:
+        lasts = lasting(file, None, is_result=True)
+        with disk_of(4), pytest.raises(OSError):
+            print("12345678", file=lasts, flush=True)
+        lasts.flush()
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_no_file_takes_the_number_of_a_stream_that_the_parent_has_closed(closed, tmp_path):
+    code = (
+        "import sys; from lockstep.runtime.output import open_standard_streams; open_standard_streams()\n"
+        "with open('file', 'w') as file:\n"
+        "    assert file.fileno() > 2\n"
+        "    print('out'); print('err', file=sys.stderr)\n"
+    )
+    shell = "".join(f" {number}>&-" for number in closed)
+    subprocess.run(["sh", "-c", f'exec "$0" -c "$1"{shell}', sys.executable, code], cwd=tmp_path, check=True)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_the_stream_keeps_name_and_encoding_and_says_that_it_is_no_terminal(tmp_path):
+    with (tmp_path / "file").open("w", encoding="latin1", errors="replace") as file:
+        lasts = lasting(file, None)
+        assert (lasts.name, lasts.encoding, lasts.errors) == (file.name, "latin1", "replace")
+        assert lasts.fileno() == file.fileno() and not lasts.isatty()
+        print("é", "\u2026", file=lasts)
+    assert (tmp_path / "file").read_bytes() == b"\xe9 ?\n"

@@ -1,0 +1,105 @@
+"""Data sets that keep something from one read to the next are refused; sets that are read twice alike are not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.core.world import World
+from lockstep.errors import DataError
+from lockstep.run import Run, RunOptions
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.rows = [torch.full((4,), float(index)) for index in range(16)]
+        self.reads, self.own = 0, np.random.default_rng(0)
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return self.rows[index], index % 2
+
+
+class OwnGenerator(Rows):
+    def __getitem__(self, index):
+        return self.rows[index] + self.own.random(), index % 2
+
+
+class InPlace(Rows):
+    """Adds to the stored sample."""
+
+    def __getitem__(self, index):
+        x = self.rows[index]
+        x += 1
+        return x, index % 2
+
+
+class Counting(Rows):
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.rows[index] * self.reads, index % 2
+
+
+class WholeBatch(Counting):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Keyed(Rows):
+    """Draws from the three global generators, counts, and keeps what it has prepared."""
+
+    def __getitem__(self, index):
+        self.reads += 1
+        self.rows[index] = self.rows[index].clamp(max=8)
+        return self.rows[index] + torch.rand(4) + np.random.rand() + random.random(), index % 2
+
+
+def train(data, *, workers=0, checks="first"):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    options = RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks=checks)
+    run = Run(options, World())
+    try:
+        _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for batch in run.batches(data, workers=workers):
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.fingerprint()
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, InPlace, Counting, WholeBatch])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_set_that_changes_is_refused_by_name(kind, workers):
+    with pytest.raises(
+        DataError, match=rf"{kind.__name__}\[\d+.*\] gave other values when it was read again"
+    ):
+        train(kind(), workers=workers)
+
+
+def test_a_collate_function_is_given_the_samples_of_such_a_set_too():
+    data = DataLoader(
+        InPlace(),
+        batch_size=2,
+        collate_fn=lambda samples: tuple(map(torch.tensor, zip(*[(x.tolist(), y) for x, y in samples]))),
+    )
+    with pytest.raises(DataError, match=r"InPlace\[\d+\] gave other values"):
+        train(data)
+
+
+def test_keyed_draws_and_prepared_samples_are_fine():
+    assert train(Keyed()) == train(Keyed(), workers=1) == train(Keyed(), checks="off")
+
+
+def test_off_reads_once():
+    data = Keyed()
+    train(data, checks="off")
+    assert data.reads == 16

@@ -1,0 +1,267 @@
+"""Hooks on parameters, gradients and modules: the bits of one device, or a refusal."""
+
+from functools import cache
+
+import pytest
+import torch
+from tests.sameness.training import (
+    DDP,
+    DP,
+    FSDP,
+    LAYERS,
+    PIPELINE,
+    SERVERS,
+    SHARDED_PIPELINE,
+    SINGLE,
+    TENSOR,
+    WIDTH,
+    Program,
+    chain,
+    differing,
+    under,
+)
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def noisy(gradient):
+    return gradient + 0.01 * torch.randn_like(gradient)
+
+
+def noisy_output(module, given, output):
+    return output + 0.1 * torch.randn_like(output)
+
+
+def noisy_input(module, given):
+    return (given[0] + 0.1 * torch.randn_like(given[0]),)
+
+
+def noisy_gradients(module, inputs, outputs):
+    return tuple(None if each is None else noisy(each) for each in inputs)
+
+
+def on_gradients():
+    model = chain()
+    model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    model[2].bias.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+    model[6].weight.register_post_accumulate_grad_hook(halve)
+    return Program(model)
+
+
+def on_gradients_after_prepare():
+    def after(model, prepared):
+        for name, parameter in prepared.named_parameters():
+            if name.endswith("weight"):
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+            else:
+                parameter.register_post_accumulate_grad_hook(halve)
+
+    return Program(chain(), after=after)
+
+
+def removed_after_prepare():
+    model = chain()
+    handles = [
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5),
+        model[4].weight.register_post_accumulate_grad_hook(halve),
+    ]
+    return Program(model, after=lambda *_: [handle.remove() for handle in handles])
+
+
+def noise_on_gradients():
+    model = chain(nn.Dropout(0.2))
+    for parameter in model.parameters():
+        parameter.register_hook(noisy)
+    return Program(model)
+
+
+def noise_in_backward_of_modules():
+    model = chain()
+    for number in (2, 4):
+        model[number].register_full_backward_hook(noisy_gradients)
+        model[number].register_full_backward_pre_hook(lambda module, outputs: tuple(map(noisy, outputs)))
+    return Program(model)
+
+
+def noise_in_forward():
+    model = chain(nn.Dropout(0.2))
+    for number in (1, 2, 5):
+        model[number].register_forward_hook(noisy_output)
+        model[number].register_forward_pre_hook(noisy_input)
+    return Program(model)
+
+
+def noise_in_forward_after_prepare():
+    def after(model, prepared):
+        for module in prepared.modules():
+            if type(module) is nn.Linear:
+                module.register_forward_hook(noisy_output)
+                module.register_forward_pre_hook(noisy_input)
+
+    return Program(chain(), after=after)
+
+
+def kept_in_the_last_stage():
+    kept, model = {}, chain()
+    model[5].register_forward_hook(lambda module, given, output: kept.update(x=output))
+    return Program(
+        model, loss=lambda output, target: F.cross_entropy(output, target) + kept["x"].pow(2).mean()
+    )
+
+
+class Kept:
+    """Keeps what a module gives, for the loss."""
+
+    def __init__(self, module):
+        self.found = []
+        module.register_forward_hook(self.keep)
+
+    def keep(self, module, given, output):
+        self.found.append(output)
+
+    def loss(self, output, target):
+        extra = sum((each.pow(2).mean() for each in self.found), torch.zeros(()))
+        self.found.clear()
+        return F.cross_entropy(output, target) + extra
+
+
+def kept_for_the_loss():
+    model = chain()
+    return Program(model, loss=Kept(model[3]).loss)
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return noisy(gradient)
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return NoisyGradient.apply(x)
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), Noisy(), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def noise_in_functions():
+    return Program(nn.Sequential(nn.Linear(6, WIDTH), Noisy(), Recomputed(), Noisy(), nn.Linear(WIDTH, 4)))
+
+
+EVERYWHERE = (
+    on_gradients,
+    on_gradients_after_prepare,
+    removed_after_prepare,
+    noise_on_gradients,
+    noise_in_backward_of_modules,
+    noise_in_forward,
+    noise_in_forward_after_prepare,
+    kept_in_the_last_stage,
+)
+WHOLE = (kept_for_the_loss, noise_in_functions)
+"""Where one process has the whole graph of a micro-batch."""
+
+
+@cache
+def alone():
+    return under(SINGLE, *EVERYWHERE, *WHOLE)
+
+
+@pytest.mark.parametrize(
+    "layout, makes",
+    [
+        pytest.param(DP, EVERYWHERE + WHOLE, id="dp"),
+        pytest.param(LAYERS, EVERYWHERE + WHOLE, id="layers", marks=pytest.mark.slow),
+        pytest.param(FSDP, EVERYWHERE + WHOLE, id="fsdp"),
+        pytest.param(PIPELINE, EVERYWHERE, id="pipeline"),
+        pytest.param(SERVERS, EVERYWHERE + WHOLE, id="parameter_server", marks=pytest.mark.slow),
+        pytest.param(DDP, EVERYWHERE + WHOLE, id="ddp", marks=pytest.mark.slow),
+        pytest.param(SHARDED_PIPELINE, EVERYWHERE, id="fsdp-pipeline", marks=pytest.mark.slow),
+    ],
+)
+def test_hooks_have_the_bits_of_one_device(layout, makes):
+    expected = {make.__name__: alone()[make.__name__] for make in makes}
+    assert differing(expected, under(layout, *makes)) == {}
+
+
+def test_hooks_act():
+    """The counter-check: without their hooks the programs give something else."""
+    plain = under(SINGLE, removed_after_prepare)["removed_after_prepare"]
+    for name in (
+        "on_gradients",
+        "on_gradients_after_prepare",
+        "noise_in_backward_of_modules",
+        "noise_in_forward",
+    ):
+        assert alone()[name]["0.weight"] != plain["0.weight"], name
+
+
+def on_an_opened_module():
+    return Program(chain(), after=lambda model, prepared: model.register_forward_hook(noisy_output))
+
+
+def on_a_split_layer():
+    model = chain()
+    model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    return Program(model)
+
+
+def on_all_modules():
+    register_module_forward_hook(lambda module, given, output: None)
+    return Program(chain())
+
+
+class Plain(nn.Module):
+    """Draws in layers that are no children of a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(6, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        return self.last(self.dropout(torch.relu(self.first(x))))
+
+
+def plain_dropout():
+    return Program(Plain())
+
+
+@pytest.mark.parametrize(
+    "layout, make, said",
+    [
+        (PIPELINE, kept_for_the_loss, r"The loss reads 'self.found', which a hook .* begins with '0'.*'ddp'"),
+        (PIPELINE, noise_in_functions, r"The backward pass draws random numbers.*strategy 'ddp' or 'fsdp'"),
+        (
+            PIPELINE,
+            plain_dropout,
+            r"The forward pass draws random numbers outside of every child.*nn.Sequential",
+        ),
+        (PIPELINE, on_an_opened_module, r"A hook was registered on 'the model' after run.prepare.*'ddp'"),
+        (PIPELINE, on_all_modules, r"Hooks are registered for all modules .* no process calls all modules"),
+        (TENSOR, on_a_split_layer, r"'0.weight' has a hook, and strategy 'tensor' .*'ddp'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_hooks_cannot_do_is_refused(layout, make, said):
+    with pytest.raises(ConfigError, match=said):
+        under(layout, make)

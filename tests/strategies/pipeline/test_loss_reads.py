@@ -1,0 +1,114 @@
+"""What a loss can read is found from its code, and a change of it is refused."""
+
+import re
+import types
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.run.step import exact
+from lockstep.strategies.pipeline.loss_reads import LossReads
+
+KEPT = {}
+ONES = torch.ones(3)
+
+
+def of_global(output, target):
+    return output + KEPT["x"]
+
+
+class Owner:
+    def __init__(self):
+        self.used, self.unused, self.nested = [], [], types.SimpleNamespace(count=0)
+
+    def helper(self):
+        return self.nested.count
+
+    def loss(self, output, target):
+        return output * len(self.used) + self.helper()
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.other = {}, {}
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, output, target):
+        return output * self.scale + self.seen.get("x", 0)
+
+
+def changes(loss, change):
+    """Whether a change is refused; the name in the message."""
+    reads = LossReads(loss)
+    change()
+    try:
+        reads.require_unchanged("2")
+    except ConfigError as error:
+        return re.match(r"The loss reads (['\"])(.*?)\1, which", str(error))[2]
+    return None
+
+
+def test_a_global_dictionary():
+    assert changes(of_global, lambda: KEPT.update(x=ONES)) == "KEPT"
+    assert changes(of_global, lambda: KEPT.update(x=ONES + 1)) == "KEPT['x']"
+    assert changes(of_global, lambda: KEPT["x"].add_(1)) == "KEPT['x']"
+    assert changes(of_global, lambda: None) is None
+
+
+def test_a_closure_a_variable_of_it_and_an_argument():
+    kept, last = [], None
+
+    def loss(output, target):
+        return output + sum(kept) + (last or 0)
+
+    def rebind():
+        nonlocal last
+        last = ONES
+
+    assert changes(loss, lambda: kept.append(ONES)) == "kept"
+    assert changes(loss, rebind) == "last"
+    assert (
+        changes(partial(lambda found, output, target: output + found[0], kept), lambda: kept.append(ONES))
+        == "(0)"
+    )
+    assert changes(lambda output, target, found=kept: found, lambda: kept.append(1)) == "default 0"
+    assert changes(lambda output, target: (lambda: kept)(), lambda: kept.append(1)) == "kept"
+
+
+def test_attributes_that_the_code_mentions():
+    owner = Owner()
+    assert changes(owner.loss, lambda: owner.used.append(ONES)) == "self.used"
+    assert changes(owner.loss, lambda: setattr(owner.nested, "count", 2)) == "self.nested.count"
+    assert changes(owner.loss, lambda: owner.unused.append(ONES)) is None
+    assert (
+        changes(lambda output, target: owner.loss(output, target), lambda: owner.used.append(1))
+        == "owner.used"
+    )
+
+
+def test_a_loss_module():
+    criterion = Criterion()
+    assert changes(criterion, lambda: criterion.seen.update(x=1)) == "seen"
+    assert changes(criterion, lambda: criterion.scale.mul_(2)) == "scale"
+    assert changes(criterion, lambda: criterion.other.update(x=1)) is None
+    wrapped = exact(nn.CrossEntropyLoss())
+    assert changes(wrapped, lambda: KEPT.clear()) is None
+
+
+def test_an_object_that_holds_itself_ends():
+    loop = {}
+    loop["loop"] = loop
+    assert changes(lambda output, target: loop, lambda: None) is None
+
+
+def test_the_sentence_names_the_stage_and_the_remedy():
+    reads = LossReads(of_global)
+    KEPT["y"] = 1
+    with pytest.raises(
+        ConfigError, match=r"The loss reads 'KEPT'.*begins with 'layer2.0'.*strategy 'ddp' or 'fsdp'"
+    ):
+        reads.require_unchanged("layer2.0")

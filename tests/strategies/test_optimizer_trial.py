@@ -1,0 +1,148 @@
+"""What optimizers need to see at once, found out by trying: bits decide, not classes."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+
+CPU = torch.device("cpu")
+
+
+def model(dtype=torch.float32):
+    return nn.Sequential(nn.Linear(6, 37), nn.LayerNorm(37), nn.Linear(37, 53), nn.Conv1d(4, 3, 2)).to(dtype)
+
+
+def matrices():
+    return [parameter for parameter in model().parameters() if parameter.dim() == 2]
+
+
+class Noisy(optim.SGD):
+    """Draws random numbers, and says that it is elementwise."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter))
+
+
+class Normalized(optim.SGD):
+    """Divides every gradient by its norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.norm() + 1)
+        super().step(closure)
+
+
+class Coupled(optim.SGD):
+    """Divides all gradients by the largest of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        largest = max((float(each.grad.abs().max()) for each in own if each.numel()), default=1.0)
+        for parameter in own:
+            parameter.grad.div_(largest)
+        super().step(closure)
+
+
+class Remembering(optim.SGD):
+    """An elementwise optimizer of somebody's own, with attributes that hold its parameters."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.first = self.param_groups[0]["params"][0]
+        self.calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        super().step(closure)
+
+
+class Failing(optim.SGD):
+    def step(self, closure=None):
+        raise ValueError("no")
+
+
+def bf16():
+    return list(model(torch.bfloat16).parameters())
+
+
+def plain():
+    return list(model().parameters())
+
+
+TRIALS = {
+    "sgd": (lambda: optim.SGD(plain(), lr=0.1, momentum=0.9, nesterov=True), Unit.ELEMENT),
+    "adamw": (lambda: optim.AdamW(plain(), lr=0.1, amsgrad=True), Unit.ELEMENT),
+    "adamw foreach": (lambda: optim.AdamW(model().named_parameters(), lr=0.1, foreach=True), Unit.ELEMENT),
+    "adagrad": (lambda: optim.Adagrad(plain(), initial_accumulator_value=0.1), Unit.ELEMENT),
+    "own": (lambda: Remembering(plain(), lr=0.1), Unit.ELEMENT),
+    "adamw bf16": (lambda: optim.AdamW(bf16(), lr=0.1), Unit.ELEMENT),
+    "adamw fused": (lambda: optim.AdamW(plain(), lr=0.1, fused=True), Unit.PLACE),
+    "sgd fused": (lambda: optim.SGD(plain(), lr=0.1, momentum=0.9, fused=True), Unit.PLACE),
+    "sgd bf16": (lambda: optim.SGD(bf16(), lr=0.1), Unit.PLACE),
+    "adafactor": (lambda: optim.Adafactor(plain(), lr=0.1), Unit.PARAMETER),
+    "muon": (lambda: optim.Muon(matrices(), lr=0.1), Unit.PARAMETER),
+    "norms": (lambda: Normalized(plain(), lr=0.1), Unit.PARAMETER),
+    "noise": (lambda: Noisy(plain(), lr=0.1), Unit.MODEL),
+    "coupled": (lambda: Coupled(plain(), lr=0.1), Unit.MODEL),
+    "failing": (lambda: Failing(plain(), lr=0.1), Unit.MODEL),
+}
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_bits_say_what_an_optimizer_needs(name):
+    make, unit = TRIALS[name]
+    trial = try_optimizer(make(), CPU)
+    assert trial.unit is unit
+    assert bool(trial.reason) == (unit is not Unit.ELEMENT)
+
+
+def test_a_trial_changes_nothing():
+    """Neither parameters, gradients and state, nor hooks, schedulers and generators of the user's."""
+    parameters, called = plain(), []
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = Remembering(parameters, lr=0.1, momentum=0.9)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step()
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    before = [parameter.clone() for parameter in parameters]
+    momentum = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in parameters]
+    generator = torch.get_rng_state()
+    assert try_optimizer(optimizer, CPU).unit is Unit.ELEMENT
+    assert all(map(torch.equal, before, parameters))
+    assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(parameters, momentum))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not called and optimizer.calls == 1 and scheduler.last_epoch == 0
+
+
+def test_one_option_of_one_group_decides():
+    first, second = plain()[:4], plain()[4:]
+    groups = [{"params": first}, {"params": second, "fused": True}]
+    assert try_optimizer(optim.AdamW(groups, lr=0.1), CPU).unit is Unit.PLACE
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("adamw fused", "AdamW rounds an element with fused=True by its place in the tensor"),
+        ("sgd bf16", "SGD rounds an element of torch.bfloat16 by its place in the tensor"),
+        ("norms", "Normalized updates an element by others of its parameter"),
+        ("noise", "Noisy draws random numbers in its step"),
+        ("coupled", "Coupled updates a parameter by what it finds in others"),
+    ],
+)
+def test_a_refusal_names_the_optimizer_and_the_remedy(name, words):
+    optimizer = TRIALS[name][0]()
+    text = str(refused_optimizer(optimizer, try_optimizer(optimizer, CPU), "fsdp"))
+    assert words in text and text.endswith("strategy 'ddp'.")
+    assert ("fused=False" in text) == (name == "adamw fused")
