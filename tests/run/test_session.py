@@ -1,11 +1,16 @@
 """Memory that a process frees stays with it, and none of its results change; ``init`` seeds what nobody has seeded."""
 
+import contextlib
+import io
+import pickle
 import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
+from tests.ranks import answers_of, forked
 
 from lockstep.run.session import _say_lost_peer
 
@@ -71,37 +76,54 @@ print(run.fingerprint(), random.random(), np.random.rand())
 """
 
 
-def _ended(*lines):
-    code = _SCRIPT.format(body="\n".join(lines))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+def _run(lines, sender):
+    """Runs a script, whose generators are as those of a new process, and sends what it printed and complained of."""
+    torch.seed(), np.random.seed(), random.seed()
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        exec(_SCRIPT.format(body="\n".join(lines)), {"__name__": "__main__"})
+    sender.send_bytes(pickle.dumps((0.0, True, (output.getvalue().split(), errors.getvalue()))))
+
+
+def _ended(*scripts):
+    """The words that each script printed, and what it complained of; they run at the same time."""
+    with forked(_run, [(lines,) for lines in scripts]) as (processes, pipes):
+        found, *_ = answers_of(processes, pipes, 60, 1.0, lambda *ended: (0.0, ended))
+    return [found[number] for number in range(len(scripts))]
 
 
 _WARNING = "no seed decided its random numbers"
 
 
 def test_a_model_built_after_init_has_the_weights_of_the_seed_in_every_run():
-    first, second = (_ended("run = begun()", "model = built()") for _ in range(2))
-    seeded = _ended("torch.manual_seed(5)", "model = built()", "run = begun()")
-    assert first.stdout == second.stdout, "torch, NumPy and random are seeded"
-    assert first.stdout.split()[0] == seeded.stdout.split()[0], "with the seed itself"
-    assert not first.stderr and not second.stderr
+    after = "run = begun()", "model = built()"
+    (first, complaint), (second, _), (seeded, _) = _ended(
+        after, after, ("torch.manual_seed(5)", "model = built()", "run = begun()")
+    )
+    assert first == second, "torch, NumPy and random are seeded"
+    assert first[0] == seeded[0], "with the seed itself"
+    assert not complaint
 
 
 def test_a_model_built_before_init_without_a_seed_is_warned_about():
-    first, second = (_ended("model = built()", "run = begun()") for _ in range(2))
-    assert first.stdout.split()[0] != second.stdout.split()[0]
-    assert _WARNING in first.stderr and "lockstep.init(seed=...)" in first.stderr
+    before = "model = built()", "run = begun()"
+    (first, complaint), (second, _) = _ended(before, before)
+    assert first[0] != second[0]
+    assert _WARNING in complaint and "lockstep.init(seed=...)" in complaint
 
 
 def test_what_was_drawn_and_thrown_away_before_init_is_no_reason_to_warn():
-    ended = _ended("torch.rand(3), built()", "run = begun()", "model = built()")
-    assert not ended.stderr
+    ((_, complaint),) = _ended(("torch.rand(3), built()", "run = begun()", "model = built()"))
+    assert not complaint
 
 
 def test_a_seed_of_the_scripts_own_stays():
-    lines = "random.seed(1), np.random.seed(1), torch.manual_seed(7)", "run = begun()", "model = built()"
-    weights, drawn, other = _ended(*lines).stdout.split()
-    before, _, _ = _ended(lines[0], "model = built()", "run = begun()").stdout.split()
+    seeds, begun, built = (
+        "random.seed(1), np.random.seed(1), torch.manual_seed(7)",
+        "run = begun()",
+        "model = built()",
+    )
+    ((weights, drawn, other), _), ((before, *_), _) = _ended((seeds, begun, built), (seeds, built, begun))
     assert weights == before
     assert float(drawn) == random.Random(1).random()
     assert float(other) == np.random.RandomState(1).rand()
