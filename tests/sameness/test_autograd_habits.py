@@ -362,6 +362,21 @@ class Detached(Block):
         return torch.tanh(self.layer(given.logits.detach()) + given.mean[:, None])
 
 
+class Complex(Block):
+    def forward(self, x):
+        return torch.complex(self.layer(x), x), x > 0, None
+
+
+class Real(Block):
+    def forward(self, given):
+        waves, mask, _ = given
+        return self.layer(torch.tanh(waves.real * waves.imag).where(mask, waves.abs()))
+
+
+def many_types():
+    return Program(between(Block(), Complex(), Real(), Block()))
+
+
 def detached():
     return Program(between(Block(), Gives(Named, WIDTH), Detached(), Block()))
 
@@ -387,6 +402,7 @@ CHAINS = (
     contexts,
     without_gradient,
     detached,
+    many_types,
     tied,
 )
 WHOLE = (

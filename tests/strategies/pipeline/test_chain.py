@@ -124,6 +124,21 @@ def test_a_module_that_a_chain_would_not_be_true_to_stays_whole(kind):
     assert names(nn.Sequential(kind(), nn.ReLU())) == ["0", "1"]
 
 
+class Dropping(Straight):
+    """Calls a Dropout, whose draws are keyed by the module around it unless that is a Sequential."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.between = drop
+
+
+def test_a_dropout_that_has_no_key_of_its_own_stays_with_the_module_around_it():
+    assert names(nn.Sequential(Dropping(nn.Dropout(0.1)), nn.ReLU())) == ["0", "1"]
+    for drop in (nn.Dropout(0.0), nn.Sequential(nn.Dropout(0.1))):
+        opened = names(nn.Sequential(Dropping(drop), nn.ReLU()))
+        assert len(opened) == 4 and opened[1].startswith("0.between"), opened
+
+
 def test_a_module_whose_calls_somebody_watches_stays_whole():
     model = nn.Sequential(Straight(), nn.ReLU())
     model[0].register_forward_hook(lambda *_: None)

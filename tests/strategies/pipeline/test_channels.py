@@ -70,6 +70,10 @@ def test_a_tensor_that_is_there_twice_is_sent_once_and_is_one_tensor_again():
     assert first is received[0] and second is received[1] and all(each is first for each in others)
 
 
+class Marked(torch.Tensor):
+    pass
+
+
 def within_a_function():
     return namedtuple("Local", "x")(torch.ones(1))
 
@@ -82,8 +86,11 @@ def within_a_function():
         (within_a_function(), r"returns Local whose class is defined within a function \(move it to the top"),
         ({(1, 2): torch.ones(1)}, r"returns dict that has other keys than strings and numbers"),
         (torch.ones(2, 2).max(0), r"returns max, but only tensors"),
+        (torch.eye(2).to_sparse(), r"returns Tensor that is sparse_coo \(.*to_dense\(\)"),
+        ([torch.ones(2, dtype=torch.complex64).conj()], r"list with Tensor that is conjugate \(resolve_conj"),
+        (torch.ones(2).as_subclass(Marked), r"returns Marked that is a class of tensors"),
     ],
-    ids=["set", "inside", "local class", "keys", "torch's own tuple"],
+    ids=["set", "inside", "local class", "keys", "torch's own tuple", "sparse", "conjugate", "subclass"],
 )
 def test_a_value_that_cannot_be_sent_names_its_module_and_its_class(value, said):
     with pytest.raises(ConfigError, match=said):

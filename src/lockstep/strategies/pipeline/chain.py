@@ -4,9 +4,9 @@
 
 A Sequential is opened into its children, and so is any other module whose forward only calls its children one after the
 other, with nothing between them but reshaping and activations: torch.fx reads it. What cannot be opened stays whole, as
-one link of the chain: a block with a shortcut, a forward that draws random numbers itself, since those draws are keyed
-by the module, which would then lie in two processes, and one that calls its children under ``torch.no_grad``,
-``torch.autocast`` or hooks on saved tensors, which they would lose.
+one link of the chain: a block with a shortcut; a forward that draws random numbers itself, or in a Dropout that is no
+child of a Sequential, since those draws are keyed by the module, which would then lie in two processes; and one that
+calls its children under ``torch.no_grad``, ``torch.autocast`` or hooks on saved tensors, which they would lose.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.randomness import CONTAINERS
 
 _FUNCTIONS = (
     torch.flatten,
@@ -91,6 +92,8 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
         return None  # it runs something else than the forward of its class
     if type(module).forward is nn.Sequential.forward:
         return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]
+    if draws_without_key(module):
+        return None
     links = _traced(module, training=True)
     other = _traced(module, training=False)
     if links is None or other is None or [each.name for each in links] != [each.name for each in other]:
@@ -98,6 +101,21 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
     called = {each.module for each in links}
     idle = [child for child in module.children() if child not in called]
     return None if any(True for child in idle for _ in (*child.parameters(), *child.buffers())) else links
+
+
+def draws_without_key(module: nn.Module) -> str | None:
+    """The name of a child with a Dropout whose draws are keyed by the module around it; None where there is none."""
+    for name, child in module.named_children():
+        parts = [*child.modules()]
+        if not any(isinstance(each, CONTAINERS) for each in parts) and any(map(_drops, parts)):
+            return name
+    return None
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.RReLU) or (
+        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    )
 
 
 def is_watched(module: nn.Module) -> bool:

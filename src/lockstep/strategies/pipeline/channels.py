@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
-    tree_leaves,
     tree_map,
     tree_unflatten,
     treespec_dumps,
@@ -37,7 +36,7 @@ from torch.utils._pytree import (
 
 from lockstep.errors import ConfigError
 
-_CLASS = "class of "
+_CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
 _SAME = "tensor "
 """Begins what stands for a tensor that was there before, ahead of its place."""
@@ -51,8 +50,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, in the order in which they are sent; one that is there twice is sent once."""
     if isinstance(value, Tensor):
         return [value]
-    found = {id(leaf): leaf for leaf in tree_leaves(_as_dicts(value)) if isinstance(leaf, Tensor)}
+    found = {id(leaf): leaf for leaf in _flatten(value)[0] if isinstance(leaf, Tensor)}
     return [*found.values()]
+
+
+def _flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a value and its structure, in which named tuples and dataclasses are dicts."""
+    leaves, structure = tree_flatten(value, is_leaf=_is_object)
+    return tree_flatten(_as_dicts(value)) if any(map(_is_object, leaves)) else (leaves, structure)
 
 
 def _is_object(value: Any) -> bool:
@@ -122,6 +127,17 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The form of a tensor."""
+        if tensor.layout is not torch.strided or tensor.is_conj():
+            kind = (
+                "conjugate" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+            )
+            raise _CannotSend(
+                "Tensor", f" that is {kind} (resolve_conj() or to_dense() makes an ordinary one)"
+            )
+        if type(tensor) not in (Tensor, nn.Parameter):
+            raise _CannotSend(
+                type(tensor).__name__, " that is a class of tensors (as_subclass(torch.Tensor))"
+            )
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(tuple(tensor.shape), tensor.stride(), dtype, tensor.requires_grad)
 
@@ -174,10 +190,10 @@ class Description:
     @classmethod
     def of(cls, value: Any, name: str) -> tuple[Description, list[Tensor]]:
         """The description of a value, and its tensors."""
-        if isinstance(value, Tensor):
-            return cls("", (TensorSpec.of(value),)), [value]
         try:
-            leaves, structure = tree_flatten(_as_dicts(value))
+            if isinstance(value, Tensor):
+                return cls("", (TensorSpec.of(value),)), [value]
+            leaves, structure = _flatten(value)
             places: dict[int, int] = {}
             found: list[TensorSpec | str] = []
             tensors: list[Tensor] = []

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.chain import ChainLink, chain, is_watched
+from lockstep.strategies.pipeline.chain import ChainLink, chain, draws_without_key, is_watched
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
@@ -168,6 +168,12 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
     hooked = next((link.name or "the model" for link in links if is_watched(link.module)), None)
     if hooked is not None and any(True for link in links for _ in link.module.children()):
         found += f" ({hooked!r} has a hook, which keeps it whole)"
+    drawing = next(((link.name, child) for link in links if (child := draws_without_key(link.module))), None)
+    if drawing is not None:
+        found += (
+            f" ({drawing[0] or 'the model'!r} stays whole, since {drawing[1]!r} in it draws random numbers and is no "
+            "child of an nn.Sequential)"
+        )
     return (
         f"strategy {strategy!r} needs {stages} stages, and the model is {found}. A Sequential is opened, and a forward "
         "that only calls its children one after the other without drawing random numbers itself. Make the model such a "

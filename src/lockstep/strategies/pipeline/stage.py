@@ -135,8 +135,8 @@ class Passes:
         """Sends the output of a stage that is not the last."""
         channel = self.neighbours.activations_out
         assert channel is not None
-        self._roots[k] = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         channel.send(kind, output)
+        self._roots[k] = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
 
     def end_in(self, k: int, loss: Tensor) -> None:
         """Sets the loss from which the backward pass of a micro-batch starts in the last stage."""
@@ -233,7 +233,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *roots: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return roots[0].new_zeros(())
+        return torch.zeros((), device=roots[0].device)  # real, also where they are complex
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
