@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -14,8 +16,19 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lockstep.data import Digits, ImageArrays, Normalize, adopt, check_batch_size
-from lockstep.errors import ConfigError
+from lockstep.core.plan import BatchShape, SamplePlan, Share
+from lockstep.data import (
+    Digits,
+    ImageArrays,
+    Normalize,
+    SampleKeys,
+    StepLoader,
+    Stream,
+    Weighted,
+    adopt,
+    check_batch_size,
+)
+from lockstep.errors import ConfigError, DataError
 
 DATA = TensorDataset(torch.arange(40), torch.arange(40))
 
@@ -24,9 +37,13 @@ def collate(samples):
     return samples
 
 
-class Stream(IterableDataset):
+class Lines(IterableDataset):
+    """A stream without a length."""
+
+    epochs = ()
+
     def __iter__(self):
-        return iter(range(3))
+        return iter([(torch.tensor(number), torch.rand(2)) for number in range(12)][:3])
 
 
 class Curriculum(Sampler):
@@ -78,16 +95,120 @@ def test_a_sampler_of_a_part_becomes_a_subset():
     assert source.shuffle is True
 
 
+def test_samplers_that_draw_with_replacement_become_weights():
+    loader = DataLoader(
+        DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=9), collate_fn=collate
+    )
+    source = adopt(loader)
+    assert isinstance(source.dataset, Weighted) and len(source.dataset) == 9
+    assert source.dataset.collate is collate and source.collate is None
+    heavy = adopt(DataLoader(DATA, sampler=WeightedRandomSampler([0.0] * 39 + [1.0], 7))).dataset
+    assert heavy.sample_at(0, 0, np.arange(7)).tolist() == [39] * 7
+
+
+class Numbers(IterableDataset):
+    """A stream that shuffles by its epoch, and draws for each sample."""
+
+    def __init__(self):
+        self.begun, self.epoch = [], 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        self.begun.append(self.epoch)
+        return ((torch.tensor(number + 100 * self.epoch), torch.rand(())) for number in range(20))
+
+
+def read(stream, share, epoch, first=0):
+    """What a holder reads of the steps of an epoch, by sample."""
+    plan = SamplePlan(samples=20, shape=BatchShape(global_batch=6, micro_batches=3), shuffle=False)
+    steps = StepLoader(stream, plan, share=share).batches(epoch, first)
+    parts = [part for batch in steps for part in batch.micro_batches]
+    return {
+        int(index): (int(number), float(drawn))
+        for part in parts
+        for index, number, drawn in zip(part.indices, *part.data)
+    }
+
+
+def test_a_stream_has_the_same_samples_and_draws_for_any_reader():
+    """On another number of processes, and where reading begins within an epoch."""
+    whole = read(Stream(Numbers()), Share(), 3)
+    assert [number for number, _ in whole.values()] == list(range(300, 320))
+    assert len({drawn for _, drawn in whole.values()}) == 20
+    state = torch.get_rng_state()
+    parts = [read(Stream(Numbers()), Share(holder=holder, holders=3), 3) for holder in range(3)]
+    assert {index: found for part in parts for index, found in part.items()} == whole
+    assert torch.equal(torch.get_rng_state(), state)
+    later = read(Stream(Numbers()), Share(), 3, first=2)
+    assert later == {index: found for index, found in whole.items() if index >= 12}
+    numbers = Numbers()
+    stream = Stream(numbers)
+    assert read(stream, Share(), 0) != read(stream, Share(), 1) and numbers.begun == [0, 1], "once an epoch"
+
+
+def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():
+    source = adopt(DataLoader(Numbers(), batch_size=5, collate_fn=collate, drop_last=True, num_workers=2))
+    assert (source.shuffle, source.drop_last, source.evaluation_batch, source.workers) == (
+        False,
+        True,
+        5,
+        None,
+    )
+    keys = SampleKeys(0, 0, np.arange(2))
+    assert [int(number) for number, _ in source.dataset.get_batch(keys.indices, keys)] == [0, 1]
+    with pytest.raises(DataError, match="Lines ended after 3 samples"):
+        Stream(Lines(), 5).get_batch(np.array([4]), keys)
+
+
+def read_together(share, epoch=1):
+    """Of each sample of an epoch: its number in the first and in the second set, and what the second drew."""
+    short = Drawing([torch.tensor(number) for number in range(7)])
+    source = adopt((DataLoader(TensorDataset(torch.arange(20)), num_workers=1), short))
+    assert source.workers == 1
+    plan = SamplePlan(samples=len(source.dataset), shape=BatchShape(global_batch=6, micro_batches=3))
+    found = {}
+    for batch in StepLoader(source.dataset, plan, share=share).batches(epoch):
+        for part in batch.micro_batches:
+            (numbers,), (others, drawn) = part.data
+            found |= {int(a): (int(b), float(c)) for a, b, c in zip(numbers, others, drawn)}
+    return found
+
+
+class Drawing(Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index], torch.rand(())
+
+
+def test_two_sets_are_read_together_and_the_smaller_one_begins_again():
+    whole = read_together(Share())
+    assert sorted(whole) == list(range(20))
+    turns = [[whole[number][0] for number in range(begin, begin + 7)] for begin in (0, 7)]
+    assert [sorted(turn) for turn in turns] == [list(range(7))] * 2 and turns[0] != turns[1]
+    assert len({drawn for _, drawn in whole.values()}) == 20
+    assert read_together(Share(), epoch=2) != whole
+    parts = [read_together(Share(holder=holder, holders=2)) for holder in range(2)]
+    assert {**parts[0], **parts[1]} == whole
+    with pytest.raises(ConfigError, match="one is empty"):
+        adopt((DATA, Subset(DATA, [])))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (
-            lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 40, 40)),
+            lambda: DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 40, 40, replacement=False)),
             r"weights to the loss, for example",
-        ),
-        (
-            lambda: DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)),
-            r"Write run\.batches\(dataset\)",
         ),
         (
             lambda: DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=9)),
@@ -98,8 +219,12 @@ def test_a_sampler_of_a_part_becomes_a_subset():
             lambda: DataLoader(DATA, batch_size=None),
             r"batch_size=None.*Give single samples: run\.batches\(dataset\)",
         ),
-        (lambda: DataLoader(Stream()), r"Stream is an IterableDataset.*Give it __len__ and __getitem__"),
-        (lambda: Stream(), r"IterableDataset"),
+        (
+            lambda: DataLoader(Lines()),
+            r"Lines can be iterated over and has no length.*Stream\(dataset, samples=N\)",
+        ),
+        (lambda: Lines(), r"Lines can be iterated over and has no length"),
+        (lambda: Stream(iter([1]), 1), r"iterated over anew in each epoch, and was given a list_iterator"),
         (
             lambda: DistributedSampler(DATA, 2, 0),
             r"needs a data set and got a DistributedSampler.*Write run\.batches\(dataset\)",

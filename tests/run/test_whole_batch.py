@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.ranks import run_ranks
+from tests.run.jobs import begin, dataset
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -173,3 +174,14 @@ def test_what_cannot_be_put_together_is_refused():
         "sync_batch_norm",
         sync_batch_norm=True,
     )
+
+
+def under_pipeline(world):
+    run, _, _ = begin(strategy="pipeline")
+    with pytest.raises(ConfigError, match="whole_batch=True calls the whole model"):
+        run.backward(next(run.batches(dataset())), F.cross_entropy, whole_batch=True)
+    run.close()
+
+
+def test_a_strategy_that_runs_the_model_in_parts_is_refused_on_every_rank():
+    run_ranks(under_pipeline, 2)

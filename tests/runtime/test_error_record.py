@@ -1,9 +1,13 @@
 """The record of an exception that reached the top of a rank."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from lockstep.errors import DataError
 from lockstep.runtime.error_record import ErrorPage, read_record, record_file, record_of, write_record
+from lockstep.runtime.heartbeat import Beat, Membership
 
 
 def raised(error):
@@ -57,3 +61,24 @@ def test_a_lost_connection_is_a_consequence_unless_lockstep_says_so():
 def test_a_broken_pipe_of_the_program_itself_is_no_lost_peer():
     error = BrokenPipeError(32, "Broken pipe")
     assert not record_of(raised(error), rank=0, beat=None).is_consequence
+
+
+def test_a_backward_of_the_script_after_that_of_the_run_gets_a_note():
+    """``scaler.scale(loss).backward()``: torch says only that there is nothing to go back through."""
+    beat = Beat(
+        phase="update",
+        epoch=0,
+        step=0,
+        micro_batch=-1,
+        time=0.0,
+        pid=1,
+        membership=Membership.JOINED,
+        samples=(),
+    )
+    for phase, noted in (("update", True), ("forward", False)):
+        try:
+            (torch.ones(()) * 2.0).backward()
+        except RuntimeError as error:
+            found = record_of(error, rank=0, beat=replace(beat, phase=phase))
+        assert ("Leave out loss.backward()" in found.shown) is noted
+    assert "Leave out" not in record_of(raised(ValueError("no")), rank=0, beat=beat).shown

@@ -1,6 +1,6 @@
 """Data: which samples a rank reads, how they are read, and the formats they are stored in."""
 
-from lockstep.data.adopt import Source, adopt, check_batch_size
+from lockstep.data.adopt import Source, Stream, adopt, check_batch_size
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.formats.arrow_files import ArrowFiles, HuggingFace
 from lockstep.data.formats.cifar10 import CIFAR10
@@ -63,6 +63,7 @@ __all__ = [
     "Source",
     "Squeeze",
     "StepLoader",
+    "Stream",
     "TarShards",
     "TokenFiles",
     "Weighted",

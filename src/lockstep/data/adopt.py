@@ -1,17 +1,20 @@
-"""Takes over the data that a script already has: a data set, or a DataLoader with its sampler.
+"""Takes over the data that a script already has: a data set, a DataLoader with its sampler, or a stream.
 
 The sample plan replaces samplers. What a loader or sampler decides and the plan can decide too is taken over; anything
-else is refused, with the line to write instead.
+else is refused, with the line to write instead. ``Stream`` numbers what can only be iterated over.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -23,10 +26,14 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.core.plan import Indices, Permutation
+from lockstep.core.seeding import derive_seed, permutation_key
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
-from lockstep.data.naming import require_map_style, unwrap_subset
+from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
 from lockstep.data.reader import Collate
-from lockstep.errors import ConfigError
+from lockstep.data.wrappers.weighted import Weighted
+from lockstep.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +64,152 @@ class Source(FinishAlias):
     """Differences to what was written, in sentences for the log."""
 
 
+class Stream(Dataset[Any]):
+    """Gives the samples of an iterable data set numbers: the places in which they come.
+
+    Every process reads all of the stream, in the training process, and keeps what its micro-batches hold. So the bits
+    are the same on any number of processes, and a resumed epoch goes on where it stood, after reading what came before.
+    An epoch begins the stream anew; one with a method ``set_epoch`` is told the epoch first. What a sample draws from
+    torch, NumPy or ``random`` is keyed by its place. The stream must not share itself out over processes.
+
+    Args:
+        dataset: anything that can be iterated over again and again.
+        samples: of an epoch; None for ``len(dataset)``.
+        collate: makes a micro-batch of a list of samples; ``None`` for torch's ``default_collate``.
+
+    Raises:
+        ConfigError: the length is not known, or the data can be iterated over once only.
+    """
+
+    keeps_order = True
+    in_memory = True
+    """Says that worker processes do not read it: each would read all of it."""
+
+    def __init__(self, dataset: Any, samples: int | None = None, *, collate: Collate | None = None) -> None:
+        name = type(dataset).__name__
+        if not hasattr(dataset, "__iter__") or isinstance(dataset, Iterator):
+            raise ConfigError(
+                f"Stream needs data that can be iterated over anew in each epoch, and was given a {name}. Give it an "
+                "object whose __iter__ begins again, such as an IterableDataset."
+            )
+        if samples is None and not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"{name} can be iterated over and has no length, so nobody knows where an epoch ends. Write "
+                "run.batches(lockstep.data.Stream(dataset, samples=N)), with the samples of an epoch."
+            )
+        self.dataset, self.samples, self.collate = (
+            dataset,
+            len(dataset) if samples is None else samples,
+            collate,
+        )
+        self._iterator: Iterator[Any] | None = None
+        self._begun, self._next = (0, 0), 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        """Refused: a stream is read in order."""
+        raise ConfigError("Stream is read in the order of an epoch. Give it to run.batches as it is.")
+
+    def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
+        """The samples at places ``indices``, collated."""
+        with generators_kept():
+            samples = [self._sample(index, keys) for index in indices.tolist()]
+        data = (self.collate or default_collate)(samples)
+        return tuple(data) if self.collate is None and isinstance(samples[0], tuple) else data
+
+    def _sample(self, index: int, keys: SampleKeys) -> Any:
+        if self._iterator is None or self._begun != (keys.seed, keys.epoch) or index < self._next:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(max(0, keys.epoch))
+            seed_generators(derive_seed(keys.seed, "stream", keys.epoch))
+            self._iterator, self._begun, self._next = iter(self.dataset), (keys.seed, keys.epoch), 0
+        sample = None
+        while self._next <= index:
+            seed_generators(replace(keys, indices=np.array([self._next])).seeds()[0])
+            try:
+                sample = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                raise DataError(
+                    f"{type(self.dataset).__name__} ended after {self._next} samples, and an epoch should have "
+                    f"{self.samples}. Give Stream a smaller samples=."
+                ) from None
+            self._next += 1
+        return sample
+
+
+class SideBySide(Dataset[Any]):
+    """Reads several data sets side by side: a sample is a tuple with one of each.
+
+    An epoch goes through the largest set once. A smaller one begins again, in another order, as often as that takes;
+    the order follows from seed, epoch and place, so it is the same on any number of processes. Every micro-batch is a
+    tuple of what the sets give, collated by their own functions.
+
+    Args:
+        sources: data sets with ``__getitem__``, or DataLoaders of such.
+    """
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self.sources = [adopt(each) for each in sources]
+        self._sizes = [len(each.dataset) for each in self.sources]
+        if not all(self._sizes):
+            raise ConfigError(f"run.batches was given data sets of {self._sizes} samples: one is empty.")
+
+    def __len__(self) -> int:
+        return max(self._sizes)
+
+    def __getitem__(self, index: int) -> Any:
+        """Refused: a place means samples only within an epoch."""
+        raise ConfigError(
+            "Several data sets are read together in micro-batches of an epoch, by run.batches alone."
+        )
+
+    def get_batch(self, indices: Indices, keys: SampleKeys) -> Any:
+        """One micro-batch of each set."""
+        with generators_kept():
+            return tuple(self._read(number, indices, keys) for number in range(len(self.sources)))
+
+    def _read(self, number: int, indices: Indices, keys: SampleKeys) -> Any:
+        source, seed, samples = self.sources[number], derive_seed(keys.seed, "together", number), []
+        for row, own in zip(self._rows(number, indices, seed, keys.epoch), replace(keys, seed=seed).seeds()):
+            seed_generators(own)
+            try:
+                samples.append(source.dataset[row])
+            except Exception as error:
+                raise sample_error(source.dataset, row, error) from error
+        data = (source.collate or default_collate)(samples)
+        return tuple(data) if source.collate is None and isinstance(samples[0], tuple) else data
+
+    def _rows(self, number: int, indices: Indices, seed: int, epoch: int) -> list[int]:
+        size = self._sizes[number]
+        turns, rows = np.divmod(indices, size)
+        for turn in np.unique(turns) if size < len(self) else ():
+            order = Permutation(size, permutation_key(derive_seed(seed, "turn", int(turn)), epoch))
+            rows[turns == turn] = order(rows[turns == turn])
+        found: list[int] = rows.tolist()
+        return found
+
+
 def adopt(source: Any) -> Source:
     """Takes over a data set or a DataLoader; ``ConfigError`` if a sample plan cannot replace its sampler."""
     if isinstance(source, Source):
         return source
+    if isinstance(source, tuple | list) and source and all(isinstance(each, _SETS) for each in source):
+        together = SideBySide(source)
+        workers = [each.workers or 0 for each in together.sources]
+        return Source(dataset=together, workers=max(workers) or None)
     if isinstance(source, DataLoader):
         return _adopt_loader(source)
+    if isinstance(source, IterableDataset):
+        source = Stream(source)
     if isinstance(source, Sampler):
         raise ConfigError(
             f"run.batches needs a data set and got a {type(source).__name__}. "
             "Write run.batches(dataset): the run itself decides which rank reads which samples."
         )
-    _check_map_style(source)
+    require_map_style(source, "run.batches")
     inner = unwrap_subset(source)[0]
     return Source(
         dataset=source,
@@ -78,14 +219,21 @@ def adopt(source: Any) -> Source:
 
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
-    _check_map_style(loader.dataset)
+    collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if isinstance(loader.dataset, IterableDataset):
+        stream = Stream(loader.dataset, collate=collate)
+        size, drop_last = loader.batch_size, loader.drop_last
+        return Source(
+            dataset=stream, shuffle=False, batch_size=size, evaluation_batch=size, drop_last=drop_last
+        )
+    require_map_style(loader.dataset, "run.batches")
     batches = _batches(loader)
-    dataset, shuffle, notes = _adopt_sampler(batches.sampler, loader.dataset)
+    dataset, shuffle, notes = _adopt_sampler(batches.sampler, loader.dataset, collate)
     inner = unwrap_subset(dataset)[0]
     drop_last = batches.drop_last or bool(getattr(batches.sampler, "drop_last", False))
     return Source(
         dataset=dataset,
-        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
+        collate=None if isinstance(dataset, Weighted) and dataset is not loader.dataset else collate,
         workers=loader.num_workers,
         shuffle=shuffle and not getattr(inner, "keeps_order", False),
         drop_last=drop_last,
@@ -98,13 +246,15 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
     )
 
 
-def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ...]]:
+def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple[Any, bool, tuple[str, ...]]:
     """The data set, narrowed to what the sampler visits; True if it is shuffled; notes for the log."""
     if type(sampler) is SequentialSampler:
         return dataset, False, ()
     if type(sampler) is RandomSampler:
-        if sampler.replacement or sampler.num_samples != len(sampler.data_source):
-            raise _refused(sampler, "draws with replacement or another number of samples", _ONCE)
+        if sampler.replacement:
+            return Weighted(dataset, np.ones(len(dataset)), sampler.num_samples, collate=collate), True, ()
+        if sampler.num_samples != len(sampler.data_source):
+            raise _refused(sampler, "draws another number of samples than there are", _ONCE)
         return dataset, True, ()
     if type(sampler) is SubsetRandomSampler:
         return Subset(dataset, list(map(int, sampler.indices))), True, ()
@@ -115,11 +265,14 @@ def _adopt_sampler(sampler: Any, dataset: Any) -> tuple[Any, bool, tuple[str, ..
             "no sample is read twice to fill up a rank, and set_epoch is not needed."
         )
         return dataset, bool(sampler.shuffle), (said,)
-    if isinstance(sampler, WeightedRandomSampler):
-        raise _refused(sampler, "draws with replacement", _WEIGHTS)
+    if type(sampler) is WeightedRandomSampler:
+        if not sampler.replacement:
+            raise _refused(sampler, "draws each sample once, the heavier ones earlier", _WEIGHTS)
+        return Weighted(dataset, sampler.weights, sampler.num_samples, collate=collate), True, ()
     raise _refused(sampler, "has its own order, which depends on what was read before", _ONCE)
 
 
+_SETS = (Dataset, DataLoader)
 _ONCE = "Write run.batches(dataset): every sample once per epoch, in an order keyed by the run's seed."
 _WEIGHTS = (
     "Write run.batches(lockstep.data.Weighted(dataset, weights)), or give class weights to the loss, for example "
@@ -136,15 +289,6 @@ _WORKER_INIT = (
 def _refused(sampler: Any, why: str, instead: str) -> ConfigError:
     name = type(sampler).__name__
     return ConfigError(f"The DataLoader's {name} {why}, which a sample plan cannot follow. {instead}")
-
-
-def _check_map_style(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise ConfigError(
-            f"{type(dataset).__name__} is an IterableDataset, whose samples have no index, "
-            "so they cannot be distributed by a plan. Give it __len__ and __getitem__(index)."
-        )
-    require_map_style(dataset, "run.batches")
 
 
 def _batches(loader: DataLoader[Any]) -> BatchSampler:

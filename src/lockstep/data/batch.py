@@ -61,7 +61,8 @@ class Batch:
     """This rank's micro-batches, in order of ``k``."""
 
     def __len__(self) -> int:
-        return sum(len(part) for part in self.micro_batches)
+        """Samples of the whole step, over all processes: the weight of its loss in an average over steps."""
+        return self.plan.samples
 
     def __iter__(self) -> Iterator[Any]:
         raise ConfigError(f"A batch cannot be unpacked into inputs and targets. {_IN_PARTS}")

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import PRECISIONS
 from lockstep.errors import ConfigError, nearest
+from lockstep.numerics.randomness import OwnHook
 
 
 class Precision:
@@ -108,5 +109,5 @@ def _without_onednn(module: nn.Module) -> None:
         if was_enabled:
             torch.backends.mkldnn.enabled = was_enabled.pop()  # type: ignore[assignment]  # a property of the module
 
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_pre_hook(OwnHook(enter), prepend=True)
+    module.register_forward_hook(OwnHook(leave), always_call=True)

@@ -23,8 +23,9 @@ keys of their own, and so draw the same numbers in a pipeline too.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,7 +181,7 @@ class KeyedRandomness:
                     generator.set_state(state)
 
         if name not in self._surrounded or self._surrounded[name].hooks is not hooks:
-            self._surrounded[name] = Surrounded(hooks, begin, end)
+            self._surrounded[name] = Surrounded(hooks, OwnHook(begin), OwnHook(end))
         self._surrounded[name].arrange()
 
     def begin_micro_batch(self, step: int, k: int) -> None:
@@ -255,8 +256,8 @@ class KeyedRandomness:
                 self._plant(after)
 
         self._handles[name] = (
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_pre_hook(OwnHook(enter), prepend=True),
+            module.register_forward_hook(OwnHook(leave), always_call=True),
         )
 
     def _entering(self, name: str, draws_itself: bool) -> _Frame:
@@ -298,6 +299,29 @@ class KeyedRandomness:
         if self.keys_global_generators:
             np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
             random.seed(seed)
+
+
+class OwnHook:
+    """A hook of Lockstep, which is forgotten where a model is pickled, as ``torch.save(model, path)`` does.
+
+    Args:
+        call: what it does, of the arguments of the hook.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: object) -> Any:
+        """Does it."""
+        return self._call(*given)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        """Pickles a hook that does nothing."""
+        return OwnHook, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """Does what a hook of a model does that has no run any more."""
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -154,7 +154,9 @@ class Timeline(Callback):
             elif self._recording:
                 self._recorder.end_step(now)
         if self._recording:
-            self._recorder.enter(phase, now, step=step, micro_batch=micro_batch, thread=thread)
+            self._recorder.enter(
+                "" if phase == "script" else phase, now, step=step, micro_batch=micro_batch, thread=thread
+            )
             if micro_batch >= 0:
                 key = EVALUATION_EPOCH if phase == "evaluate" else epoch
                 self._recorder.label(thread, epoch=key)

@@ -170,6 +170,7 @@ def evaluation(
             yield OpenEvaluation(
                 loader, output_and_target, stop, forward is not None, rehearse if is_new else None
             )
+        heartbeat.mark("script", epoch=epoch, step=step)
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()

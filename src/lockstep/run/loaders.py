@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
-from lockstep.data import EvaluationLoader, Source, StepLoader, adopt, check_batch_size
+from lockstep.data import EvaluationLoader, Source, StepLoader, Stream, adopt, check_batch_size
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.numerics.running_buffers import has_batch_norm
@@ -113,7 +113,8 @@ class LoaderCache:
         source = self.source(data)
         if self._options.checks == "off":
             return {}
-        some = sorted({0, len(source.dataset) // 2, len(source.dataset) - 1})
+        count = len(source.dataset)
+        some = [0] if isinstance(source.dataset, Stream) else sorted({0, count // 2, count - 1})
         return sample_digests(source.dataset, some, **self._reading(source, workers))
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:

@@ -49,6 +49,7 @@ class GradientState:
         self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
         self._reduced = self._stepping = self._scale_outdated = False
+        self._stepped: set[int] = set()
         self._failure = ""
         self.skipped = 0
         """Steps that were skipped because a scaled gradient was not finite."""
@@ -56,8 +57,26 @@ class GradientState:
             optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     def __bool__(self) -> bool:
-        """True while some optimizer holds gradients that it has not used."""
-        return any(has_gradients(o) for o in self._optimizers if id(o) in self._holding)
+        """True while some optimizer that was not stepped in this batch holds gradients."""
+        return any(has_gradients(o) and id(o) not in self._stepped for o in self._held)
+
+    @property
+    def left_over(self) -> list[Tensor]:
+        """The parameters with gradients that came after the step of their optimizer in this batch.
+
+        The second network of a GAN has such gradients, until its loop clears them before they are computed anew.
+        """
+        held = [o for o in self._held if id(o) in self._stepped]
+        return [p for o in held for group in o.param_groups for p in group["params"] if p.grad is not None]
+
+    @property
+    def _held(self) -> list[Optimizer]:
+        return [o for o in self._optimizers if id(o) in self._holding]
+
+    def resume(self) -> None:
+        """Takes gradients that a checkpoint held for ``left_over``."""
+        self._holding = {id(o) for o in self._optimizers if has_gradients(o)}
+        self._stepped = set(self._holding)
 
     @property
     def scale(self) -> float:
@@ -75,6 +94,8 @@ class GradientState:
             ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
                 which would not be summed over the ranks.
         """
+        if not self._reduced:
+            self._stepped.clear()
         if self._failure:
             raise ConfigError(
                 f"{self._failure}, which was caught. The other ranks wait for the rest of that step, so this rank "
@@ -97,7 +118,7 @@ class GradientState:
             raise ConfigError(
                 "precision fp16 needs the optimizer: model, optimizer = run.prepare(model, optimizer)."
             )
-        if self:
+        if any(map(has_gradients, self._held)):
             raise ConfigError(
                 "With precision fp16 a second run.backward before optimizer.step() would add gradients of two loss "
                 "scales. To accumulate, give lockstep.init a larger global_batch and more micro_batches; to add "
@@ -153,6 +174,7 @@ class GradientState:
             found = optimizer.step(closure)
         finally:
             self._stepping = False
+            self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
         return found
 
@@ -180,6 +202,7 @@ class GradientState:
             self._strategy.after_step()
         finally:
             self._stepping = False
+            self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
         return taken
 
@@ -246,6 +269,7 @@ class PreparedOptimizer(Optimizer):
     ) -> None:
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
+        self._needs_closure = needs_closure(optimizer)
         self.step_was_skipped = False
 
     @property
@@ -275,7 +299,7 @@ class PreparedOptimizer(Optimizer):
         """
         if closure is not None:
             return self._gradients.step_by(self.wrapped, closure)
-        if needs_closure(self.wrapped):
+        if self._needs_closure:
             raise ConfigError(
                 f"{type(self.wrapped).__name__} evaluates the loss itself. Write optimizer.step(closure), with def "
                 "closure(): optimizer.zero_grad(); return run.backward(batch, loss)."

@@ -44,7 +44,7 @@ from lockstep.run.step import (
 )
 from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
-from lockstep.run.whole_batch import stand_in, surrogate
+from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
@@ -168,6 +168,7 @@ class Run:
         self._writer.join(state)
         if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
             self.extra = state.extra
+            gradients.resume()
             self._agreed_data.resume()
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
@@ -274,11 +275,8 @@ class Run:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
         prepared = self.require_prepared()
         loss = required_loss(batch, loss)
-        if whole_batch and self.options.sync_batch_norm:
-            raise ConfigError(
-                "whole_batch=True runs the model on one micro-batch after the other, and sync_batch_norm on all of "
-                "them at once. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
-            )
+        if whole_batch:
+            require_whole_models(self.strategy, sync_batch_norm=self.options.sync_batch_norm)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
@@ -424,6 +422,13 @@ class Run:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if prepared.gradients:
             raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
+        left_over = prepared.gradients.left_over
+        if left_over and not self.strategy.replicated:
+            raise ConfigError(
+                f"run.save() would lose gradients: {len(left_over)} parameters have some from after the step of their "
+                f"optimizer, and strategy {self.strategy.name!r} cannot store them. Call its zero_grad() before."
+            )
+        prepared.state.left_over = left_over
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):
             self._results.read()

@@ -29,6 +29,7 @@ from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 
 logger = logging.getLogger(__name__)
+_GRADIENT = "gradient|"
 _MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 
@@ -125,6 +126,8 @@ class RunState:
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
+    left_over: Sequence[Tensor] = ()
+    """Parameters whose gradients are stored, too; where every process has them whole."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
 
@@ -177,6 +180,9 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
+        names = self._names() if self.left_over else {}
+        gradients = {f"{_GRADIENT}{names[p]}": p.grad for p in self.left_over if p.grad is not None}
+        state.optimizer.update(gradients)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
@@ -213,6 +219,9 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
+        trained = self.strategy.trainable()
+        for name, gradient in _under(_GRADIENT, state.optimizer).items():
+            trained[name].grad = gradient.to(trained[name].device, copy=True)
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])

@@ -29,6 +29,20 @@ from lockstep.run.step_errors import explain_loss, no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 
 
+def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:
+    """Raises ``ConfigError`` where the model cannot be called for one micro-batch after the other, by all processes."""
+    if isinstance(strategy, IndependentStrategy) or strategy.separates_units:
+        raise ConfigError(
+            f"whole_batch=True calls the whole model for each micro-batch, in processes that wait for each other, and "
+            f"{strategy.name!r} does not. Use strategy 'ddp' or 'fsdp'."
+        )
+    if sync_batch_norm:
+        raise ConfigError(
+            "whole_batch=True runs the model on one micro-batch after the other, and sync_batch_norm on all of them "
+            "at once. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
+        )
+
+
 def stand_in(output: Any, target: Any) -> Tensor:
     """A loss by which a model is rehearsed whose own loss needs all micro-batches."""
     leaves = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor) and each.requires_grad]
@@ -81,11 +95,6 @@ def surrogate(
     Raises:
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
     """
-    if isinstance(strategy, IndependentStrategy):
-        raise ConfigError(
-            "whole_batch=True needs processes that wait for each other, and those of an asynchronous parameter server "
-            "do not. Use strategy 'ddp'."
-        )
     plan = batch.plan
     computed = [_output(compute, each) for each in batch.micro_batches]
     held = [(part.k, each) for each, part in zip(computed, batch.micro_batches) if part.k < plan.leaves]

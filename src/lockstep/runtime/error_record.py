@@ -21,7 +21,7 @@ from lockstep.errors import EXIT_RANK, LockstepError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.stack_dump import Mark, mark_of
-from lockstep.runtime.torch_internals import LOST_PEER
+from lockstep.runtime.torch_internals import LOST_PEER, FrameKind, kind_of_frame
 
 _RUNPY = "<frozen runpy>"
 
@@ -60,6 +60,15 @@ class ErrorRecord:
 
 def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
     """Describes an exception that reached the top of a rank."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_autograd = (
+        bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
+    )
+    if beat and beat.phase == "update" and is_of_autograd and not isinstance(error, LockstepError):
+        error.add_note(
+            "run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(), and a "
+            "GradScaler of your own: lockstep.init(precision='fp16') scales the loss."
+        )
     return ErrorRecord(
         rank=rank,
         host=host_name(),

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 PHASES = (
     *("start", "prepare", "data", "forward", "backward", "reduce", "update"),
-    *("evaluate", "save", "load", "wait", "end"),
+    *("evaluate", "save", "load", "wait", "end", "script"),
 )
-"""The phases of a rank, as shown in reports."""
+"""The phases of a rank, as shown in reports; ``script`` is the user's code after an evaluation."""
 
 _BEAT = struct.Struct("=iiqdqqddq")
 """Process, phase, micro-batch, monotonic time, epoch, step, seconds of work and of waiting, packed phase."""

@@ -29,7 +29,7 @@ _KNOWN_STEPS = 20
 """Steps after which the longest silence is known well enough."""
 _SLOW = 10.0
 """Factor for phases that are slow by nature, and for the first step, which may compile."""
-_SLOW_PHASES = ("start", "prepare", "load", "save", "evaluate")
+_SLOW_PHASES = ("start", "prepare", "load", "save", "evaluate", "script")
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows
 from lockstep.errors import ConfigError
-from lockstep.numerics.randomness import in_backward
+from lockstep.numerics.randomness import OwnHook, in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
 from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
@@ -184,8 +184,8 @@ class Gathering:
             self._leave(block)
             return apart
 
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(leave, always_call=True)
+        module.register_forward_pre_hook(OwnHook(enter), prepend=True, with_kwargs=True)
+        module.register_forward_hook(OwnHook(leave), always_call=True)
 
     def _enter(self, block: ShardedBlock) -> None:
         context = None

@@ -1,0 +1,197 @@
+"""Habits of training scripts: saving the model as it is, averaging losses over an epoch, streams."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.run.jobs import begin, dataset, network, train_step
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import lockstep
+from lockstep.core.world import World
+from lockstep.errors import ConfigError
+from lockstep.run import Run
+
+
+def trained(strategy):
+    run, model, optimizer = begin(strategy=strategy)
+    average = 0.0
+    for batch in run.batches(dataset()):
+        average += float(train_step(run, batch, optimizer)) * len(batch) / len(dataset())
+    return run, model, optimizer, average
+
+
+def saved_whole(world, strategy):
+    run, model, optimizer, _ = trained(strategy)
+    file, inputs = io.BytesIO(), dataset().tensors[0]
+    try:
+        torch.save({"model": model, "optimizer": optimizer.state_dict() if strategy != "fsdp" else {}}, file)
+    except ConfigError as error:
+        run.close()
+        return str(error)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)["model"].eval()
+    model.eval()
+    for _ in range(2):  # its hooks are there and do nothing
+        assert torch.equal(loaded(inputs), model(inputs))
+    run.close()
+    if strategy == "single":
+        begin(loaded.train(), strategy=strategy)[0].close()
+    return [tuple(each.shape) for each in loaded.state_dict().values()], loaded.eval()(inputs).sum().item()
+
+
+def test_torch_save_of_the_prepared_model_is_whole_or_refused():
+    alone = saved_whole(World(), "single")
+    assert alone[0] == [tuple(each.shape) for each in network().state_dict().values()]
+    assert run_ranks(saved_whole, 2, "ddp") == [alone, alone]
+    for found in run_ranks(saved_whole, 2, "fsdp"):
+        assert "under strategy 'fsdp' no process holds" in found and "run.save()" in found
+
+
+def averaged(world):
+    run, *_, average = trained("ddp")
+    run.close()
+    return average
+
+
+def test_losses_times_len_of_the_batch_make_one_average_on_every_number_of_processes():
+    assert run_ranks(averaged, 3) == [averaged(World())] * 3
+
+
+class Lines(IterableDataset):
+    """Draws for every sample; shuffled by the epoch."""
+
+    def __len__(self):
+        return 29
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in torch.randperm(29).tolist():
+            yield torch.randn(6) + self.epoch, number % 3
+
+
+def streamed(world, directory="", stop=None):
+    run, _, optimizer = begin(
+        strategy="ddp" if world.world_size > 1 else "single",
+        directory=directory or None,
+        resume="auto" * bool(directory),
+    )
+    loader = DataLoader(Lines(), batch_size=10, num_workers=2)
+    for _ in run.epochs(2):
+        for batch in run.batches(loader):
+            train_step(run, batch, optimizer)
+            if run.position.step == stop:
+                run.save(wait=True)
+                run.close()
+                return None
+    value = run.evaluate(loader, nn.functional.cross_entropy)
+    found = value, run.fingerprint()
+    run.close()
+    return found
+
+
+def test_a_stream_is_resumed_within_an_epoch_on_another_number_of_processes(tmp_path):
+    whole = streamed(World())
+    assert run_ranks(streamed, 3) == [whole] * 3
+    assert run_ranks(streamed, 2, str(tmp_path), 2) == [None] * 2
+    assert streamed(World(), str(tmp_path)) == whole
+
+
+class Shared(Lines):
+    """Gives each process a part of the samples."""
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        return ((torch.randn(6) + number, 0) for number in range(rank, 29))
+
+
+def shared(world):
+    run, _, _ = begin()
+    with pytest.raises(ConfigError, match="The ranks hold different data: sample 0"):
+        next(run.batches(Shared()))
+    run.close()
+
+
+def test_a_stream_that_shares_itself_out_is_refused():
+    run_ranks(shared, 2)
+
+
+def test_every_public_name_of_a_run_is_on_the_page_about_moving_a_script():
+    page = (Path(__file__).parents[2] / "docs" / "moving.md").read_text()
+    names = {name for name in dir(Run) if not name.startswith("_")} | {
+        "device",
+        "extra",
+        "options",
+        "strategy",
+        "world",
+    }
+    assert [name for name in sorted(names) if not re.search(rf"[`.]{name}\b", page)] == []
+
+
+class Networks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator, self.critic = (
+            nn.Linear(4, 6),
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)),
+        )
+
+    def fake(self, count):
+        return self.generator(torch.randn(count, 4))
+
+
+def ones(output, data):
+    return nn.functional.binary_cross_entropy_with_logits(output, torch.ones_like(output))
+
+
+def adversarial(world, directory=None, stop=None, clears=True, strategy="ddp"):
+    """The critic keeps the gradients of the generator's loss until its next turn; ``clears=False``: adds to them."""
+    options = {"strategy": strategy, "directory": directory, "resume": "auto" * bool(directory)}
+    run = lockstep.init(global_batch=24, micro_batches=8, **options)
+    networks = Networks()
+    critic = torch.optim.SGD(networks.critic.parameters(), lr=0.1)
+    generator = torch.optim.SGD(networks.generator.parameters(), lr=0.1)
+    networks, critic, generator = run.prepare(networks, critic, generator)
+    for _ in run.epochs(2):
+        for batch in run.batches(dataset()):
+            if clears:
+                critic.zero_grad()
+            run.backward(batch, ones, forward=lambda data: networks.critic(data[0]))
+            critic.step()
+            generator.zero_grad()
+            run.backward(batch, ones, forward=lambda data: networks.critic(networks.fake(len(data[0]))))
+            if stop is not None:
+                with pytest.raises(ConfigError, match="would lose gradients"):
+                    run.save()
+            generator.step()
+            if run.position.step == stop:
+                try:
+                    return run.save(wait=True) and "saved"
+                except ConfigError as error:
+                    return str(error)
+                finally:
+                    run.close()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_gradients_of_the_other_network_are_saved(tmp_path, clears):
+    whole = adversarial(World(), clears=clears)
+    assert adversarial(World(), tmp_path, 3, clears) == "saved"
+    assert adversarial(World(), tmp_path, clears=clears) == whole
+    if not clears:
+        assert run_ranks(adversarial, 2, None, None, False) == [whole] * 2
+
+
+def test_gradients_of_the_other_network_are_refused_where_no_process_has_them_whole(tmp_path):
+    for found in run_ranks(adversarial, 2, tmp_path, 1, True, "fsdp"):
+        assert "would lose gradients" in found and "zero_grad()" in found, found
