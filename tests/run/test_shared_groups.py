@@ -19,7 +19,9 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT):
     wholes["other"] = nn.Parameter(torch.ones(2, 2))
     held = {"weight": nn.Parameter(torch.ones(1, 3)), "bias": nn.Parameter(torch.ones(3))}
     absence = Absence("fsdp", "no process holds it whole")
-    seen = {name: AbsentParameter(whole, name, held.get(name), absence) for name, whole in wholes.items()}
+    for name, whole in wholes.items():
+        AbsentParameter.describe(whole, name, held.get(name), absence)
+        whole.__class__ = AbsentParameter
     names = list(wholes)[: len(wholes) - left_out]
     own = optim.SGD([held[name] for name in names if name in held], lr=lr, momentum=0.9)
     strategy = SimpleNamespace(
@@ -32,8 +34,8 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT):
         before_step=lambda: None,
         after_step=lambda: None,
     )
-    groups = SharedGroups(own, [names], seen, strategy)
-    return PreparedOptimizer(own, GradientState([own], strategy), groups), own, seen, held
+    groups = SharedGroups(own, [names], wholes, strategy)
+    return PreparedOptimizer(own, GradientState([own], strategy), groups), own, wholes, held
 
 
 def test_groups_show_the_prepared_models_parameters():

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.numerics.hooks import is_users
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
@@ -270,6 +272,9 @@ class PreparedOptimizer(Optimizer):
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
         self._needs_closure = needs_closure(optimizer)
+        if not self._has_all:
+            for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+                hooks.update({number: self._shown(hook) for number, hook in hooks.items() if is_users(hook)})
         self.step_was_skipped = False
 
     @property
@@ -286,6 +291,25 @@ class PreparedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
         """The user's defaults."""
         return self.wrapped.defaults
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook that is called before each step, with this optimizer."""
+        return self.wrapped.register_step_pre_hook(self._shown(hook))
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Registers a hook that is called after each step, with this optimizer."""
+        return self.wrapped.register_step_post_hook(self._shown(hook))
+
+    def _shown(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook, called with this optimizer where the wrapped one holds parts of what the user knows."""
+        if self._has_all:
+            return hook
+        return lambda _, args, kwargs: hook(self, args, kwargs)
+
+    @property
+    def _has_all(self) -> bool:
+        """True where the wrapped optimizer holds the parameters that the user sees."""
+        return self._shared is None or self._shared.is_whole
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step from the reduced gradients. Every rank must call this.
@@ -337,7 +361,7 @@ class PreparedOptimizer(Optimizer):
             self._shared.add(param_group)
 
     def _require_whole(self, method: str) -> None:
-        if self._shared is not None and not self._shared.is_whole:
+        if not self._has_all:
             raise ConfigError(
                 f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
                 "optimizer. Write and load it with run.save() and resume=True, load it before run.prepare, or use "

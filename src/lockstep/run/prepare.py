@@ -32,6 +32,7 @@ from lockstep.run.optimizer_step import hyperparameters, implementation, needs_c
 from lockstep.run.session import RunSession
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+from lockstep.strategies.sharding import require_separate_memory
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,17 @@ def _require_plain_model(model: Any) -> None:
 
 
 def _require_own_memory(model: nn.Module) -> None:
-    """Raises ``ConfigError`` naming a parameter that has no shape or values yet, or whose elements share memory."""
+    """Raises ``ConfigError`` naming a parameter that has no shape or values yet, or whose elements share memory.
+
+    Modules that torch.jit has compiled are refused too.
+    """
     for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{prefix or 'The model'!r} was compiled by torch.jit, and takes no hooks by which its random numbers "
+                "could be keyed. Give run.prepare the module that torch.jit.script or torch.jit.trace was given; "
+                "compile=True of lockstep.init compiles it."
+            )
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{key}" if prefix else key
             if tensor is None:
@@ -324,6 +334,7 @@ def prepare_model(
                     "parameter_server keep whole on every process, or strategy 'ddp', or leave it out."
                 )
             averaged.append(module)
+        require_separate_memory(model, strategy.name)
     names = parameter_names(model)
     for optimizer in parts.optimizers:
         if needs_closure(optimizer):

@@ -237,10 +237,15 @@ class GradientTree:
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
                 slot.held.grad = total.to(slot.held.device)
-            slot.stack = []
+        self.end()
         add_prior(self._prior)
-        self._merges = ()
         return sums
+
+    def end(self) -> None:
+        """Ends a step: gradients of other backward passes are left where they are."""
+        for slot in self.slots:
+            slot.stack = []
+        self._merges = ()
 
     def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -387,8 +392,9 @@ def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:
     """A parameter's gradient, dense; ``ConfigError`` for a second one in a backward pass."""
     if not is_first:
         raise ConfigError(
-            f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: "
-            "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            f"{name!r} got two gradients in one backward pass, as re-entrant activation checkpointing does: use "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False). A loss function must not call backward() "
+            "itself: return the loss, or use torch.autograd.grad."
         )
     return gradient.to_dense() if gradient.is_sparse else gradient
 

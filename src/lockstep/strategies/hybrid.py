@@ -60,7 +60,6 @@ from lockstep.strategies.sharding import (
     require_rows,
     rows_of,
     squares_of_rows,
-    users_of_parameters,
     value_of,
 )
 from lockstep.strategies.strategy import Compute, StepResult
@@ -180,19 +179,14 @@ _BUCKET_BYTES = 8 << 20
 
 @dataclass(frozen=True, eq=False)
 class _Parameter:
-    """A parameter of a stage, and the modules' dictionaries that hold it."""
+    """A parameter of a stage: the user's own object, which is an ``AbsentParameter`` between steps."""
 
     whole: nn.Parameter
     held: nn.Parameter
-    absent: AbsentParameter
-    """Stands in the modules between steps."""
     padded: int
     """Numbers that each rank gives to the others: as many as the one with the most rows."""
-    users: list[tuple[nn.Module, str]]
-
-    def put(self, parameter: nn.Parameter) -> None:
-        for module, key in self.users:
-            setattr(module, key, parameter)
+    kind: type[nn.Parameter]
+    """The user's class."""
 
 
 class StageRows:
@@ -201,16 +195,11 @@ class StageRows:
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup, absence: Absence) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
         names = {parameter: name for name, parameter in stage.named_parameters()}
-        users = users_of_parameters(stage)
-        self._parameters = {
-            names[p]: self._share_out(p, places, names[p], absence) for p, places in users.items()
-        }
+        self._parameters = {name: self._share_out(p, name, absence) for p, name in names.items()}
         self._buckets = _buckets(self._parameters.values())
         self.written: set[str] | None = None
         """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
         self._values: dict[str, tuple[int, int]] = {}
-        for each in self._parameters.values():
-            each.put(each.whole)
 
     @property
     def held(self) -> Mapping[str, nn.Parameter]:
@@ -219,14 +208,13 @@ class StageRows:
 
     def gather(self) -> None:
         """Makes the parameters whole. Collective: every rank of the group must call this."""
+        for name, each in self._parameters.items():
+            each.whole.__class__ = each.kind
+            if each.whole.requires_grad and not each.held.requires_grad:
+                raise thawed(name)
         for bucket in self._buckets:
             self._gather(bucket)
         for name, each in self._parameters.items():
-            if each.absent.requires_grad != each.whole.requires_grad:  # frozen after run.prepare
-                if not each.held.requires_grad:
-                    raise thawed(name)
-                each.whole.requires_grad_(each.absent.requires_grad)
-            each.put(each.whole)
             if self.written is not None:
                 self._values[name] = value_of(each.whole)
 
@@ -235,23 +223,20 @@ class StageRows:
         for name, each in self._parameters.items():
             if self.written is not None and self._values.pop(name, None) not in (None, value_of(each.whole)):
                 self.written.add(name)
-            each.put(each.absent)
             each.whole.grad = None
             each.whole.untyped_storage().resize_(0)
+            each.whole.__class__ = AbsentParameter
 
-    def _share_out(
-        self, parameter: nn.Parameter, users: list[tuple[nn.Module, str]], name: str, absence: Absence
-    ) -> _Parameter:
+    def _share_out(self, parameter: nn.Parameter, name: str, absence: Absence) -> _Parameter:
         rows = rows_of(parameter.shape[0], self._ranks, dist.get_rank(self._group))
         trained = parameter.requires_grad
         values = parameter.detach()
-        # Copies: the user may still look at the parameter that the model had.
-        whole = nn.Parameter(values.clone(), requires_grad=trained)
         held = nn.Parameter(values[rows].clone(), requires_grad=trained)
-        absent = AbsentParameter(whole, name, held, absence, rows)
-        share_hooks(parameter, whole, held, absent)
+        parameter.data = values.clone()  # in memory of its own, which can be given back
+        AbsentParameter.describe(parameter, name, held, absence, rows)
+        share_hooks(parameter, held)
         padded = -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:])
-        return _Parameter(whole, held, absent, padded, users)
+        return _Parameter(parameter, held, padded, type(parameter))
 
     def _gather(self, bucket: list[_Parameter]) -> None:
         sizes = [each.padded for each in bucket]

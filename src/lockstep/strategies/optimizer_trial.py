@@ -151,7 +151,8 @@ class _Example:
 
 def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_Example]:
     """Small parameters in a few sizes for each number type and number of dimensions among ``parameters``."""
-    kinds = {(p.dtype, p.dim()): p for p in reversed(parameters) if p.dim() and p.numel()}
+    floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+    kinds = {(p.dtype, p.dim()): p for p in reversed(floating) if p.dim() and p.numel()}
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

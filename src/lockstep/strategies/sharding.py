@@ -5,6 +5,7 @@ Tensors are sharded by rows (dim 0), as in FSDP2: ceil(rows / ranks) consecutive
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import ELEMENTWISE
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, row_squares
@@ -135,6 +137,43 @@ def require_rows(model: nn.Module, strategy: str, *, permuted: bool = False) -> 
             )
 
 
+def require_separate_memory(model: nn.Module, strategy: str) -> None:
+    """Raises ``ConfigError`` where a parameter shares memory with another, or with a buffer, so that one moves both."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: each for name, each in named.items() if each.layout is torch.strided and each.numel()}
+    extents = sorted(
+        (each.untyped_storage().data_ptr(), each.data_ptr(), each.data_ptr() + _extent(each), name)
+        for name, each in kept.items()
+        if not each.is_meta
+    )
+    for (memory, _, end, name), (other_memory, start, _, other) in itertools.pairwise(extents):
+        is_parameter = any(isinstance(kept[each], nn.Parameter) for each in (name, other))
+        if memory == other_memory and start < end and is_parameter:
+            raise ConfigError(
+                f"{name!r} and {other!r} share memory, so that an update of one changes the other, and strategy "
+                f"{strategy!r} keeps each parameter by itself. Make one of a copy (tensor.clone()), tie them as one "
+                "parameter, or use strategy 'ddp'."
+            )
+
+
+def require_plain_state(model: nn.Module, strategy: str) -> None:
+    """Raises ``ConfigError`` where a model's state has names that are none of its parameters and buffers."""
+    known = {id(p) for p in model.parameters()} | {id(b) for b in model.buffers()}
+    for name, tensor in tensor_state(model).items():
+        if id(tensor) not in known:
+            raise ConfigError(
+                f"The model's state_dict has {name!r}, which is none of its parameters and buffers: a hook adds or "
+                f"changes it. Strategy {strategy!r} gathers the state from those. Use get_extra_state and "
+                "set_extra_state instead of the hook, or strategy 'ddp'."
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (steps + 1) * tensor.element_size()
+
+
 def _has_no_gaps(tensor: Tensor) -> bool:
     """Returns whether a tensor has its elements in consecutive memory, with the dimensions in any order."""
     expected = 1
@@ -245,10 +284,8 @@ class AbsentTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func is torch.autograd.grad:
-            args, kwargs = tree_map_only(
-                AbsentParameter, AbsentParameter.gathered, (args, dict(kwargs or {}))
-            )
-            return func(*args, **kwargs)
+            with _as_parameters((args, dict(kwargs or {}))):
+                return func(*args, **(kwargs or {}))
         if func is nn.init.constant_ and kwargs is not None:
             func, asked, args, kwargs = torch.Tensor.fill_, "fill_", (kwargs["tensor"], kwargs["val"]), {}
             key = asked
@@ -268,6 +305,11 @@ class AbsentTensor(torch.Tensor):
                 return first
         raise first.refusal(", ".join([each.parameter_name for each in absent][:3]))
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument of its own
+        """Says what is known."""
+        shape = list(self.shape)
+        return f"{type(self).__name__}({self.parameter_name!r}, shape={shape}, dtype={self.dtype})"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         """Refuses a copy, which would have no values."""
         raise self.refusal(self.parameter_name)
@@ -278,51 +320,35 @@ class AbsentTensor(torch.Tensor):
 
 
 class AbsentParameter(AbsentTensor, nn.Parameter):
-    """Stands in a module for a parameter whose values this process does not have: its shape and type, without values.
+    """A parameter whose values this process does not have: its shape and type.
 
-    Args:
-        whole: the parameter; its values are not kept.
-        name: of it.
-        rows: those of this rank, which have the gradient; None for none.
-        absence: for messages.
-        place: of ``rows`` in the whole.
+    No object is made of this class. The user's own parameter gets it with the words of ``describe``, while it has no
+    memory, so that it is found wherever the user has put it.
     """
 
     parameter_rows: nn.Parameter | None
-    parameter_whole: nn.Parameter | None
+    parameter_class: type[nn.Parameter]
 
-    def __new__(
+    @classmethod
+    def describe(
         cls,
-        whole: nn.Parameter,
-        name: str,
-        rows: nn.Parameter | None,
-        absence: Absence,
-        place: slice = slice(None),
-    ) -> AbsentParameter:
-        """Makes one like ``whole``."""
-        values = torch.empty_like(whole, device="meta", requires_grad=False)
-        made = torch.Tensor._make_subclass(cls, values, whole.requires_grad)
-        made.__dict__.update(whole.__dict__)
-        made.parameter_name, made.parameter_device = name, whole.device
-        made.parameter_rows, made.absence, made.held_rows = rows, absence, place
-        made.parameter_whole = None if rows is None else whole
-        return made
-
-    def __init__(
-        self,
-        whole: nn.Parameter,
+        parameter: nn.Parameter,
         name: str,
         rows: nn.Parameter | None,
         absence: Absence,
         place: slice = slice(None),
     ) -> None:
-        """See ``__new__``."""
+        """Notes in a parameter what this class needs.
 
-    def gathered(self) -> nn.Parameter:
-        """The whole parameter, which has values while it is used; ``ConfigError`` where it never has."""
-        if self.parameter_whole is None:
-            raise self.refusal(self.parameter_name)
-        return self.parameter_whole
+        Args:
+            parameter: that will be of this class, always or at times.
+            name: of it.
+            rows: those of this rank, which have the gradient; None where it never has values here.
+            absence: for messages.
+            place: of ``rows`` in the whole.
+        """
+        known = {"parameter_name": name, "parameter_device": parameter.device, "parameter_rows": rows}
+        vars(parameter).update(known, absence=absence, held_rows=place, parameter_class=type(parameter))
 
     @property
     def held_part(self) -> Tensor | None:
@@ -332,6 +358,13 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: the gradient, whose values are not here either, and ``.data``."""
         rows = self.parameter_rows
+        if asked in ("get grad", "set grad") and rows is not None and self.absence.is_computing:
+            if (
+                asked == "get grad"
+            ):  # of the micro-batch, whose backward pass may come to it after it was freed
+                return self.grad
+            self.grad = args[1]
+            return None
         if asked == "get data":
             return self
         if asked == "get grad":
@@ -431,6 +464,27 @@ class GradientElsewhere(AbsentTensor):
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: it needs no graph."""
         return self if asked in ("get data", "detach", "detach_") else NotImplemented
+
+
+@contextmanager
+def _as_parameters(values: Any) -> Iterator[None]:
+    """A context in which absent parameters among the values are ordinary ones, though without memory.
+
+    Raises:
+        ConfigError: one never has values here.
+    """
+    absent = [each for each in tree_leaves(values) if isinstance(each, AbsentParameter)]
+    for each in absent:
+        if each.parameter_rows is None:
+            raise each.refusal(each.parameter_name)
+    try:
+        for each in absent:
+            each.__class__ = each.parameter_class  # type: ignore[assignment]  # as torch's lazy parameters do
+        yield
+    finally:
+        for each in absent:
+            if not each.untyped_storage().size():
+                each.__class__ = AbsentParameter
 
 
 def _fit(values: Sequence[Any], shape: torch.Size) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.collectives import all_gather_rows
-from lockstep.numerics.hooks import share_hooks
+from lockstep.errors import ConfigError
 from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
 
@@ -33,9 +33,12 @@ _SMALLEST = 1024
 class ShardedParameter:
     """One parameter: this rank's rows, which stay, and the whole, which has memory only while it is gathered.
 
+    The whole one is the user's own object, so that it is found wherever the user has put it. While it has no memory it
+    is an ``AbsentParameter``.
+
     Args:
         name: its first name in the whole model.
-        parameter: the user's; its hooks are those of the whole one and of what stands for it.
+        parameter: the user's.
         users: the modules that have it, with its name there.
         rows: of each rank; all of them of one, where an optimizer must see the whole.
         rank: this one.
@@ -64,10 +67,10 @@ class ShardedParameter:
         self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
         """An ordinary parameter with this rank's rows, for optimizers."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        self.whole = nn.Parameter(values.to(dtype, copy=True), requires_grad=trained)
-        self.whole.__dict__.update(parameter.__dict__)
-        self.absent = AbsentParameter(self.whole, name, self.held, absence, rows[rank])
-        share_hooks(parameter, self.whole, self.absent)
+        parameter.data = values.to(dtype, copy=True)
+        self.whole, self._class = parameter, type(parameter)
+        self._absence = absence
+        AbsentParameter.describe(parameter, name, self.held, absence, rows[rank])
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False
@@ -85,33 +88,28 @@ class ShardedParameter:
         holders = [rank for rank, count in enumerate(self.counts) if count]
         return holders[0] if len(holders) == 1 else None
 
-    def put(self, parameter: nn.Parameter) -> None:
-        """Puts the whole one, or what stands for it, into the modules."""
-        for module, key in self.users:
-            setattr(module, key, parameter)
-
     def take_memory(self) -> None:
         """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
-        with torch._C.DisableTorchFunctionSubclass():
-            trained = self.absent.requires_grad
-        if trained and not self.held.requires_grad:
+        self.whole.__class__ = self._class
+        if self.whole.requires_grad and not self.held.requires_grad:
             raise thawed(self.name)
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-        if self.whole.requires_grad != trained:  # frozen after run.prepare
-            self.whole.requires_grad_(trained)
 
     def free(self) -> None:
         """Takes the whole one's memory back."""
-        self.put(self.absent)
         self.whole.untyped_storage().resize_(0)
+        self.whole.__class__ = AbsentParameter
 
     def begin_micro_batch(self) -> None:
         """Forgets the gradient of the one before."""
         self.gradient, self.was_taken = None, False
 
     def _take(self, whole: Tensor) -> None:
-        if whole is not self.whole:  # the user's parameter has the same hooks
-            return
+        if not self._absence.is_computing:
+            raise ConfigError(
+                f"A backward pass outside of run.backward gave {self.name!r} a gradient, and under strategy 'fsdp' no "
+                "process holds it whole. Let run.backward compute it, in the loss function, or use strategy 'ddp'."
+            )
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return
@@ -168,10 +166,7 @@ class ShardedBlock:
                     own.copy_(part.view(own.shape))
             for each in members if keep and self.written is not None else ():
                 each.values = value_of(each.whole)
-        if keep:
-            for each in self.parameters:
-                each.put(each.whole)
-            self.is_whole = True
+        self.is_whole |= keep
 
     def free(self) -> None:
         """Frees the whole parameters."""

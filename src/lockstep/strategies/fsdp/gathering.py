@@ -90,8 +90,6 @@ class Gathering:
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
         self._where = _OUTSIDE
         for block in self.blocks:
-            for each in block.parameters:
-                each.put(each.whole)
             block.free()
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
@@ -243,7 +241,7 @@ class Gathering:
         return isinstance(value, Tensor) and _address(value) in self._by_address
 
     def _free(self, block: ShardedBlock) -> None:
-        for each in block.parameters:
+        for each in block.parameters if block.is_whole else ():
             self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
         block.free()
 

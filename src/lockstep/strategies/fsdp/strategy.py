@@ -32,6 +32,7 @@ from lockstep.strategies.gradients import StepHeader, add_prior
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
+    require_plain_state,
     require_rows,
     squares_of_rows,
 )
@@ -74,6 +75,7 @@ class FullyShardedDataParallel(Strategy):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Shares the parameters out and frees the rest. Collective."""
         require_rows(model, self.name, permuted=True)
+        require_plain_state(model, self.name)
         self._model = model.to(self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)

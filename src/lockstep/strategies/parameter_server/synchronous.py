@@ -221,8 +221,7 @@ class ParameterServer(Strategy):
         for work, _ in pending:
             if work is not None:
                 work.wait()
-        for slot in self._tree.slots:
-            slot.stack = []
+        self._tree.end()
 
     def _receive(self, leaves: int) -> list[tuple[Node, Tensor]]:
         """The nodes of all workers for this server's keys, flat."""

@@ -55,6 +55,7 @@ from lockstep.strategies.sharding import (
     AbsentBuffer,
     AbsentParameter,
     explain_missing_parameters,
+    require_plain_state,
 )
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
@@ -69,16 +70,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
-    """Puts tensors without values in place of those of a module."""
-    made: dict[int, Any] = {}
+    """Takes the values of a module's parameters, and puts tensors without values in place of its buffers."""
     for inner in module.modules():
-        for key, parameter in inner._parameters.items():
+        for parameter in inner._parameters.values():
             if parameter is not None and not isinstance(parameter, AbsentParameter):
-                name = names[id(parameter)]
-                absent = made.get(id(parameter))
-                if absent is None:
-                    absent = AbsentParameter(parameter, name, None, absence)
-                inner._parameters[key] = made[id(parameter)] = absent
+                parameter.data = torch.empty_like(parameter)  # in memory of its own, which is given back
+                parameter.untyped_storage().resize_(0)
+                AbsentParameter.describe(parameter, names[id(parameter)], None, absence)
+                parameter.__class__ = AbsentParameter
         for key, buffer in inner._buffers.items():
             if buffer is not None and not isinstance(buffer, AbsentBuffer):
                 inner._buffers[key] = AbsentBuffer(buffer, names[id(buffer)], absence)
@@ -235,6 +234,7 @@ class Pipeline(Strategy):
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Keeps this rank's stages of the model, on the device, and empties the others. Collective."""
         RunningBuffers.names(model, self._declared)  # a pattern must match somewhere, if not in every stage
+        require_plain_state(model, self.name)
         channels, parts = self._channels, self.partition.of(model)
         kept = {inner for part in parts for link in part for inner in link.module.modules()}
         self._opened = {name: each for name, each in model.named_modules() if each not in kept}
