@@ -110,6 +110,7 @@ def run(tmp_path):
         ranks=2,
         is_supervised=True,
         identity=identity(),
+        is_elsewhere=False,
     )
 
 

@@ -10,7 +10,7 @@ from tests.soak.chaos import FAULTS, Chaos
 def test_runs_under_random_faults_end_as_promised(tmp_path):
     chaos = Chaos(tmp_path)
     try:
-        for number in range(60):
+        for number in range(40):
             chaos.run(number)
     finally:
         chaos.soak.close()
