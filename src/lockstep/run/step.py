@@ -156,7 +156,7 @@ def code_of(function: Any) -> Any:
 
 def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
     if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return torch.tensor(float(samples), device=target.device)
+        return torch.full((), float(samples), device=target.device)
     counted = target != function.ignore_index
     if function.weight is None:
         return counted.sum()
@@ -180,9 +180,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if not isinstance(value, Tensor):
         raise no_value(value)
     if value.dim() == 0:
-        return value * samples, torch.tensor(float(samples), device=value.device)
+        return value * samples, torch.full((), float(samples), device=value.device)  # a copy would be waited for
     numbers = value if value.is_floating_point() else value.to(torch.float64)
-    return numbers.sum(), torch.tensor(float(value.numel()), device=value.device)
+    return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
 
 
 @contextmanager

@@ -68,7 +68,9 @@ class StepHeader:
         start = 2 * self._longest
         row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
         row[self.size - len(flags) :] = torch.tensor(flags, dtype=torch.float64)
-        row = row.to(advanced.device)
+        if advanced.is_cuda:
+            row = row.pin_memory()  # the copy of pageable memory would be waited for
+        row = row.to(advanced.device, non_blocking=True)
         if losses:
             row[: len(losses)] = torch.stack(list(losses))
             row[self._longest : self._longest + len(weights)] = torch.stack(list(weights))

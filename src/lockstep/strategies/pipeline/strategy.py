@@ -518,7 +518,7 @@ class Pipeline(Strategy):
         for ends in self.events.exchange_end:
             ends()
         finite = torch.stack([result.finite for result in results]).all()
-        flags = torch.stack([(~finite).long(), torch.tensor(stop, device=self.device)])
+        flags = torch.stack([(~finite).long(), torch.full((), stop, device=self.device)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         for passes in self._passes.values():
             passes.neighbours.flush()
