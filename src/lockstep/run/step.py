@@ -180,7 +180,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if not isinstance(value, Tensor):
         raise no_value(value)
     if value.dim() == 0:
-        return value * samples, torch.full((), float(samples), device=value.device)  # a copy would be waited for
+        return value * samples, torch.full(
+            (), float(samples), device=value.device
+        )  # a copy would be waited for
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
 
