@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.strategies.pipeline.channels import Description, TensorSpec, tensors_of
+from lockstep.strategies.pipeline.channels import Description, TensorSpec, _overlapping, tensors_of
 
 TENSORS = {
     "contiguous": torch.arange(24.0).view(2, 3, 4),
@@ -72,6 +72,23 @@ def test_a_tensor_that_is_there_twice_is_sent_once_and_is_one_tensor_again():
 
 class Marked(torch.Tensor):
     pass
+
+
+@pytest.mark.parametrize(
+    "views, found",
+    [
+        (lambda x: [x, x[:, :1]], (0, 1)),
+        (lambda x: [*x.chunk(2, 1), torch.ones(4)], ()),
+        (lambda x: [x[0], x[1].expand(3, 4), x[2]], ()),
+        (lambda x: [x[0], x[2, 1:], x[:, 3]], (0, 1, 2)),
+        (lambda x: [x, x.view(torch.int32)], (0, 1)),
+        (lambda x: [x[0], x.view(torch.int64)[1]], (0, 1)),
+        (lambda x: [x.view(-1)[:9].unfold(0, 3, 2), x.view(-1)[9:]], ()),
+        (lambda x: [x[:0], x], ()),
+    ],
+)
+def test_tensors_that_share_elements_are_found(views, found):
+    assert _overlapping(views(torch.zeros(4, 4))) == found
 
 
 def within_a_function():

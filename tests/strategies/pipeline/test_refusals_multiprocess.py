@@ -78,6 +78,22 @@ class Growing(nn.Module):
         return x.repeat(1, self.calls)
 
 
+class Views(nn.Module):
+    """Gives a tensor and a part of it."""
+
+    def forward(self, x):
+        return x, x[:, :2]
+
+
+class Changes(nn.Module):
+    """Changes the one, and reads the other."""
+
+    def forward(self, given):
+        whole, part = given
+        whole.mul_(2.0)
+        return whole + part.sum(1, keepdim=True)
+
+
 class Opaque(nn.Module):
     """Gives something that cannot be sent."""
 
@@ -126,6 +142,11 @@ REFUSED = {
         {"pipeline": {"balance": "time"}},
         r"pipeline.balance='time' is measured by lockstep train",
     ),
+    "a view and its base": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Views(), Changes(), nn.Linear(4, 2)),
+        {"pipeline": {"split": ["2"]}},
+        r"begins with '2' changes a tensor in place that it is given together with a view of it",
+    ),
     "loss of the model": (
         layers,
         {"decay": True},
@@ -154,7 +175,14 @@ OF_LOOP = ("forward", "average", "decay", "again", "replaced", "patched")
 """What the loop does differently; all else is an option."""
 
 
-LATE = ("other shapes", "no tensors", "loss of the model", "model in the loss", "own forward")
+LATE = (
+    "a view and its base",
+    "other shapes",
+    "no tensors",
+    "loss of the model",
+    "model in the loss",
+    "own forward",
+)
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 

@@ -17,7 +17,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -40,6 +40,9 @@ _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
 _SAME = "tensor "
 """Begins what stands for a tensor that was there before, ahead of its place."""
+
+_SOUND: set[str] = set()
+"""Texts that give the structures again that they were made of."""
 
 
 class _CannotSend(Exception):
@@ -186,6 +189,8 @@ class Description:
     """Empty for a tensor."""
     leaves: tuple[TensorSpec | str, ...]
     """A spec for each tensor when it comes first, JSON for anything else."""
+    overlapping: tuple[int, ...] = field(default=(), compare=False)
+    """The places of tensors that share elements where they were made; they do not where they are received."""
 
     @classmethod
     def of(cls, value: Any, name: str) -> tuple[Description, list[Tensor]]:
@@ -207,8 +212,9 @@ class Description:
                     found.append(TensorSpec.of(leaf))
                     tensors.append(leaf)
             text = treespec_dumps(structure)
-            if _structure(text) != structure:
+            if text not in _SOUND and _structure(text) != structure:
                 raise _CannotSend("dict", " that has other keys than strings and numbers")
+            _SOUND.add(text)
             return cls(text, tuple(found)), tensors
         except (_CannotSend, NotImplementedError, TypeError) as error:
             kind = type(value).__name__
@@ -243,17 +249,48 @@ class Description:
     def encode(self) -> bytes:
         """As JSON."""
         leaves = [leaf if isinstance(leaf, str) else list(vars(leaf).values()) for leaf in self.leaves]
-        return json.dumps([self.structure, leaves]).encode()
+        return json.dumps([self.structure, leaves, self.overlapping]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Description:
         """From JSON."""
-        structure, leaves = json.loads(data)
+        structure, leaves, overlapping = json.loads(data)
         specs = tuple(
             leaf if isinstance(leaf, str) else TensorSpec(tuple(leaf[0]), tuple(leaf[1]), leaf[2], leaf[3])
             for leaf in leaves
         )
-        return cls(structure, specs)
+        return cls(structure, specs, tuple(overlapping))
+
+
+def _overlapping(tensors: list[Tensor]) -> tuple[int, ...]:
+    """The places of tensors that share elements with another one; of views of one memory it is counted out."""
+    places: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            places.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
+    return tuple(
+        each
+        for group in places.values()
+        if len(group) > 1 and _share_elements([tensors[place] for place in group])
+        for each in group
+    )
+
+
+def _share_elements(views: list[Tensor]) -> bool:
+    size = views[0].element_size()
+    if any(view.element_size() != size for view in views):
+        return True
+    taken = torch.zeros(views[0].untyped_storage().nbytes() // size, dtype=torch.bool)
+    for view in views:
+        shape = tuple(1 if stride == 0 else length for length, stride in zip(view.shape, view.stride()))
+        place = taken.as_strided(shape, view.stride(), view.storage_offset())
+        if place.any():
+            return True
+        taken.put_(
+            torch.arange(len(taken)).as_strided(shape, view.stride(), view.storage_offset()),
+            torch.ones_like(place),
+        )
+    return False
 
 
 @lru_cache
@@ -298,7 +335,7 @@ class PipelineChannel:
         description, tensors = Description.of(value, self._name)
         known = self._known.get(kind)
         if known is None:
-            self._known[kind] = description
+            description = self._known[kind] = replace(description, overlapping=_overlapping(tensors))
             text = torch.frombuffer(bytearray(description.encode()), dtype=torch.uint8).to(self._device)
             self._start_send(torch.tensor([len(text)], device=self._device))
             self._start_send(text)

@@ -20,7 +20,7 @@ from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
-from lockstep.strategies.pipeline.channels import PipelineChannel, tensors_of
+from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
 from lockstep.strategies.strategy import Compute
 
 
@@ -102,6 +102,7 @@ class Passes:
         self.stage, self.neighbours, self.name = stage, neighbours, name
         self._roots: dict[int, list[Tensor]] = {}
         self._inlets: dict[int, _Inlet] = {}
+        self._overlapping: list[tuple[Tensor, int]] = []
         self._anchor: Tensor | None = None
 
     @property
@@ -129,7 +130,9 @@ class Passes:
             args, kwargs = (self._received(source, micro_batch.k, kind),), {}
         received()
         with compute.autocast():
-            return self.stage(*args, **kwargs), target
+            output = self.stage(*args, **kwargs)
+        self._require_unwritten()
+        return output, target
 
     def pass_on(self, k: int, kind: Hashable, output: Any) -> None:
         """Sends the output of a stage that is not the last."""
@@ -164,8 +167,10 @@ class Passes:
         """A forward pass outside of training, of the model's inputs or of what the stage before sends."""
         if self.neighbours.activations_in is not None:
             description, tensors = self.neighbours.activations_in.receive(kind)
+            self._note_overlapping(description, tensors)
             args, kwargs = (description.value(tensors),), {}
         output = self.stage(*args, **kwargs)
+        self._require_unwritten()
         if self.neighbours.activations_out is not None:
             self.neighbours.activations_out.send(kind, output)
         return output
@@ -192,7 +197,23 @@ class Passes:
             attached = _Attach.apply(self._anchor, inlet)  # type: ignore[no-untyped-call]  # torch's stub
             for number, tensor in zip(trained, attached):
                 tensors[number] = tensor
+        self._note_overlapping(description, tensors)
         return description.value(tensors)
+
+    def _note_overlapping(self, description: Description, tensors: list[Tensor]) -> None:
+        self._overlapping = [(tensors[place], tensors[place]._version) for place in description.overlapping]
+
+    def _require_unwritten(self) -> None:
+        """Raises ``ConfigError`` where the stage wrote into one of several views, which are copies here."""
+        written = any(tensor._version != version for tensor, version in self._overlapping)
+        self._overlapping = []
+        if written:
+            raise ConfigError(
+                f"The stage that begins with {self.name!r} changes a tensor in place that it is given together with a "
+                "view of it, and between processes the two are copies, so the other one would stay as it was. Change a "
+                "copy, give one of the two and take the view of it there, or cut the model elsewhere with "
+                "pipeline.split."
+            )
 
 
 class _Inlet:
