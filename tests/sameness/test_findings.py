@@ -38,6 +38,12 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             "equal",
             id="gradients cleared and counted on workers",
         ),
+        pytest.param(
+            {"lines": ("draw",), "optimizer": "noisy_sgd"},
+            SERVER,
+            "equal",
+            id="drawn after a step that draws",
+        ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )

@@ -341,6 +341,8 @@ def prepare_model(
             require_whole(optimizer, strategy)
         if strategy.steps < Unit.MODEL:
             strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
+        elif not strategy.replicated and not isinstance(strategy, IndependentStrategy):
+            strategy.draws_in_step |= try_optimizer(optimizer, strategy.device).draws
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:

@@ -52,6 +52,8 @@ class Trial:
     unit: Unit
     reason: str
     """What the optimizer does that needs more than single elements, as the end of a sentence; empty for elements."""
+    draws: bool = False
+    """True if its step draws random numbers."""
 
 
 def try_optimizer(
@@ -70,7 +72,7 @@ def try_optimizer(
         whole = _Copy(optimizer, groups)
         failed = whole.step()
         if failed or draws():
-            return Trial(Unit.MODEL, failed or "draws random numbers in its step")
+            return Trial(Unit.MODEL, failed or "draws random numbers in its step", draws=not failed)
         for number, examples in enumerate(groups):
             for place, example in enumerate(examples):
                 alone = _Copy(optimizer, [[example] if n == number else [] for n in range(len(groups))])

@@ -113,6 +113,8 @@ class Strategy(ABC):
     """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()
     """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
+    draws_in_step: bool = False
+    """True if an optimizer draws random numbers in its step, which not all processes take; set before the first one."""
     separates_units: bool = False
     """True if units of one model run in several processes, so that only what is drawn within a unit has a key."""
     evaluation_share: Share | None = None
