@@ -87,7 +87,10 @@ class Replica:
             for mine, other in zip(self.model.parameters(), first.model.parameters()):
                 mine.requires_grad_(other.requires_grad)
                 if mine.data_ptr() != other.data_ptr():
-                    mine.copy_(other, non_blocking=True)
+                    if mine.device == other.device:
+                        mine.data = other.data  # one memory again, after p.data = ... in the loop
+                    else:
+                        mine.copy_(other, non_blocking=True)
             for name, buffer in first.model.named_buffers():
                 if name in self._others and self._others[name].data_ptr() != buffer.data_ptr():
                     self._others[name].copy_(buffer, non_blocking=True)
