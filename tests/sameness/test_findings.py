@@ -10,6 +10,8 @@ from tests.sameness.trials import Layout
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
 SERVER = Layout("server 3/1", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 1}})
+SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
+PLAIN_RECIPE = (("global_batch", 4), ("micro_batches", 2))
 ODD = (("global_batch", 6), ("micro_batches", 3))
 K8 = (("global_batch", 16), ("micro_batches", 8))
 FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
@@ -43,6 +45,17 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             SERVER,
             "equal",
             id="drawn after a step that draws",
+        ),
+        pytest.param(
+            {
+                "kind": "i",
+                "blocks": ("conv",),
+                "optimizer": "adafactor",
+                "recipe": (*PLAIN_RECIPE, ("channels_last", True)),
+            },
+            SERVERS,
+            "equal",
+            id="Adafactor, channels-last weights",
         ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],

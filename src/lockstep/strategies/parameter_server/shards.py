@@ -137,7 +137,7 @@ class ParameterShards:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """This server's flat tensor, key by key, under the parameters' names."""
         parts = torch.split(flat, [parameter.numel() for parameter in self.own.values()])
-        return {name: part.view(held.shape) for (name, held), part in zip(self.own.items(), parts)}
+        return {name: _stored_as(held, part) for (name, held), part in zip(self.own.items(), parts)}
 
     def set_values(self, server: int, flat: Tensor) -> None:
         """Copies a server's values, shape (numel,), into the model."""
@@ -180,6 +180,12 @@ class ParameterShards:
     def _held(self, key: Key) -> nn.Parameter:
         parameter = self.parameters[key.name]
         return parameter if key.rows is None and not self._apart else nn.Parameter(key.of(parameter.detach()))
+
+
+def _stored_as(held: Tensor, values: Tensor) -> Tensor:
+    """Flat values in the shape of a parameter, and in its order in memory, in which some optimizers add them up."""
+    shaped = values.view(held.shape)
+    return shaped if held.is_contiguous() else torch.empty_like(held).copy_(shaped)
 
 
 def _require_storable(parameters: Sequence[nn.Parameter]) -> None:
