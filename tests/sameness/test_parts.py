@@ -65,6 +65,11 @@ CUT = {
 }
 """Refused where no process holds the model: fsdp, pipeline and both."""
 TRANSFORMED = dict.fromkeys(("forward_mode", "func_jvp", "func_vjp"), "calls torch.func")
+UNDER_FSDP = {
+    "swapped": TWICE,
+    **dict.fromkeys(("parametrized_after", "new_gradient", "penalty_gradient"), ABSENT),
+}
+"""Refused by another sentence than elsewhere."""
 MIXED = {"doubles": "stores values of one number type"}
 
 NAMES = {
@@ -133,7 +138,7 @@ def program(field, *names):
 
 def refusal(field, name, layout):
     """The words of a refusal; None where the end is to be equal."""
-    tables = [EVERYWHERE[field]]
+    tables = [UNDER_FSDP] * (layout is FSDP) + [EVERYWHERE[field]]
     if layout not in (DDP, SINGLE):
         tables.append(SHARED[field])
     if layout in (FSDP, PIPELINE, SHARDED):
