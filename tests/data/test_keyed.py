@@ -1,10 +1,17 @@
+import json
 import random
 
 import numpy as np
 import torch
 
 from lockstep.core.seeding import sample_seed
-from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
+from lockstep.data.keyed import (
+    SampleKeys,
+    encoded_states,
+    generators_kept,
+    seed_generators,
+    set_encoded_states,
+)
 
 
 def draw():
@@ -68,3 +75,17 @@ def test_uniforms_are_spread_evenly_over_zero_to_one():
     counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-squared with 19 degrees of freedom, p about 0.0001
     assert abs(np.corrcoef(drawn.T)[np.triu_indices(5, 1)]).max() < 0.06
+
+
+def test_the_states_of_the_generators_go_to_another_process_as_json():
+    random.gauss(0, 1)  # leaves a second number for the next call
+    np.random.normal()
+    sent = json.dumps(encoded_states())
+    expected = (
+        torch.rand(3).tolist(),
+        np.random.normal(size=3).tolist(),
+        [random.gauss(0, 1) for _ in range(3)],
+    )
+    set_encoded_states(json.loads(sent))
+    found = torch.rand(3).tolist(), np.random.normal(size=3).tolist(), [random.gauss(0, 1) for _ in range(3)]
+    assert found == expected

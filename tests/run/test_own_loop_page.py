@@ -11,7 +11,11 @@ from torch.utils.data import TensorDataset
 import lockstep
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
-LOOP, CALLBACK = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[:2]
+LOOP, *_, CALLBACK = [
+    code
+    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    if "run.epochs" in code or "Callback" in code
+]
 EPOCHS = "run.epochs(30)"
 
 

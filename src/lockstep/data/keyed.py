@@ -8,7 +8,7 @@ generator at all.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +86,19 @@ def set_global_states(states: tuple[Any, Any, Any]) -> None:
     torch.default_generator.set_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
+
+
+def encoded_states() -> list[Any]:
+    """The states of the three generators as what JSON can hold, for another process."""
+    of_torch, (name, keys, *place), (version, words, gauss) = global_states()
+    return [of_torch.tolist(), [name, keys.tolist(), *place], [version, list(words), gauss]]
+
+
+def set_encoded_states(states: Sequence[Any]) -> None:
+    """Gives the three generators the states that ``encoded_states`` returned."""
+    of_torch, (name, keys, *place), (version, words, gauss) = states
+    of_numpy = name, np.array(keys, dtype=np.uint32), *place
+    set_global_states((torch.tensor(of_torch, dtype=torch.uint8), of_numpy, (version, tuple(words), gauss)))
 
 
 def require_repeatable(name: str, read: Callable[[], Any]) -> None:

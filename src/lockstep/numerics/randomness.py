@@ -315,6 +315,10 @@ class OwnHook:
         """Does it."""
         return self._call(*given)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnHook:
+        """The hook itself: a copy of a model draws as the model does."""
+        return self
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
         """Pickles a hook that does nothing."""
         return OwnHook, (_nothing,)

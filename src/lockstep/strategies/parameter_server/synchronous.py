@@ -12,7 +12,6 @@ worker's optimizer has no parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,13 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import Node, fold, fold_rows, nodes_within
 from lockstep.data.batch import Batch
-from lockstep.data.keyed import global_states, set_global_states
-from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
+from lockstep.data.keyed import encoded_states, set_encoded_states
+from lockstep.distributed.collectives import (
+    all_gather_rows,
+    all_reduce_max,
+    drop_process_groups,
+    gather_json,
+)
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
 from lockstep.strategies.optimizer_trial import Unit
@@ -142,9 +146,9 @@ class ParameterServer(Strategy):
             else:
                 shards.set_values(server, flat)
         if self.draws_in_step:  # there is one server, and what the loop draws next is the same on every rank
-            states: list[Any] = [global_states()]
-            dist.broadcast_object_list(states, self._rank_of(0), self._group)
-            set_global_states(states[0])
+            own = encoded_states() if shards.server == 0 else None
+            everyones = gather_json(own, self._group, self.device)
+            set_encoded_states(next(each for each in everyones if each is not None))
 
     def release(self) -> None:
         """See ``Strategy.release``."""
