@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lockstep.config.components import origins
+from lockstep.cli.shared_options import print_origins
 from lockstep.config.job import JobConfig
 from lockstep.core.world import World
 from lockstep.data import adopt
@@ -37,8 +36,7 @@ from lockstep.runtime.stop_signals import wait_for_critical_threads
 
 def print_plan(config: JobConfig, devices: int, hosts: int) -> None:
     """Prints what the job would do on this many devices, without writing a file or starting a process."""
-    for line in origins(config.components(), [*config.code, str(Path.cwd())]):
-        print(f"imports: {line}", file=sys.stderr, flush=True)
+    print_origins(config)
     importable_from(config.code)
     model, validation = build_model(config.model), config.data.validation
     held_out = None if validation is None else adopt(instantiate(validation, name="data.validation")).dataset

@@ -6,12 +6,10 @@ import argparse
 import bdb
 import logging
 import os
-import sys
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options
-from lockstep.config.components import origins
+from lockstep.cli.shared_options import add_options, print_origins
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from lockstep.job.run_folder import FILE
 
@@ -40,8 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.trust:
         _refuse_others(folder)
     origin = find_origin(folder, arguments.step)
-    for line in origins(origin.start.job.components(), [*origin.start.job.code, str(Path.cwd())]):
-        print(f"imports: {line}", file=sys.stderr, flush=True)
+    print_origins(origin.start.job)
     if origin.start.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     asked = ReplayRequest(

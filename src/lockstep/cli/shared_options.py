@@ -10,12 +10,14 @@ import dataclasses
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lockstep.config.components import origins
 from lockstep.core.world import RENDEZVOUS, World, master_of_step
 from lockstep.errors import ConfigError
 from lockstep.launch import LaunchOptions
@@ -24,6 +26,9 @@ from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
 from lockstep.text import plural
+
+if TYPE_CHECKING:
+    from lockstep.config.job import JobConfig
 
 
 def add_options(parser: argparse._ActionsContainer, *options: tuple[str, str, Any, str]) -> None:
@@ -279,6 +284,12 @@ def common_settings(kind: str, more: Sequence[tuple[str, str]]) -> dict[str, str
         except PackageNotFoundError:
             settings[package] = "not installed"
     return {**settings, **dict(more)}
+
+
+def print_origins(job: JobConfig) -> None:
+    """Prints, to stderr, from where the job's own modules are imported: that code runs as the user."""
+    for line in origins(job.components(), [*job.code, str(Path.cwd())]):
+        print(f"imports: {line}", file=sys.stderr, flush=True)
 
 
 def add_profile_argument(parser: argparse.ArgumentParser) -> None:

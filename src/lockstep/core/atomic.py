@@ -42,7 +42,7 @@ def identity(pid: int | None = None) -> str:
 
 
 def is_running(identity: str) -> bool | None:
-    """Whether a process of this host and process namespace runs; None for one of another. ``ValueError`` if invalid."""
+    """True if a process of this host and process namespace runs; None for one of another. ``ValueError`` if invalid."""
     place, pid, start = identity.split("-")
     number, began = int(pid), int(start)
     return _start_time(number) == began if place == _place() else None
@@ -160,7 +160,7 @@ def _is_held(entry: Path) -> bool:
 
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems without locks answer, such as Lustre mounted without them."""
+"""Errors of file systems without locks, such as Lustre mounted without them."""
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from lockstep.core.seeding import derive_seed, permutation_key
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
-from lockstep.data.reader import Collate
+from lockstep.data.reader import Collate, collate_samples
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.errors import ConfigError, DataError
 
@@ -116,8 +116,7 @@ class Stream(Dataset[Any]):
         """The samples at places ``indices``, collated."""
         with generators_kept():
             samples = [self._sample(index, keys) for index in indices.tolist()]
-        data = (self.collate or default_collate)(samples)
-        return tuple(data) if self.collate is None and isinstance(samples[0], tuple) else data
+        return collate_samples(samples, self.collate)
 
     def _sample(self, index: int, keys: SampleKeys) -> Any:
         if self._iterator is None or self._begun != (keys.seed, keys.epoch) or index < self._next:
@@ -179,8 +178,7 @@ class SideBySide(Dataset[Any]):
                 samples.append(source.dataset[row])
             except Exception as error:
                 raise sample_error(source.dataset, row, error) from error
-        data = (source.collate or default_collate)(samples)
-        return tuple(data) if source.collate is None and isinstance(samples[0], tuple) else data
+        return collate_samples(samples, source.collate)
 
     def _rows(self, number: int, indices: Indices, seed: int, epoch: int) -> list[int]:
         size = self._sizes[number]

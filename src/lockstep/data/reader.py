@@ -189,6 +189,13 @@ class ReadTrace:
 Collate = Callable[[list[Any]], Any]
 
 
+def collate_samples(samples: list[Any], collate: Collate | None) -> Any:
+    """Makes a micro-batch of samples; torch's ``default_collate``, for None, would make a list of what are tuples."""
+    data = (collate or default_collate)(samples)
+    is_list = collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
+    return tuple(data) if is_list else data
+
+
 @runtime_checkable
 class BatchDataset(Protocol):
     """A data set that gives a whole micro-batch at once; faster than one that is read sample by sample."""
@@ -375,7 +382,7 @@ class SampleReader:
 
     def _collated(self, samples: list[Any], keys: SampleKeys) -> Any:
         try:
-            data = (self._collate or default_collate)(samples)
+            return collate_samples(samples, self._collate)
         except Exception as error:
             if self._collate is not None:
                 raise DataError(
@@ -387,8 +394,6 @@ class SampleReader:
                 uncollatable(names, samples) or f"{_told(error)}. Give a DataLoader with a collate function."
             )
             raise DataError(f"{_named(keys)} cannot be collated into one micro-batch: {why}") from error
-        is_pair = self._collate is None and isinstance(data, list) and isinstance(samples[0], tuple)
-        return tuple(data) if is_pair else data
 
 
 def _named(keys: SampleKeys) -> str:

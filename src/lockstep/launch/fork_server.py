@@ -72,9 +72,8 @@ class ServerProcess:
             self._process.kill()
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
-            end_leftovers(
-                self._run_directory, self._process.pid
-            )  # not reaped yet, so the id is still its session's
+            # The server is not reaped yet, so its id is still that of its session.
+            end_leftovers(self._run_directory, self._process.pid)
         self._process.wait()
 
     def fileno(self) -> int:

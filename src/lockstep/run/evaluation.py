@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
-from lockstep.run.means import Part, reasons
+from lockstep.run.means import Part, reasons, require_means
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -227,7 +227,7 @@ def evaluate(
 
 
 def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy) -> Tensor:
-    """What all holders have found for their micro-batches, in order of ``k``. Collective.
+    """The rows of all holders for their micro-batches, in order of ``k``. Collective.
 
     Args:
         rows: this holder's, float64, shape (longest share, ...).
@@ -244,16 +244,6 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
         held = list(share.of(count, holder))
         ordered[held] = part[: len(held)]
     return ordered[:count]
-
-
-def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raises ``ConfigError`` where a process has found that a metric is no mean: see ``means.reasons``."""
-    for name, reason in sorted({name: why for each in everyone for name, why in each.items()}.items()):
-        raise ConfigError(
-            f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
-            "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
-            "run.predict. checks='off' takes the average over micro-batches all the same."
-        )
 
 
 def evaluate_whole(

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree
 
 from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
+from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
 
@@ -89,6 +90,16 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
         samples = sum(part[2] for part in parts)
     found = {name: checked(function, output, target, samples) for name, function in functions.items()}
     return {name: each.reason for name, each in found.items() if each.reason}
+
+
+def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raises ``ConfigError`` where a process has found that a metric is no mean: see ``reasons``."""
+    for name, reason in sorted({name: why for each in everyone for name, why in each.items()}.items()):
+        raise ConfigError(
+            f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
+            "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
+            "run.predict. checks='off' takes the average over micro-batches all the same."
+        )
 
 
 def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:

@@ -263,7 +263,6 @@ class PreparedOptimizer(Optimizer):
         optimizer: the user's optimizer.
         gradients: of the run.
         shared: the groups as the user sees them, where the optimizer itself holds parts; None where it has them all.
-
     """
 
     def __init__(

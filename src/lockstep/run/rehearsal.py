@@ -13,13 +13,11 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
-from lockstep.data.keyed import content_of, generators_kept
+from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
@@ -304,10 +302,10 @@ class Rehearsals:
 
     def _first_pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """The first computation; done again where it drew from global generators that were not keyed yet."""
-        randomness, states = compute.randomness, _global_states()
+        randomness, (_, *states) = compute.randomness, encoded_states()
         result = self._pass(batch, compute, scale)
         if not randomness.keys_global_generators:
-            drew = gather_records(self._strategy, _global_states() != states, self._group)
+            drew = gather_records(self._strategy, encoded_states()[1:] != states, self._group)
             if any(drew):
                 randomness.key_global_generators()
                 result = self._pass(batch, compute, scale)
@@ -512,8 +510,3 @@ def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
         for name, parameter in model.named_parameters()
         if not isinstance(parameter, AbsentParameter) and not parameter.is_meta
     }
-
-
-def _global_states() -> tuple[bytes, int, object]:
-    _, keys, place, *_ = np.random.get_state()
-    return np.asarray(keys).tobytes(), int(place), random.getstate()

@@ -180,9 +180,8 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     if not isinstance(value, Tensor):
         raise no_value(value)
     if value.dim() == 0:
-        return value * samples, torch.full(
-            (), float(samples), device=value.device
-        )  # a copy would be waited for
+        # torch.tensor would copy to the device, which waits for it.
+        return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
 
@@ -270,7 +269,7 @@ class StepCompute:
     first_key: int
     """Added to the numbers of micro-batches in their keys: a second backward pass of a step draws other numbers."""
     metrics: StepMetrics | None = None
-    """What is computed beside the loss."""
+    """Numbers that are computed beside the loss."""
 
     def __call__(self, micro_batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Forward pass and loss of a whole model."""
@@ -320,6 +319,14 @@ class StepCompute:
         """The context of the forward pass and the loss."""
         return self.compute.autocast()
 
+    def value(self, output: Any, target: Any) -> Any:
+        """What the user's loss gives; its errors are explained."""
+        try:
+            return self.function(output, target)
+        except Exception as error:
+            explain_loss(error, output, target)
+            raise
+
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Sum and weight of the user's loss, which takes what the forward pass left for it also where it is padding."""
         with self.autocast():
@@ -327,12 +334,7 @@ class StepCompute:
                 for call in self.events.output:
                     call(micro_batch, output, target)
             self.randomness.begin_loss()
-            try:
-                value = self.function(output, target)
-            except Exception as error:
-                explain_loss(error, output, target)
-                raise
-            total, weight = sum_and_weight(value, len(micro_batch.indices))
+            total, weight = sum_and_weight(self.value(output, target), len(micro_batch.indices))
             if not total.requires_grad:
                 raise no_gradient(output)
             if self.metrics is not None and micro_batch.k < self.plan.leaves:

@@ -13,8 +13,8 @@ from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.evaluation import gathered_in_order, require_means
-from lockstep.run.means import Part, reasons
+from lockstep.run.evaluation import gathered_in_order
+from lockstep.run.means import Part, reasons, require_means
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 

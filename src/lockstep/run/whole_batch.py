@@ -25,8 +25,9 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
 from lockstep.run.step import StepCompute
-from lockstep.run.step_errors import explain_loss, no_gradient, no_value
+from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
+from lockstep.strategies.gradients import variables_of
 
 
 def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:
@@ -78,7 +79,7 @@ class SurrogateCompute(StepCompute):
         if not products:
             raise no_gradient(output)
         product, weight = torch.stack(products).sum(), float(k == 0)
-        return product - product.detach() + self.total * weight, torch.tensor(weight, device=product.device)
+        return product - product.detach() + self.total * weight, torch.full((), weight, device=product.device)
 
 
 def surrogate(
@@ -96,7 +97,13 @@ def surrogate(
         ConfigError: an output cannot be put together, or the loss uses parameters itself.
     """
     plan = batch.plan
-    computed = [_output(compute, each) for each in batch.micro_batches]
+    kept = [(each, each.clone()) for each in compute.compute.model.buffers() if not each.is_meta]
+    computed = []
+    for micro_batch in batch.micro_batches:
+        computed.append(_output(compute, micro_batch))
+        with torch.no_grad():
+            for buffer, values in kept:  # every micro-batch begins with those of the step
+                buffer.copy_(values)
     held = [(part.k, each) for each, part in zip(computed, batch.micro_batches) if part.k < plan.leaves]
     everyone = gather_records(strategy, [[k, each.shapes] for k, each in held], group)
     shapes = {k: found for each in everyone for k, found in each}
@@ -144,14 +151,11 @@ class _Output:
 
 def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
     model = compute.compute.model
-    kept = [(each, each.clone()) for each in model.buffers() if not each.is_meta]
     compute.begin(micro_batch)
     with torch.no_grad():
         output, target = compute.compute.output_and_target(
             micro_batch.data, compute.forward, model, compute.compute.device_transform
         )
-        for buffer, values in kept:  # every micro-batch begins with those of the step
-            buffer.copy_(values)
     compute.randomness.leave()
     if compute.forward is not None or isinstance(target, dict):
         target = None
@@ -203,11 +207,7 @@ def _surrogate(
     compute.randomness.begin_micro_batch(compute.plan.step, compute.first_key)
     with compute.autocast(), torch.enable_grad():
         compute.randomness.begin_loss()
-        try:
-            value = compute.function(output, target)
-        except Exception as error:
-            explain_loss(error, output, target)
-            raise
+        value = compute.value(output, target)
         if isinstance(value, tuple) and len(value) == 2:
             value = value[0].sum() / value[1]
         if not isinstance(value, Tensor):
@@ -239,16 +239,8 @@ def _of(compute: StepCompute, total: Tensor, gradients: list[list[Tensor | None]
 def _require_outputs_only(total: Tensor, inputs: Sequence[Tensor], model: nn.Module) -> None:
     """Raises ``ConfigError`` where a loss uses parameters, to which no gradient would come."""
     own, names = set(map(id, inputs)), {id(each): name for name, each in model.named_parameters()}
-    seen: set[Any] = set()
-    waiting: list[Any] = [total.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in own:
+    for variable in variables_of(total):
+        if id(variable) not in own:
             name = names.get(id(variable), f"of shape {list(variable.shape)}")
             raise ConfigError(
                 f"The loss uses the parameter {name!r} itself, and with whole_batch=True it is given outputs of the "

@@ -91,10 +91,8 @@ def lasting_stderr(folder: Path | None = None) -> Iterator[None]:
     raw = getattr(getattr(former, "buffer", None), "raw", None)
     if isinstance(raw, LastingFile):
         raw.folder = folder or raw.folder
-    if (
-        original is None or former is not original
-    ):  # it lasts already, or is a notebook's, which we leave alone
-        yield
+    if original is None or former is not original:
+        yield  # it lasts already, or is a notebook's, which we leave alone
         return
     sys.stderr = lasting(original, folder)
     try:

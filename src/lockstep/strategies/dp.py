@@ -49,7 +49,7 @@ from lockstep.numerics.hooks import (
 from lockstep.numerics.randomness import draws_in_forward
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.gradients import GradientTree
+from lockstep.strategies.gradients import GradientTree, variables_of
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.text import shorten
 
@@ -104,17 +104,9 @@ class Replica:
         if self._own:
             return
         self._own = True
-        names = {parameter: name for name, parameter in first.named_parameters()}
-        seen: set[Any] = set()
-        waiting: list[Any] = [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [each for each, _ in node.next_functions]
-            variable = getattr(node, "variable", None)
-            if variable is not None and variable in names:
+        names: dict[Tensor, str] = {each: name for name, each in first.named_parameters()}
+        for variable in variables_of(loss):
+            if variable in names:
                 raise ConfigError(
                     f"The loss uses the parameter {names[variable]!r} of the model itself, but strategy 'dp' computes "
                     "each micro-batch on a replica. Return what the loss needs from the model's forward, or use "

@@ -9,8 +9,9 @@ statistics to that, for a model or one stage of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -407,6 +408,20 @@ def thawed(name: str) -> ConfigError:
         f"{name!r} was frozen at run.prepare and requires a gradient now. Call run.prepare while every "
         "parameter that will be trained requires a gradient, and freeze it afterwards."
     )
+
+
+def variables_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves of the graph that a loss was computed from: parameters, and other tensors that require gradients."""
+    seen: set[Any] = {None}
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -359,9 +359,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         """See ``AbsentTensor``: the gradient, whose values are not here either, and ``.data``."""
         rows = self.parameter_rows
         if asked in ("get grad", "set grad") and rows is not None and self.absence.is_computing:
-            if (
-                asked == "get grad"
-            ):  # of the micro-batch, whose backward pass may come to it after it was freed
+            # Of the micro-batch, whose backward pass may come to it after it was freed.
+            if asked == "get grad":
                 return self.grad
             self.grad = args[1]
             return None

@@ -110,17 +110,14 @@ _LARGEST_BITS = 63
 
 def _check_numbers(data: bytes) -> None:
     """Refuses the numbers for which the unpickler would take memory beyond the size of the file."""
-    stream, opcodes = (
-        io.BytesIO(data),
-        {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes},
-    )
+    stream = io.BytesIO(data)
+    opcodes = {opcode.code.encode("latin1"): opcode for opcode in pickletools.opcodes}
     while (code := stream.read(1)) not in (b"", b"."):
         if code not in opcodes:
             raise pickle.UnpicklingError(f"it has an unknown opcode {code!r}")
         opcode = opcodes[code]
-        if (
-            opcode.name == "STRING"
-        ):  # of Python 2, where it may hold bytes that the table's reader does not take
+        if opcode.name == "STRING":
+            # Of Python 2, where it may hold bytes that the table's reader does not take.
             stream.readline()
             continue
         number = opcode.arg.reader(stream) if opcode.arg else None

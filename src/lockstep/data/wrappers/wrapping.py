@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.core.plan import Indices
 from lockstep.data.images.transforms import DeviceTransform, FinishAlias, device_transform_of
 from lockstep.data.keyed import SampleKeys, generators_kept, seed_generators
 from lockstep.data.naming import require_map_style, sample_error, unwrap_subset
-from lockstep.data.reader import BrokenSample, Collate
+from lockstep.data.reader import BrokenSample, Collate, collate_samples
 from lockstep.errors import ConfigError
 
 BatchRead = Callable[[Indices, SampleKeys], Any]
@@ -82,10 +82,7 @@ class Wrapping(FinishAlias, Dataset[Any]):
                     samples.append(self.dataset[number])
                 except Exception as error:
                     raise BrokenSample(position) from sample_error(self.dataset, number, error)
-            if collate is not None:
-                return collate(samples)
-            data = default_collate(samples)
-            return tuple(data) if isinstance(samples[0], tuple) else data
+            return collate_samples(samples, collate)
 
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))

@@ -259,7 +259,7 @@ def _reached(name: str, model: str = "model") -> str:
 
 
 def _attribute(name: str) -> str:
-    """What a module is called where it is taken over."""
+    """The name of a module where it is taken over."""
     last = name.rpartition(".")[2]
     return f"part{last}" if last.isdigit() else last
 
