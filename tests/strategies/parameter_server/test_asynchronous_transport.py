@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from lockstep.distributed.authentication import Refused
+from lockstep.distributed.authentication import NONCE_BYTES, Refused
 from lockstep.errors import RankError
 from lockstep.strategies.parameter_server import asynchronous_transport
 from lockstep.strategies.parameter_server.asynchronous_transport import (
@@ -232,6 +232,16 @@ def test_strangers_that_take_all_descriptors_keep_no_rank_out_for_long(transport
         channel.send(ServerMessage("hello", {"rank": 2}))
         channel.send(ServerMessage("pull"))
         assert transport.get(5) == (2, ServerMessage("pull"))
+
+
+def test_strangers_are_cut_off_at_the_end(transport):
+    accepting = [each for each in threading.enumerate() if each.name == "parameter server: accept"][-1]
+    with socket.create_connection(transport.address, timeout=5) as stranger:
+        assert stranger.recv(NONCE_BYTES), "it was let in to prove itself"
+        transport.close()
+        accepting.join(5)
+        assert not accepting.is_alive()
+        assert stranger.recv(1) == b""
 
 
 def test_a_second_process_of_one_rank_is_refused(transport, caplog):

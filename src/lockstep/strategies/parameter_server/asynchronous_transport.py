@@ -306,24 +306,30 @@ class ServerTransport:
         """Accepts connections and has strangers prove, all in this thread, that they know the token."""
         greetings: list[_Greeting] = []
         with selector:
-            while self._listener.fileno() >= 0:
-                for key, _ in selector.select(1.0):
-                    if isinstance(key.data, _Greeting):
-                        if (channel := key.data.receive()) is not None:
-                            greetings.remove(key.data)
-                            selector.unregister(key.data.connection)
-                            self._start_reading(channel)
-                        continue
-                    try:
-                        greeting = _Greeting(self._listener.accept()[0], self._settings)
-                    except OSError as error:
-                        if error.errno not in _PASSING:  # closed
-                            return
-                        time.sleep(_PAUSE)
-                        continue
-                    greetings.append(greeting)
-                    selector.register(greeting.connection, selectors.EVENT_READ, greeting)
+            while self._listener.fileno() >= 0 and self._greet(selector, greetings):
                 _drop_strangers(greetings, selector)
+        for greeting in greetings:
+            greeting.connection.close()
+
+    def _greet(self, selector: selectors.BaseSelector, greetings: list[_Greeting]) -> bool:
+        """Takes one turn of those who connect and those who answer; returns False where the listener is closed."""
+        for key, _ in selector.select(1.0):
+            if isinstance(key.data, _Greeting):
+                if (channel := key.data.receive()) is not None:
+                    greetings.remove(key.data)
+                    selector.unregister(key.data.connection)
+                    self._start_reading(channel)
+                continue
+            try:
+                greeting = _Greeting(self._listener.accept()[0], self._settings)
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return False
+                time.sleep(_PAUSE)
+                continue
+            greetings.append(greeting)
+            selector.register(greeting.connection, selectors.EVENT_READ, greeting)
+        return True
 
     def _start_reading(self, channel: ServerChannel) -> None:
         threading.Thread(
