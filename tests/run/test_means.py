@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize, pad
 from lockstep.run.means import Deviation, deviation
 from lockstep.run.step import exact
 
-NONE, SUM, OTHER = Deviation.NONE, Deviation.SUM, Deviation.OTHER
+NONE, SUM, WEIGHTED, FUNCTION, OTHER = Deviation
 
 
 def rows(count=64):
@@ -60,11 +60,11 @@ def masked(output, target):
         (fixed_size, NONE),
         (hits, SUM),
         (lambda output, target: cross_entropy(output, target, reduction="sum"), SUM),
-        (masked, OTHER),
-        (lambda output, target: cross_entropy(output, target, ignore_index=0), OTHER),
-        (lambda output, target: cross_entropy(output, target).exp(), OTHER),
-        (lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(), OTHER),
-        (f1, OTHER),
+        (masked, WEIGHTED),
+        (lambda output, target: cross_entropy(output, target, ignore_index=0), WEIGHTED),
+        (lambda output, target: cross_entropy(output, target).exp(), FUNCTION),
+        (lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(), FUNCTION),
+        (f1, WEIGHTED),
         (contrastive, OTHER),
         (lambda output, target: output.max(), OTHER),
     ],

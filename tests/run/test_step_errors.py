@@ -75,7 +75,16 @@ def test_a_loss_without_a_gradient_tells_whose_fault_it_is():
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0.5, "without item()"), (None, "line with return"), ({"loss": 1}, "'loss'"), ([1], "not list")],
+    [
+        (0.5, "without item()"),
+        (None, "line with return"),
+        ({"loss": 1}, "run.backward(batch, lambda output, target: f(output, target)['loss']) where"),
+        (
+            {"accuracy": 1, "loss": 1},
+            "f(output, target)['loss'], also={'accuracy': lambda output, target: f(output, target)['accuracy']})",
+        ),
+        ([1], "not list"),
+    ],
 )
 def test_what_is_no_loss_is_told_by_kind(value, said):
     assert said in str(no_value(value))

@@ -8,10 +8,11 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
+from lockstep.verify.micro_batches import AS_IT_IS, FirstStep, compared, table
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
-from lockstep.verify.rank import coarsest_type, nudge_inputs, settled, watch_script
+from lockstep.verify.rank import coarsest_type, nudge_inputs, settled, watch_micro_batches, watch_script
 from lockstep.verify.trace import Trace, refusal
 
 OWN_LOOP = """
@@ -193,3 +194,88 @@ def test_a_model_of_tokens_has_its_parameters_changed_once():
     assert 0 < ((after - before) / before).abs().max() <= 2.0**-22
     model(torch.arange(8))
     assert torch.equal(model.weight, after)
+
+
+IN_MICRO_BATCHES = """
+import sys
+import torch
+import lockstep
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize
+
+kind = sys.argv[1]
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 12), torch.randint(0, 4, (64,)))
+
+
+class Own(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += kind == "state"
+        return dropout(x, 0.5, self.training) * 2**self.calls if kind == "random" else x * 2**self.calls
+
+
+def masked(output, target):
+    counts = (target != 0).float()
+    return (cross_entropy(output, target, reduction="none") * counts).sum() / counts.sum()
+
+
+def contrastive(output, target):
+    rows = normalize(output)
+    return cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)))
+
+
+losses = {
+    "sum": lambda output, target: cross_entropy(output, target, reduction="sum"),
+    "masked": masked,
+    "contrastive": contrastive,
+    "whole": contrastive,
+    "root": lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(),
+}
+middle = {"batch_norm": nn.BatchNorm1d(16), "dropout": nn.Dropout(0.5)}.get(kind, Own())
+model = nn.Sequential(nn.Linear(12, 16), middle, nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run = lockstep.init(global_batch=32, micro_batches=4, seed=0, checks="off")
+model, optimizer = run.prepare(model, optimizer)
+for batch in run.batches(data):
+    model.train()
+    run.backward(batch, losses.get(kind, cross_entropy), whole_batch=kind == "whole")
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "words"),
+    [
+        ("plain", "", ""),
+        ("dropout", "", ""),
+        ("whole", "", ""),
+        ("batch_norm", "batch_norm", "sync_batch_norm=True"),
+        ("sum", "loss", "is a sum over the samples"),
+        ("masked", "loss", "one over something else, such as unmasked tokens"),
+        ("contrastive", "loss", "whole_batch=True"),
+        ("root", "loss", "the root or the exponential"),
+        ("random", "random", "keyed by micro-batch"),
+        ("state", "refused", "It changed the attribute 'calls' of 1"),
+    ],
+)
+def test_what_depends_on_the_micro_batches_has_its_cause_named(kind, cause, words, watched, tmp_path):
+    del watched  # the environment of a script
+    (tmp_path / "script.py").write_text(IN_MICRO_BATCHES)
+
+    def computed(count, variant=AS_IT_IS):
+        folder = tmp_path / f"{count}-{variant}"
+        folder.mkdir()
+        payload = {"script": "script.py", "arguments": [kind], "micro_batches": count, "variant": variant}
+        try:
+            watch_micro_batches({**payload, "folder": str(folder)})
+        except ConfigError:
+            return FirstStep(count, refused=refusal(folder), in_training=True)
+        return FirstStep.read(folder / "step.json")
+
+    found = compared([computed(1), computed(8)], computed)[1]
+    assert found.cause == cause
+    assert words in found.text
+    assert words in table([found])
+    assert (found.difference.factor == pytest.approx(1 / 8)) is (kind == "sum")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, add_train_options
@@ -23,13 +23,17 @@ from lockstep.config.strategy_options import STRATEGIES
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.launch import ScriptTarget
 from lockstep.launch.supervisor import run_sequentially
+from lockstep.text import comma_separated, plural
+from lockstep.verify import micro_batches
 from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, run_layout
+from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
 from lockstep.verify.report import Comparison, as_json, compare, table
 from lockstep.verify.trace import Trace, refusal
 
 ENTRY = "lockstep.verify.rank:main"
+MICRO_BATCHES_ENTRY = "lockstep.verify.rank:watch_micro_batches"
 SCRIPT_ENTRY = "lockstep.verify.rank:watch_script"
 EXIT_DIFFERENT = 1
 L = TypeVar("L")
@@ -43,6 +47,7 @@ def add_arguments(parser: Parser) -> None:
         ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
         ("--steps", "N", 12, "optimizer steps of each run"),
+        ("--micro-batches", "K,K", "", "compare the first step in K micro-batches, as in 1,8, on one device"),
         ("--json", "FILE", "", "write all results to a file"),
     )
     parser.add_argument(
@@ -63,6 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.steps < 1:
         raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
+    if arguments.micro_batches:
+        return _verify_micro_batches(arguments)
     if arguments.script is not None:
         return _verify_script(arguments)
     config = job_on_one_device(arguments.job or "digits", arguments)
@@ -85,6 +92,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _verify_script(arguments: argparse.Namespace) -> int:
     """The same for a script: returns 1 where a run differs from one process by more than rounding."""
+    target, threads = _script(arguments)
+    counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
+        start = partial(_run_script, target, arguments.steps, threads)
+        comparisons = _compare_all(start, 1, {_label(count): count for count in counts}, Path(folder))
+    _show(comparisons, arguments)
+    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+
+
+def _script(arguments: argparse.Namespace) -> tuple[ScriptTarget, int | None]:
+    """The script and its number of threads. Raises ``ConfigError`` for options that are for jobs."""
     if arguments.job:
         raise ConfigError(f"The job {arguments.job!r} and a script were given. Verify one of them at a time.")
     for name in ("strategies", "set", "data", "precision"):
@@ -92,16 +110,60 @@ def _verify_script(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} is for jobs. Pass a script its own arguments, after its name.")
     if not arguments.script:
         raise ConfigError("--script needs a script: lockstep verify --script train.py.")
-    target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
-    counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     threads = arguments.threads
     if threads is not None and not threads.isdecimal():
         raise ConfigError(f"--threads {threads!r} is not a number.")
+    target = ScriptTarget(path=arguments.script[0], arguments=tuple(arguments.script[1:]))
+    return target, threads and int(threads)
+
+
+def _verify_micro_batches(arguments: argparse.Namespace) -> int:
+    """Compares the first step in several numbers of micro-batches; returns 1 where another one is trained."""
+    given = arguments.micro_batches
+    counts = sorted({int(word) for word in comma_separated(given) if word.isdecimal()})
+    if len(counts) != len(comma_separated(given)) or len(counts) < 2 or counts[0] < 1:
+        raise ConfigError(
+            f"--micro-batches {given!r} is no list of two numbers or more: use for example 1,8."
+        )
+    for name in ("devices", "strategies"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--micro-batches computes one step on one device; leave out --{name}.")
+    payload: dict[str, Any]
+    if arguments.script is not None:
+        target, threads = _script(arguments)
+        payload = {"script": target.path, "arguments": target.arguments}
+    else:
+        config = REFERENCE.of(job_on_one_device(arguments.job or "digits", arguments), "verify")
+        payload, threads = {"config": config.to_json()}, config.run.threads
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        start = partial(_run_script, target, arguments.steps, threads and int(threads))
-        comparisons = _compare_all(start, 1, {_label(count): count for count in counts}, Path(folder))
-    _show(comparisons, arguments)
-    return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+
+        @cache
+        def computed(count: int, variant: str = AS_IT_IS) -> FirstStep:
+            print(f"computing {plural(count, 'micro-batch')}, {variant}", file=sys.stderr)
+            place = Path(folder) / f"{count}-{VARIANTS.index(variant)}"
+            return _first_step({**payload, "micro_batches": count, "variant": variant}, threads, place)
+
+        findings = compared([computed(count) for count in counts], computed)
+    print(micro_batches.table(findings))
+    if arguments.json:
+        Path(arguments.json).write_text(micro_batches.as_json(findings))
+    ran = [each for each in findings if not each.step.refused]
+    if len(ran) < 2 and not any(each.step.in_training for each in findings):
+        raise ConfigError(
+            "There was nothing to compare: fewer than two numbers of micro-batches were computed."
+        )
+    return EXIT_DIFFERENT if any(each.is_mistake for each in findings) else EXIT_DONE
+
+
+def _first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> FirstStep:
+    folder.mkdir()
+    outcome = run_sequentially(MICRO_BATCHES_ENTRY, payload, ranks=1, threads=threads, folder=folder)
+    if (folder / "step.json").exists():
+        return FirstStep.read(folder / "step.json")
+    sentence, reason = refusal(folder), _reason(outcome.lines)
+    if outcome.code == EXIT_DONE:
+        reason = "it made no step with lockstep.init and run.backward"
+    return FirstStep(payload["micro_batches"], refused=sentence or reason, in_training=bool(sentence))
 
 
 def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -41,7 +42,9 @@ class Deviation(Enum):
 
     NONE = 0
     SUM = 1
-    OTHER = 2
+    WEIGHTED = 2
+    FUNCTION = 3
+    OTHER = 4
 
     @property
     def reason(self) -> str:
@@ -54,10 +57,19 @@ _REASONS = {
         "is a sum over the samples of a micro-batch, and would be taken for their mean. Return a mean, one value per "
         "sample, or the pair (sum, number of samples)."
     ),
+    Deviation.WEIGHTED: (
+        "is no mean over samples, but one over something else, such as unmasked tokens: samples of one micro-batch "
+        "would count more than those of another. Return the pair (sum, how many were counted)."
+    ),
+    Deviation.FUNCTION: (
+        "is no mean over samples, but the root or the exponential of one. Return the mean, and apply sqrt or exp to "
+        "what run.backward or run.evaluate returns."
+    ),
     Deviation.OTHER: (
         "is no mean over samples: the mean of its values over two parts of a micro-batch is not its value over the "
         "whole, so an average over micro-batches would be wrong. For a mean over something else, such as unmasked "
-        "tokens, return the pair (sum, how many were counted)."
+        "tokens, return the pair (sum, how many were counted). A loss that compares the samples of a batch with each "
+        "other needs run.backward(batch, loss, whole_batch=True)."
     ),
 }
 
@@ -106,7 +118,7 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
     """Compares the value of a function over all rows with those over two parts of them.
 
     Args:
-        function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it. It is called eight times.
+        function: of (output, target), as ``Run.backward`` and ``Run.evaluate`` take it.
         output, target: of one micro-batch.
         samples: how many rows.
 
@@ -130,7 +142,7 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     """See ``deviation``.
 
     Args:
-        sums: gives sum and weight over some of the rows. It is called eight times.
+        sums: gives sum and weight over some of the rows. It is called eight times, and ten more if something is found.
         samples: how many rows.
         most: the largest difference that is taken for rounding, in relation to the values.
     """
@@ -146,7 +158,51 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     if whole != again:
         return Deviation.NONE
     found = {_deviation(whole, *split, most) for split in splits} - {Deviation.NONE}
-    return found.pop() if len(found) == 1 else Deviation.OTHER if found else Deviation.NONE
+    if Deviation.OTHER not in found and len(found) <= 1:
+        return found.pop() if found else Deviation.NONE
+    for inverse in (lambda value: value**2, math.log):
+        with suppress(ValueError, OverflowError):  # no logarithm
+            value = _through(inverse, whole)
+            inner = [(_through(inverse, one), _through(inverse, other)) for one, other in splits]
+            if all(_deviation(value, *split, most) is Deviation.NONE for split in inner):
+                return Deviation.FUNCTION
+    return Deviation.WEIGHTED if _has_weights(sums, samples) else Deviation.OTHER
+
+
+def _through(inverse: Callable[[float], float], sums: Sums) -> Sums:
+    total, weight = sums
+    return (inverse(total / weight) * weight if weight else 0.0), weight
+
+
+def _has_weights(sums: Callable[[slice], Sums], samples: int) -> bool:
+    """True if some weights of four parts explain the values over all runs of them.
+
+    The value over two neighbours gives the weight of one in relation to the other; those over three and four must
+    follow from these.
+    """
+    borders = [samples * part // 4 for part in range(5)]
+    runs = [(i, j) for i in range(4) for j in range(i + 1, 5)]
+    try:
+        with torch.no_grad():
+            found = {(i, j): sums(slice(borders[i], borders[j])) for i, j in runs}
+    except Exception:  # as in deviation_over
+        return False
+    value = {run: total / weight if weight else math.nan for run, (total, weight) in found.items()}
+    weights = [1.0]
+    for i in range(3):
+        one, both, other = value[i, i + 1], value[i, i + 2], value[i + 1, i + 2]
+        weights.append(weights[-1] * (one - both) / (both - other) if both != other else math.nan)
+    if not all(0 < weight < math.inf for weight in weights):
+        return False
+
+    def gap(run: tuple[int, int], counts: Sequence[float]) -> float:
+        parts = range(*run)
+        mean = sum(counts[i] * value[i, i + 1] for i in parts) / sum(counts[i] for i in parts)
+        return abs(mean - value[run])
+
+    rows = [float(after - before) for before, after in itertools.pairwise(borders)]
+    longer = [run for run in runs if run[1] - run[0] > 2]
+    return sum(gap(run, weights) for run in longer) < 0.01 * sum(gap(run, rows) for run in longer)
 
 
 def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:

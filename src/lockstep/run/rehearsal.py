@@ -134,8 +134,10 @@ class Rehearsals:
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
+        self.deviations: dict[str, str] = {}
+        """Why losses are no means over samples, by their names."""
         alone = options.micro_batches == 1 and group is None
-        self._is_on = options.checks != "off" and not alone
+        self._is_on = options.checks == "always" or (options.checks == "first" and not alone)
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
@@ -359,13 +361,14 @@ class Rehearsals:
             )
         if found.losses_differ or found.gradients:
             self._refuse_other_bits(found)
-        if found.deviation and words not in self._warned and self._is_main:
-            logger.warning(
-                "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
-                words,
-                found.deviation,
-            )
-        self._warned.add(words)
+        if found.deviation and words not in self.deviations:
+            self.deviations[words] = found.deviation
+            if self._is_main:
+                logger.warning(
+                    "The loss %s %s The gradient is that of the average over micro-batches: see docs/means.md.",
+                    words,
+                    found.deviation,
+                )
         new = {name: pair for name, pair in found.changed.items() if name not in self._warned}
         self._warned |= new.keys()
         if new and self._is_main:

@@ -95,9 +95,13 @@ def no_value(value: Any) -> ConfigError:
     elif value is None:
         remedy = "It returned None: is there a line with return?"
     elif isinstance(value, Mapping):
+        keys = [repr(key) for key in list(value)[:_MOST_VALUES]]
+        first = "'loss'" if "loss" in value else keys[0] if keys else "'loss'"
+        others = [f"{key}: lambda output, target: f(output, target)[{key}]" for key in keys if key != first]
+        also = f", also={{{', '.join(others)}}}" if others else ""
         remedy = (
-            f"It returned a dict; return one entry of it: {', '.join(map(repr, list(value)[:_MOST_VALUES]))}. Other "
-            "numbers of a step: run.backward(batch, loss, also={'accuracy': a_function_of_output_and_target})."
+            f"It returned a dict. Give each number a function: "
+            f"run.backward(batch, lambda output, target: f(output, target)[{first}]{also}) where it is called f."
         )
     return ConfigError(
         f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"

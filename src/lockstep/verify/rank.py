@@ -1,8 +1,8 @@
 """Entry points of a rank of ``lockstep verify``: some steps of a job or of a user's script, observed.
 
-``main`` trains a job and ``watch_script`` runs a script. A run, of the job or of a script with ``lockstep.init``, is
-observed by a callback that does not change it and writes nothing to the user's folders; any other loop writes its own
-records with a ``Recorder``. Both stop after the last requested step.
+``main`` trains a job, ``watch_script`` runs a script, and ``watch_micro_batches`` does either for one step. A run, of
+the job or of a script with ``lockstep.init``, is observed by a callback that does not change it and writes nothing to
+the user's folders; any other loop writes its own records with a ``Recorder``. All stop after the last requested step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config.job import JobConfig
@@ -37,6 +40,8 @@ from lockstep.run.optimizer_step import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.events import observe_new_runs
 from lockstep.strategies import IndependentStrategy, StepResult, gather_records
+from lockstep.trainer import Trainer
+from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
 from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, attributes, innermost, requested
 from lockstep.verify.trace import StepTrace, Trace, keep_refusal
 
@@ -257,13 +262,17 @@ def main(payload: Any) -> None:
     if payload.get("nudge"):
         nudge_inputs(observer.model, coarsest_type(trainer.run.options))
     with contextlib.suppress(StopRecording), _keeping_refusals(folder):
-        for _ in trainer.run.epochs(config.training.epochs):
-            for batch in trainer.batches():
-                trainer.train_step(batch)
+        _train(trainer, config)
     trace = observer.finish(folder / "final.safetensors")
     if world.is_main:
         trace.write(folder / "trace.json")
     trainer.run.close()
+
+
+def _train(trainer: Trainer, config: JobConfig) -> None:
+    for _ in trainer.run.epochs(config.training.epochs):
+        for batch in trainer.batches():
+            trainer.train_step(batch)
 
 
 @contextlib.contextmanager
@@ -290,13 +299,24 @@ def watch_script(payload: Any) -> None:
     logging.basicConfig(level=logging.ERROR)
     folder = Path(payload["folder"])
     watch = _Watch(payload["label"], payload["steps"], folder, nudge=bool(payload.get("nudge")))
-    target = ScriptTarget(path=payload["script"], arguments=tuple(payload["arguments"]))
     token = requested.set(RecordingRequest(folder / RECORDS, payload["steps"]))
+    try:
+        with observe_new_runs(watch, options=watch.redirect):
+            _run_script(payload, folder)
+    finally:
+        requested.reset(token)
+    trace = watch.finish()
+    if trace is not None and World.from_environment().is_main:
+        trace.write(folder / "trace.json")
+
+
+def _run_script(payload: Any, folder: Path) -> None:
+    """Runs a script without its output, until it ends or a callback ends it."""
+    target = ScriptTarget(path=payload["script"], arguments=tuple(payload["arguments"]))
     try:
         with (
             Path(os.devnull).open("w") as nowhere,
             contextlib.redirect_stdout(nowhere),
-            observe_new_runs(watch, options=watch.redirect),
             _keeping_refusals(folder),
         ):
             run_script(target)
@@ -305,11 +325,6 @@ def watch_script(payload: Any) -> None:
     except SystemExit as ending:
         if ending.code:
             raise
-    finally:
-        requested.reset(token)
-    trace = watch.finish()
-    if trace is not None and World.from_environment().is_main:
-        trace.write(folder / "trace.json")
 
 
 class _Watch(Callback):
@@ -342,3 +357,98 @@ class _Watch(Callback):
         """Ends the observation while the process group is still open."""
         if self._observer is not None and run is self._observer.run:
             self.finish()
+
+
+def watch_micro_batches(payload: Any) -> None:
+    """Computes the first step of a job or a script in a given number of micro-batches, and writes what it found.
+
+    Args:
+        payload: ``{"micro_batches": number, "variant": of VARIANTS, "folder": for files}``, and ``"config"`` or
+            ``"script"`` and ``"arguments"``, as in ``main`` and ``watch_script``.
+    """
+    logging.basicConfig(level=logging.CRITICAL)
+    folder = Path(payload["folder"])
+    watch = _FirstStepWatch(payload["micro_batches"], payload["variant"], folder)
+    with observe_new_runs(watch, options=watch.redirect):
+        if "config" in payload:
+            config = JobConfig.from_json(payload["config"])
+            with contextlib.suppress(StopRecording), _keeping_refusals(folder):
+                _train(assemble(config, World.from_environment()), config)
+        else:
+            _run_script(payload, folder)
+    if watch.found.passes:
+        watch.found.write(folder / "step.json")
+
+
+class _FirstStepWatch(Callback):
+    """Records the first step of the first run that is prepared, and raises ``StopRecording`` at its end."""
+
+    def __init__(self, micro_batches: int, variant: str, folder: Path) -> None:
+        self.found, self._variant, self._folder = FirstStep(micro_batches), variant, folder
+        self._run: Run | None = None
+        self._scale = 1.0
+
+    def redirect(self, options: RunOptions) -> RunOptions:
+        """The options of a run that starts anew, is checked, and writes into the folder of verify."""
+        directory = None if options.directory is None else self._folder / "run"
+        number = self.found.micro_batches
+        return dataclasses.replace(
+            options, micro_batches=number, checks="always", directory=directory, resume="", profile=""
+        )
+
+    def on_prepare_end(self, run: Run) -> None:
+        """Watches the first run."""
+        if self._run is None:
+            self._run = run
+            self.found.tolerance = max(1e-4, 4 * torch.finfo(coarsest_type(run.options)).eps)
+
+    def on_step_begin(self, batch: Batch) -> None:
+        """Switches off what the variant does without, and notes how the batch is cut."""
+        self._switch_off()
+        self.found.samples = len(batch.plan.indices[0])
+        shapes = {
+            str(tuple(leaf.shape[1:]))
+            for part in batch.micro_batches
+            for leaf in tree_leaves(part.data)
+            if isinstance(leaf, Tensor)
+        }
+        self.found.shapes = sorted(shapes)
+
+    def on_backward_begin(self, batch: Batch, scale: float) -> None:
+        """Does so again where the body of the loop calls ``model.train()``."""
+        self._switch_off()
+        self._scale = scale
+
+    def on_gradients_ready(self, batch: Batch, loss: Tensor) -> None:
+        """Keeps the loss and the gradients."""
+        if self._run is None:
+            return
+        path = self._folder / f"gradients-{len(self.found.passes)}.safetensors"
+        held = self._run.strategy.trainable().items()
+        save_file({name: p.grad.double() / self._scale for name, p in held if p.grad is not None}, path)
+        self.found.passes.append(Pass(float(loss), str(path)))
+
+    def on_step_end(self, batch: Batch) -> None:
+        """Ends the run."""
+        if self.found.passes and self._run is not None:
+            self.found.deviations = self._run.rehearsals.deviations
+            raise StopRecording
+
+    def _switch_off(self) -> None:
+        if self._run is None:
+            return
+        for module in self._run.require_prepared().compute.model.modules():
+            is_norm = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
+            normalises = is_norm and (module.training or module.running_mean is None)
+            self.found.batch_norm |= normalises and not self._run.options.sync_batch_norm
+            off: tuple[type, ...] = {
+                AS_IT_IS: _DROPPING,
+                WITHOUT_BATCH_NORM: (*_DROPPING, _NormBase),
+                EVALUATING: (nn.Module,),
+            }[self._variant]
+            if isinstance(module, off):
+                module.training = False
+
+
+_DROPPING = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
+"""Modules that drop at random in training mode and compute the same in both modes beside that."""
