@@ -21,8 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-from tests.soak.killing import HOLD, Kill, Soak
+from tests.launch.hosts.host import Hosts
+from tests.launch.hosts.network import TwoHostNetwork, missing
+from tests.soak.killing import HOLD, SCRIPT, Kill, Soak
 
+STRATEGIES = ("ddp", "fsdp", "pipeline", "parameter_server")
 ALL_STOPPED = (75, 0)  # a short run may have ended before
 
 
@@ -34,6 +37,9 @@ class Fault:
     codes: tuple
     is_held: bool = False
     """True if the run waits for it at a step, so that it cannot end before."""
+    options: tuple = ()
+    in_pipe: bool = False
+    """True if the output of the run goes into a pipe."""
 
 
 class Chaos:
@@ -48,7 +54,7 @@ class Chaos:
     def run(self, number):
         """Does the run of that number and judges it."""
         draw = random.Random(number)
-        kill = Kill.draw(draw.random(), strategies=("ddp", "fsdp"))
+        kill = Kill.draw(draw.random(), strategies=STRATEGIES)
         name = draw.choice(sorted(FAULTS))
         try:
             code = self._disturbed(f"run-{number}", name, kill, draw)
@@ -63,14 +69,18 @@ class Chaos:
     def _disturbed(self, place, name, kill, draw):
         soak, fault = self.soak, FAULTS[name]
         soak.new_run(place)
-        soak.start(kill.world, kill.strategy, *(("--hold", HOLD) if fault.is_held else ()))
+        if fault.act is cut_cable:
+            return fault.act(soak, kill, draw)
+        held = ("--hold", HOLD) if fault.is_held else ()
+        soak.start(kill.world, kill.strategy, *held, options=fault.options, in_pipe=fault.in_pipe)
         with contextlib.suppress(AssertionError) if not fault.is_held else contextlib.nullcontext():
             soak._wait(lambda: soak._is_time(kill), f"step {kill.step}", limit=20.0)
         with contextlib.suppress(ProcessLookupError, psutil.Error, IndexError, StopIteration, OSError):
             fault.act(soak, kill, draw)
         code, _, errors = soak.end()
         assert code in fault.codes, f"exit code {code}: {errors}"
-        assert errors or code in (0, -signal.SIGKILL), "no reason was given"
+        told = errors or list((soak.place / "logs").glob("report.txt"))
+        assert told or code in (0, -signal.SIGKILL), "no reason was given"
         soak.wait_until_nothing_runs()
         return code
 
@@ -142,6 +152,40 @@ def strangers(soak, kill, draw):
     interrupt(soak, kill, draw)
 
 
+def stop_rank(soak, kill, draw):
+    os.kill(soak._victim(replace(kill, victim="rank")), signal.SIGSTOP)
+
+
+def lose_terminal(soak, kill, draw):
+    os.close(soak.reader)
+
+
+def lose_terminal_and_rank(soak, kill, draw):
+    os.close(soak.reader)
+    kill_one("rank")(soak, kill, draw)
+
+
+def cut_cable(soak, kill, draw):
+    """A run on two hosts, which are network namespaces, and the cable between them is cut; its exit code."""
+    with TwoHostNetwork(soak.place) as network:
+        hosts = Hosts(soak.place, network.addresses[0], network.prefixes)
+        try:
+            words = (SCRIPT, soak.place / "run", kill.strategy, "--hold", HOLD)
+            devices = draw.choice((("cpu:1", "cpu:1"), ("cpu:2", "cpu:1"), ("cpu:1", "cpu:2")))
+            hosts.start("run", *words, devices=devices, more=("--logs", soak.place / "logs"))
+            soak._wait(lambda: soak._is_time(kill), f"step {kill.step}")
+            network.cut()
+            ends = hosts.end()
+            assert [code for code, _ in ends] == [4, 4], ends
+            assert all(any("has sent nothing for" in line for line in lines) for _, lines in ends), ends
+            hosts.wait_until_nothing_runs()
+            left = [name for host in hosts.hosts for name in host.left_over() if "torchinductor" not in name]
+            assert not left, left
+            return 4
+        finally:
+            hosts.clean_up()
+
+
 FAULTS = {
     "a rank is killed": Fault(kill_one("rank"), (4,), is_held=True),
     "the launcher is killed": Fault(kill_one("launcher"), (-signal.SIGKILL,), is_held=True),
@@ -156,7 +200,12 @@ FAULTS = {
     "a full disk": Fault(limit(resource.RLIMIT_FSIZE, 5000), (0, 2, 3, 4)),
     "no descriptors": Fault(limit(resource.RLIMIT_NOFILE, 3), (0, 2, 3, 4)),
     "strangers": Fault(strangers, (130, 0, 4)),
+    "a rank is stopped": Fault(stop_rank, (5,), is_held=True, options=("--stall-limit", "0.3")),
+    "the terminal goes": Fault(lose_terminal, (0,), in_pipe=True),
+    "the terminal goes, a rank is killed": Fault(lose_terminal_and_rank, (4,), is_held=True, in_pipe=True),
 }
+if not missing():
+    FAULTS["a cable is cut"] = Fault(cut_cable, (4,), is_held=True)
 
 
 def main(seconds, seed=0):

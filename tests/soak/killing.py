@@ -79,13 +79,19 @@ class Soak:
         for part in ("runtime", "tmp"):
             (self.place / part).mkdir(parents=True)
 
-    def start(self, world, strategy, *words, options=()):
-        """Starts the command; returns its process id."""
+    def start(self, world, strategy, *words, options=(), in_pipe=False):
+        """Starts the command; returns its process id. ``in_pipe``: it writes to a pipe, which ``reader`` reads."""
+        outputs = {name: str(self.place / name) for name in ("stdout", "stderr")}
+        if in_pipe:
+            for path in outputs.values():
+                Path(path).touch()
+            outputs = dict.fromkeys(outputs, str(self.place / "pipe"))
+            os.mkfifo(self.place / "pipe")
+            self.reader = os.open(self.place / "pipe", os.O_RDONLY | os.O_NONBLOCK)
         order = {
             "arguments": self._arguments(world, strategy, *words, options=options),
             "environment": self._environment(),
-            "stdout": str(self.place / "stdout"),
-            "stderr": str(self.place / "stderr"),
+            **outputs,
         }
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
@@ -100,8 +106,15 @@ class Soak:
         return {"TMPDIR": str(self.place / "tmp"), "XDG_RUNTIME_DIR": str(self.place / "runtime")}
 
     def end(self):
-        """Waits for the command: exit code, output, errors."""
-        code = self._answer("code")
+        """Waits for the command: exit code, output, errors. One that does not end is killed, for the next to start."""
+        try:
+            code = self._answer("code")
+        except AssertionError:
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._answer("code")
+            raise
         return code, (self.place / "stdout").read_text(), (self.place / "stderr").read_text()
 
     def kill(self, kill):

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import contextmanager
@@ -40,8 +41,6 @@ class Forked:
                 self._serve(arguments, env, pass_fds)
 
     def _serve(self, arguments, environment, pass_fds):
-        import signal
-
         from lockstep.launch import fork_server
         from lockstep.runtime import stop_signals
 
@@ -74,10 +73,6 @@ class Forked:
                 time.sleep(0.002)
         return self._code
 
-    def kill(self):
-        if self._code is None:
-            os.kill(self.pid, 9)
-
 
 def command(order):
     """Becomes the command; never returns."""
@@ -106,8 +101,11 @@ def main():
         importlib.import_module(name)
     from lockstep.runtime.lazy_compiler import postpone_compiler
     from lockstep.runtime.parent_death import die_with_parent
+    from lockstep.runtime.stop_signals import REASONS
 
     die_with_parent()
+    for number in REASONS:  # a shell starts what runs in its background with SIGINT ignored
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     postpone_compiler()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.freeze()

@@ -6,11 +6,11 @@ from tests.soak.chaos import FAULTS, Chaos
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.fault("P1", "P3", "P4", "P5", "P6", "T2")
+@pytest.mark.fault("P1", "P3", "P4", "P5", "P6", "P12", "T1", "T2", "N1")
 def test_runs_under_random_faults_end_as_promised(tmp_path):
     chaos = Chaos(tmp_path)
     try:
-        for number in range(40):
+        for number in range(80):
             chaos.run(number)
     finally:
         chaos.soak.close()

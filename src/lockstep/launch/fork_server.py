@@ -69,7 +69,7 @@ class ServerProcess:
         """Ends the server, the remaining ranks, and what they have started, unless the server ended by itself."""
         self._channel.close()
         if kind is not None or not _ends_within(self._process.pid, _END_LIMIT):
-            self._process.kill()
+            self.kill()
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
             # The server is not reaped yet, so its id is still that of its session.
@@ -106,8 +106,11 @@ class ServerProcess:
             self.closed = True
 
     def kill(self) -> None:
-        """Kills the server, and by the parent-death signal its ranks."""
-        self._process.kill()
+        """Kills the server, and by the parent-death signal its ranks; may be called again.
+
+        ``Popen.kill`` would reap a server that has ended, whose id could then be another process's.
+        """
+        os.kill(self._process.pid, signal.SIGKILL)
 
 
 def _ends_within(process: int, seconds: float) -> bool:

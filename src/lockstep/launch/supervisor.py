@@ -151,7 +151,7 @@ def run_world(target: Target, options: LaunchOptions, joined: Joined | None = No
             watch.wait_for_ranks(inbox, from_ranks)
         outcome = replace(_outcome(watch, control, directory, logs.path), asked=control.reason)
         if coordinator is not None:
-            failed_to_run = watch.broken or watch.server_lost
+            failed_to_run = watch.broken or (watch.server_lost and not outcome.has_failed)
             fault = (outcome.code, outcome.lines) if failed_to_run else None
             final = coordinator.wait_for_outcome(watch.ends, fault, inbox)
             lost = None if final.lost_at is None else LostRanks(ranks=(), step=final.lost_at)
@@ -188,14 +188,14 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Wor
     if watch.broken:
         lines = ("No rank was started, because importing torch failed:", *watch.broken.splitlines())
         return WorldOutcome(code=EXIT_CONFIG, lines=lines)
-    if watch.server_lost:
-        lines = ("The process that forks the ranks was killed, and the ranks with it.",)
-        lost = LostRanks(ranks=(), step=furthest_step(watch.ends))
-        return WorldOutcome(code=EXIT_RANK, lines=lines, lost=lost)
     if watch.stall is not None:
         lines = tuple(report_stall(watch.stall.verdict, watch.stall.snapshots, logs))
         return WorldOutcome(code=EXIT_STALLED, lines=lines, has_failed=True)
     verdict = judge(watch.ends, control.reason)
+    if watch.server_lost and verdict.cause is None:
+        lines = ("The process that forks the ranks was killed, and the ranks with it.",)
+        lost = LostRanks(ranks=(), step=furthest_step(watch.ends))
+        return WorldOutcome(code=EXIT_RANK, lines=lines, lost=lost)
     lines = tuple(report(verdict, watch.ends, control.reason, logs))
     files = [result_file(directory, end.rank) for end in watch.ends]
     return WorldOutcome(

@@ -40,7 +40,9 @@ for _ in run.epochs(2):
             continue
         if KIND == "condition" and rank == 0:
             dist.barrier()  # only rank 0
-        if KIND == "stopped" and rank == 1:
+        if KIND.startswith("stopped") and rank == 1:
+            if "parent" in KIND:  # the fork server, which then ends no rank
+                os.kill(os.getppid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
         if KIND == "mismatch":
             size = 9 if rank == 2 else 4

@@ -50,9 +50,10 @@ def test_a_collective_under_a_rank_condition_is_named(command):
     assert silence(lines) <= 3 * LIMIT
 
 
+@pytest.mark.parametrize("kind", [pytest.param("stopped", marks=pytest.mark.slow), "stopped with its parent"])
 @pytest.mark.fault("P12")
-def test_a_stopped_process_is_named(command):
-    lines = hang(command, LOOP, "stopped")
+def test_a_stopped_process_is_named(command, kind):
+    lines = hang(command, LOOP, kind)
     assert "rank 1 is stopped by a signal, in step 3, update" in lines[0]
     assert silence(lines) <= 3 * LIMIT
 
