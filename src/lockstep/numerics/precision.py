@@ -83,7 +83,11 @@ class Precision:
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True)
+        if not torch.are_deterministic_algorithms_enabled():
+            # The same switch as torch.use_deterministic_algorithms, which imports the compiler; and with it torch would
+            # also fill memory that is written anyway.
+            torch.set_deterministic_debug_mode("error")
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
 
 
 def _require_unscaled_types(model: nn.Module) -> None:

@@ -1,0 +1,139 @@
+"""A process that has the simulated devices and torch loaded, and forks ranks that see them.
+
+with Machine() as machine:
+    results = machine.run(body, 2, *args)     # what body(world, *args) returned, by rank
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from tests.simcuda.build import library
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Machine:
+    """A simulated machine; ``run`` calls a function of a module on ranks of it.
+
+    Args:
+        devices: how many it has.
+    """
+
+    def __init__(self, devices: int = 4) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(library()), str(devices)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(self, body: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """What ``body(world, *args)`` returned on each rank; raises a rank's exception, with its traceback."""
+        request = f"{body.__module__}:{body.__qualname__}", ranks, args, timeout
+        assert self._process.stdin and self._process.stdout
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        results, failures, waiting = pickle.load(self._process.stdout)
+        if failures:
+            _, rank, (error, text) = min(failures, key=lambda failure: failure[:2])
+            error.add_note(f"raised on rank {rank} of {ranks}:\n{text}")
+            raise error
+        assert not waiting, f"ranks {waiting} had not ended after {timeout} s"
+        return [results[rank] for rank in range(ranks)]
+
+
+def serve(path: Path, devices: int) -> None:
+    """Answers requests on standard input until it is closed; what ranks print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from tests.simcuda import cuda
+
+    cuda.install(path, devices)
+    from tests.ranks import RankFailed, answers_of
+    from tests.simcuda import nccl
+
+    from lockstep.runtime.lazy_compiler import postpone_compiler
+
+    def died(rank: int, code: int) -> tuple[float, tuple[Exception, str]]:
+        return time.monotonic(), (RankFailed(f"rank {rank} ended with exit code {code}"), "")
+
+    postpone_compiler()
+    nccl.install()
+    context = multiprocessing.get_context("fork")
+    while True:
+        try:
+            name, ranks, args, timeout = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        processes, pipes = [], []
+        with tempfile.TemporaryDirectory(prefix="simcuda-") as folder:
+            for rank in range(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_rank, args=(rank, ranks, folder, name, args, sender))
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes.append(receiver)
+            answer = answers_of(processes, pipes, timeout, 3.0, died)  # type: ignore[no-untyped-call]  # tests
+            for process in processes:
+                process.kill()
+                process.join()
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _rank(rank: int, ranks: int, folder: str, name: str, args: tuple[Any, ...], sender: Connection) -> None:
+    from lockstep.core.world import World
+    from lockstep.runtime.parent_death import die_with_parent
+
+    die_with_parent()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    world = World(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        launcher="lockstep",
+        rendezvous=f"file://{folder}/rendezvous",
+        run_id="simcuda",
+    )
+    try:
+        module, _, function = name.partition(":")
+        __import__(module)
+        answer = True, getattr(sys.modules[module], function)(world, *args)
+    except BaseException as error:
+        answer = False, (error, traceback.format_exc())
+    moment = time.monotonic()
+    try:
+        message = pickle.dumps((moment, *answer))
+        pickle.loads(message)
+    except Exception as problem:
+        text = str(answer[1][1]) if not answer[0] else repr(problem)
+        message = pickle.dumps((moment, False, (AssertionError(f"rank {rank} failed"), text)))
+    sender.send_bytes(message)
+    sys.stderr.flush()
+    os._exit(0 if answer[0] else 1)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,137 @@
+"""The simulated devices find the mistakes that they are made for, and nothing in code that has none."""
+
+import pytest
+import torch
+from tests.simcuda import cuda, nccl
+from tests.simcuda.layouts import require
+from tests.simcuda.trainings import train
+
+
+def on_another_stream(world, waits, records):
+    """Writes on one stream what another reads, and frees memory that it still uses; returns what was seen."""
+    with cuda.observed() as seen:
+        side = torch.cuda.Stream()
+        source = torch.ones(1000, device="cuda")
+        with torch.cuda.stream(side):
+            if waits:
+                side.wait_stream(torch.cuda.default_stream())
+            doubled = source * 2
+            total = doubled.sum()
+        if records:
+            source.record_stream(side)
+        del source
+        torch.zeros(1000, device="cuda")
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        read = total + 1
+    assert float(read) == 2001
+    return [what for what, _ in seen.races]
+
+
+def test_a_wait_that_is_left_out_is_a_race(machine):
+    (races,) = machine.run(on_another_stream, 1, False, True)
+    assert any("mul" in race and "nothing orders them" in race for race in races)
+    assert any("add" in race and "nothing orders them" in race for race in races)
+
+
+def test_memory_that_is_given_out_too_early_is_a_race(machine):
+    (races,) = machine.run(on_another_stream, 1, True, False)
+    assert len(races) == 1
+    assert "record_stream is missing" in races[0]
+
+
+def test_ordered_streams_are_no_race(machine):
+    assert machine.run(on_another_stream, 1, True, True) == [[]]
+
+
+def copies(world):
+    """The waits for copies, blocking and not, and for reading a number."""
+    pinned, pageable = torch.ones(8).pin_memory(), torch.ones(8)
+    device = torch.empty(8, device="cuda")
+    found = {}
+    for name, act in {
+        "pinned": lambda: device.copy_(pinned, non_blocking=True),
+        "pinned, blocking": lambda: device.copy_(pinned),
+        "pageable": lambda: device.copy_(pageable, non_blocking=True),
+        "to the host": lambda: device.cpu(),
+        "item": lambda: float(device[0]),
+        "nonzero": lambda: device.nonzero(),
+        "an addition": lambda: device.add_(1),
+    }.items():
+        with cuda.observed() as seen:
+            act()
+        found[name] = [what for what, _ in seen.waits]
+    return found
+
+
+def test_the_host_waits_for_copies_of_pageable_memory_and_for_numbers(machine):
+    assert machine.run(copies, 1) == [
+        {
+            "pinned": [],
+            "pinned, blocking": ["copy to the device, blocking"],
+            "pageable": ["copy to the device, pageable"],
+            "to the host": ["copy to the host, pageable"],
+            "item": ["item"],
+            "nonzero": ["aten::nonzero"],
+            "an addition": [],
+        }
+    ]
+
+
+def mixed(world):
+    """Adds a tensor on the CPU to one on a device."""
+    torch.ones(3, device="cuda").add(torch.ones(3))
+
+
+def test_a_tensor_on_the_cpu_is_refused_on_a_device(machine):
+    with pytest.raises(RuntimeError, match="same device, but found at least two devices, cuda:0 and cpu"):
+        machine.run(mixed, 1)
+
+
+def first_uses(world, same_order):
+    """Uses two communicators of the same ranks for the first time."""
+    from lockstep.distributed.process_group import open_process_group
+
+    nccl.FIRST_USE_SECONDS = 20 if same_order else 0.5
+    torch.cuda.set_device(world.local_rank)
+    with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=20):
+        groups = [torch.distributed.new_group([0, 1]) for _ in range(2)]
+        values = torch.ones(1, device="cuda")
+        for group in groups if same_order or world.rank == 0 else groups[::-1]:
+            torch.distributed.all_reduce(values, group=group)
+        return float(values)
+
+
+def test_a_first_use_in_two_orders_is_a_deadlock(machine):
+    assert machine.run(first_uses, 2, True) == [4.0, 4.0]
+    with pytest.raises(RuntimeError, match="is used first here, and not by its other ranks: deadlock"):
+        machine.run(first_uses, 2, False)
+
+
+@pytest.mark.parametrize("layout", ["dp 2", "ddp 2", "pipeline 2"])
+def test_a_layout_is_equal_to_one_device(trained, layout):
+    (reference,) = trained("single", "convolutions")
+    require([reference], reference, "single")
+    require(trained(layout, "convolutions"), reference, layout)
+
+
+@pytest.mark.parametrize("mistake", ["no wait", "no record_stream", "no pinned memory"])
+def test_mistakes_in_streams_and_copies_are_found(machine, mistake):
+    found = machine.run(train, 2, "perceptron", "ddp", {}, False, mistake)
+    seen = [each.waits if mistake == "no pinned memory" else each.races for each in found]
+    assert all(seen)
+
+
+def settings(world):
+    """How a run has set torch up for CUDA: deterministic, memory filled before it is written, compiler imported."""
+    import sys
+
+    from tests.simcuda.trainings import open_run
+
+    open_run(world, "single").close()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    return torch.are_deterministic_algorithms_enabled(), filled, "torch._inductor" in sys.modules
+
+
+def test_memory_is_not_filled_and_the_compiler_not_imported_for_deterministic_kernels(machine):
+    assert machine.run(settings, 1) == [(True, False, False)]

@@ -1,0 +1,167 @@
+"""What ranks run on the simulated devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tests.simcuda.cuda import Seen, observed
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.core.world import World
+from lockstep.models import transformer
+from lockstep.reduce.ordered import OrderedBucket
+from lockstep.run import Run, RunOptions
+
+_STEPS, _FIRST = 8, 3
+"""Steps of a training, and those before waits count: in the first, channels open and steps are rehearsed."""
+
+
+@dataclass
+class Trained:
+    """What came out on one rank."""
+
+    fingerprint: str
+    races: dict[tuple[str, str], int]
+    waits: dict[tuple[str, str], int]
+    """Of the steps after the first, without those of the comparison at the end."""
+    steps: int = _STEPS - _FIRST
+    launches: dict[str, int] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak: int = 0
+    """Bytes of device memory within those steps."""
+    held: int = 0
+    """Bytes of device memory before them."""
+
+
+class Convolutions(nn.Sequential):
+    """Convolutions with BatchNorm, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+            *(nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+        )
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 5)
+    )
+
+
+def _tokens(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+
+
+def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
+    """A model, its data and its loss, by name: ``perceptron``, ``convolutions`` or ``decoder``."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.arange(48) % 5
+    if name == "perceptron":
+        data = TensorDataset(torch.randn(48, 16, generator=generator), labels)
+        return _perceptron(), data, nn.CrossEntropyLoss()
+    if name == "convolutions":
+        data = TensorDataset(torch.randn(48, 1, 8, 8, generator=generator), labels)
+        return Convolutions(), data, nn.CrossEntropyLoss()
+    tokens = torch.randint(11, (48, 7), generator=generator)
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return (
+        transformer(vocabulary_size=11, max_length=6, width=16, depth=2, heads=2, dropout=0.1),
+        data,
+        _tokens,
+    )
+
+
+def open_run(world: World, strategy: str, **options: Any) -> Run:
+    """A run of 16 samples a step in 8 micro-batches."""
+    settings = {
+        "global_batch": 16,
+        "micro_batches": 8,
+        "seed": 3,
+        "threads": 1,
+        "timeout": 60.0,
+        "keep": None,
+    }
+    return Run(RunOptions.of(**{**settings, "strategy": strategy, **options}), world)
+
+
+def _without_wait() -> None:
+    """The sums over the ranks are computed before what they need has arrived."""
+    OrderedBucket._wait = lambda bucket: None  # type: ignore[method-assign]  # the mistake
+
+
+def _without_record_stream() -> None:
+    """The memory of a batch is not kept for the stream that computes on it."""
+    Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign,assignment]  # the mistake
+
+
+def _without_pinned_memory() -> None:
+    """The header of a step is copied to the device from pageable memory."""
+    Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign,assignment]  # the mistake
+
+
+MISTAKES = {
+    "no wait": _without_wait,
+    "no record_stream": _without_record_stream,
+    "no pinned memory": _without_pinned_memory,
+}
+"""By name; each is made in the process of one training."""
+
+
+def train(
+    world: World,
+    name: str,
+    strategy: str,
+    options: dict[str, Any],
+    keep_order: bool = False,
+    plant: str = "",
+) -> Trained:
+    """Trains a job of ``job_of`` for a few steps, and observes the later of them.
+
+    Args:
+        world: this rank.
+        name: of the job.
+        strategy: of the run.
+        options: of ``lockstep.init``.
+        keep_order: whether the order of launches is kept.
+        plant: a mistake of ``MISTAKES`` in Lockstep's own code.
+    """
+    if plant:
+        MISTAKES[plant]()
+    torch.manual_seed(0)
+    with observed() as start:
+        run = open_run(world, strategy, **options)
+        model, data, loss_fn = job_of(name)
+        made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, stepped = run.prepare(model, made)
+        losses: list[Tensor] = []
+        later: Seen | None = None
+        context = observed(keep_order=keep_order)
+        held = 0
+        for _ in run.epochs(10):
+            for batch in run.batches(data):
+                if len(losses) == _FIRST:
+                    held = torch.cuda.memory_allocated()
+                    later = context.__enter__()
+                losses.append(run.backward(batch, loss_fn).detach().clone())
+                run.clip_gradients(0.5)
+                stepped.step()
+                stepped.zero_grad()
+                if len(losses) == _STEPS:
+                    break
+            if len(losses) >= _STEPS:
+                break
+        assert later is not None
+        found = Trained("", {}, dict(later.waits), launches=later.launches, order=later.order)
+        found.held, found.peak = held, torch.cuda.max_memory_allocated()
+        context.__exit__(None, None, None)
+        found.fingerprint = run.fingerprint()
+        found.losses = [float(each) for each in losses]
+        run.close()
+    found.races = dict(start.races + later.races)
+    return found
