@@ -161,7 +161,7 @@ def layouts(program, count=3):
     if (
         program.epochs > 1
         and r.random() < 0.5
-        and not _NOT_RESUMED & {*program.lines, program.data, program.end}
+        and not _NOT_RESUMED & {*program.lines, *program.blocks, program.data, program.end, program.optimizer}
     ):
         first = r.choice((SINGLE, chosen[0][0]))
         chosen[-1] = [first, chosen[-1][0]]
@@ -179,6 +179,9 @@ _NOT_RESUMED = {
     "counting",
 }
 _NOT_RESUMED |= {"filled", "initialized", "constant_initialized", "own_noise", "accumulate", "never"}
+_NOT_RESUMED |= {"accumulated_by_two", "hook_between", "weight_hook_between", "hook_for_a_step", "annealed_rate"}
+_NOT_RESUMED |= {"taken_out", "parameter_taken_out", "moved_between_groups", "plateau", "scheduler_by_epoch"}
+_NOT_RESUMED |= {"last_call_only", "counting_sgd", "state_loaded_by_hand", "norm_momentum", "counted_dict"}
 """Parts whose state is the program's own: a program that is started again would not have it."""
 
 

@@ -11,6 +11,7 @@ FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
 SERVER = Layout("server 3/1", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 1}})
 SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
+PIPELINE = Layout("pipeline 2", 2, {"strategy": "pipeline"})
 PLAIN_RECIPE = (("global_batch", 4), ("micro_batches", 2))
 ODD = (("global_batch", 6), ("micro_batches", 3))
 K8 = (("global_batch", 16), ("micro_batches", 8))
@@ -57,6 +58,11 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             "equal",
             id="Adafactor, channels-last weights",
         ),
+        pytest.param({"lines": ("assigned_gradient", "clip")}, SERVER, "equal", id="clipped after p.grad = ..."),
+        pytest.param(
+            {"lines": ("taken_out",), "group": "by_dims"}, SERVER, "refused", id="a group taken out later"
+        ),
+        pytest.param({"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )

@@ -385,6 +385,7 @@ def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
     Returns:
         The norm before, float64, 0-dim.
     """
+    strategy.before_step()
     norm = strategy.squares().cumsum(0)[-1].sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
     gradients: Iterable[Tensor | None] = (parameter.grad for parameter in strategy.trainable().values())

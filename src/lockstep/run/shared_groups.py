@@ -7,7 +7,7 @@ that ``for p in group["params"]`` means the same as ``for p in model.parameters(
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,10 +59,10 @@ class SharedGroups:
         """The groups, with the prepared model's parameters."""
         if self.is_whole:
             return self._optimizer.param_groups
-        return [
-            ParameterGroup(own, tuple(self._parameters[name] for name in names))
+        return FixedList(
+            ParameterGroup(own, FixedList(self._parameters[name] for name in names))
             for own, names in zip(self._optimizer.param_groups, self._members)
-        ]
+        )
 
     def state(self) -> Any:
         """The state, by the prepared model's parameters."""
@@ -115,10 +115,27 @@ class SharedGroups:
             raise refused_optimizer(self._optimizer, trial, self._strategy.name)
 
 
+class FixedList(list[Any]):
+    """A list that shows something else, and refuses to be changed."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            "The groups of the optimizer, or the parameters of a group, were changed after run.prepare, where no "
+            "process steps all of them. To stop training parameters, use p.requires_grad_(False), or p.grad = None before "
+            "the step; to add some, call optimizer.add_param_group; or give the optimizer its groups before run.prepare."
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[list[Any]]]:
+        return list, (list(self),)  # copies are the user's own
+
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse  # type: ignore[assignment]  # these return
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+
 class ParameterGroup(MutableMapping[str, Any]):
     """A group of an optimizer: its hyperparameters, and the prepared model's parameters."""
 
-    def __init__(self, own: dict[str, Any], parameters: tuple[Tensor, ...]) -> None:
+    def __init__(self, own: dict[str, Any], parameters: FixedList) -> None:
         self._own, self._shown = own, parameters
 
     def __getitem__(self, key: str) -> Any:
@@ -126,10 +143,7 @@ class ParameterGroup(MutableMapping[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
-            raise ConfigError(
-                "The parameters of a group were assigned after run.prepare. Give the optimizer its groups before, or "
-                "call optimizer.add_param_group."
-            )
+            self._shown.append(value)
         self._own[key] = value
 
     def __delitem__(self, key: str) -> None:

@@ -164,7 +164,7 @@ class Strategy(ABC):
         """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
 
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
-        """Called on every rank before an optimizer is stepped."""
+        """Called on every rank before gradients are clipped, and before an optimizer is stepped."""
 
     @abstractmethod
     def after_step(self) -> None:

@@ -254,6 +254,8 @@ class Pipeline(Strategy):
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
             self._held |= self._held_of(stage)
+        held = {self._first_names[name]: tensor for name, tensor in self._held.items()}
+        self._held |= {name: held[first] for name, first in self._first_names.items() if first in held}
         for number, others in enumerate(modules):
             if number not in mine:
                 absence = Absence(
@@ -456,7 +458,8 @@ class Pipeline(Strategy):
             for module in modules
             for tensor in (*module.parameters(), *module.buffers())
         }
-        state = tensor_state(model)
+        state, first = tensor_state(model), dict[int, str]()
+        self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
         self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
         self._specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
         self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
