@@ -179,7 +179,13 @@ _NOT_RESUMED = {
     "counting",
 }
 _NOT_RESUMED |= {"filled", "initialized", "constant_initialized", "own_noise", "accumulate", "never"}
-_NOT_RESUMED |= {"accumulated_by_two", "hook_between", "weight_hook_between", "hook_for_a_step", "annealed_rate"}
+_NOT_RESUMED |= {
+    "accumulated_by_two",
+    "hook_between",
+    "weight_hook_between",
+    "hook_for_a_step",
+    "annealed_rate",
+}
 _NOT_RESUMED |= {"taken_out", "parameter_taken_out", "moved_between_groups", "plateau", "scheduler_by_epoch"}
 _NOT_RESUMED |= {"last_call_only", "counting_sgd", "state_loaded_by_hand", "norm_momentum", "counted_dict"}
 """Parts whose state is the program's own: a program that is started again would not have it."""

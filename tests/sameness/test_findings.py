@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from tests.sameness.drawing import plain_program
+from tests.sameness.drawing import SINGLE, plain_program
 from tests.sameness.programs import judge
 from tests.sameness.trials import Layout
 
@@ -58,11 +58,21 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             "equal",
             id="Adafactor, channels-last weights",
         ),
-        pytest.param({"lines": ("assigned_gradient", "clip")}, SERVER, "equal", id="clipped after p.grad = ..."),
+        pytest.param(
+            {"lines": ("assigned_gradient", "clip")}, SERVER, "equal", id="clipped after p.grad = ..."
+        ),
         pytest.param(
             {"lines": ("taken_out",), "group": "by_dims"}, SERVER, "refused", id="a group taken out later"
         ),
-        pytest.param({"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"),
+        pytest.param(
+            {"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"
+        ),
+        pytest.param(
+            {"blocks": ("frozen",), "optimizer": "noisy_sgd"},
+            SERVER,
+            "refused",
+            id="noise on frozen parameters",
+        ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )
@@ -70,3 +80,12 @@ def test_it_ends_as_it_should(parts, layout, what):
     program = dataclasses.replace(plain_program(), **parts)
     verdict = judge(program, [layout])
     assert verdict.what == what, (verdict.said, verdict.traceback)
+
+
+@pytest.mark.parametrize("phases", [[SINGLE, SINGLE], [SERVER, FSDP]], ids=["single", "server, fsdp"])
+def test_gradients_that_are_kept_as_zeros_are_kept_over_a_restart(phases):
+    """Momentum goes on to move a parameter with a gradient of zeros that the step did not use."""
+    parts = {"blocks": ("experts",), "end": "zeros", "optimizer": "momentum", "recipe": K8, "epochs": 2}
+    program = dataclasses.replace(plain_program(), **parts, count=32)
+    verdict = judge(program, phases)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)

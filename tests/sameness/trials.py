@@ -204,6 +204,8 @@ def _is_own(error):
     if "modified by an inplace operation" in str(error) or "not implemented for '" in str(error):
         return True
     names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if "/torch/optim/" in names[-1]:
+        return True  # the user's optimizer, stepped by the run
     for name in reversed(names):
         if name == PROGRAM:
             return True

@@ -77,7 +77,7 @@ class GradientState:
 
     def resume(self) -> None:
         """Takes gradients that a checkpoint held for ``left_over``."""
-        self._holding = {id(o) for o in self._optimizers if has_gradients(o)}
+        self._holding = {id(o) for o in self._optimizers if has_gradients(o, but_zeros=True)}
         self._stepped = set(self._holding)
 
     @property
@@ -413,9 +413,10 @@ def require_whole(optimizer: Optimizer, strategy: Strategy) -> None:
         )
 
 
-def has_gradients(optimizer: Optimizer) -> bool:
-    """True where any parameter of the optimizer has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def has_gradients(optimizer: Optimizer, but_zeros: bool = False) -> bool:
+    """True where any parameter of the optimizer has a gradient; with ``but_zeros`` one that is not zeros."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return any(g is not None and not (but_zeros and not g.any()) for g in gradients)
 
 
 def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:

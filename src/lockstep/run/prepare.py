@@ -31,7 +31,7 @@ from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
 from lockstep.run.session import RunSession
 from lockstep.strategies import IndependentStrategy, Strategy
-from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
 
 
@@ -339,6 +339,8 @@ def prepare_model(
     for optimizer in parts.optimizers:
         if needs_closure(optimizer):
             require_whole(optimizer, strategy)
+        if not strategy.replicated and not isinstance(strategy, IndependentStrategy):
+            require_gradients_only(optimizer, strategy.device, strategy.name)
         if strategy.steps < Unit.MODEL:
             strategy.whole_parameters |= _kept_whole(optimizer, names, strategy)
         elif not strategy.replicated and not isinstance(strategy, IndependentStrategy):

@@ -428,7 +428,6 @@ class Run:
                 f"run.save() would lose gradients: {len(left_over)} parameters have some from after the step of their "
                 f"optimizer, and strategy {self.strategy.name!r} cannot store them. Call its zero_grad() before."
             )
-        prepared.state.left_over = left_over
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):
             self._results.read()

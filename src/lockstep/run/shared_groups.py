@@ -121,8 +121,8 @@ class FixedList(list[Any]):
     def _refuse(self, *_: object) -> NoReturn:
         raise ConfigError(
             "The groups of the optimizer, or the parameters of a group, were changed after run.prepare, where no "
-            "process steps all of them. To stop training parameters, use p.requires_grad_(False), or p.grad = None before "
-            "the step; to add some, call optimizer.add_param_group; or give the optimizer its groups before run.prepare."
+            "process steps all of them. To stop training parameters, use p.requires_grad_(False), or p.grad = None "
+            "before the step; to add some, call optimizer.add_param_group; or change the groups before run.prepare."
         )
 
     def __reduce__(self) -> tuple[type, tuple[list[Any]]]:

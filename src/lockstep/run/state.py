@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState, optimizer_state
 from lockstep.core.fingerprint import Context
 from lockstep.data.images.decoding import jpeg_decoder
+from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.run.epoch_loop import Position
@@ -126,8 +127,6 @@ class RunState:
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
-    left_over: Sequence[Tensor] = ()
-    """Parameters whose gradients are stored, too; where every process has them whole."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
 
@@ -180,13 +179,24 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        names = self._names() if self.left_over else {}
-        gradients = {f"{_GRADIENT}{names[p]}": p.grad for p in self.left_over if p.grad is not None}
-        state.optimizer.update(gradients)
+        self._capture_gradients(state)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
+
+    def _capture_gradients(self, state: CheckpointState) -> None:
+        """Adds what a step has left: gradients where processes have them whole, else which are zeros. Collective."""
+        kept = {name: p.grad for name, p in self.strategy.trainable().items() if p.grad is not None}
+        zeros = {name for name, gradient in kept.items() if not gradient.any()}
+        if self.strategy.replicated:
+            left = {f"{_GRADIENT}{name}": gradient for name, gradient in kept.items() if name not in zeros}
+            state.optimizer.update(left)
+        elif self.group is not None:
+            zeros = {
+                n for names in gather_json(sorted(zeros), self.group, self.strategy.device) for n in names
+            }
+        state.progress.update({"zero_gradients": sorted(zeros)} if zeros else {})
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
         """Whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
@@ -222,6 +232,10 @@ class RunState:
         trained = self.strategy.trainable()
         for name, gradient in _under(_GRADIENT, state.optimizer).items():
             trained[name].grad = gradient.to(trained[name].device, copy=True)
+        zeros = set(written.get("zero_gradients", ()))
+        for name, parameter in (*trained.items(), *self.parts.model.named_parameters()):
+            if name in zeros and type(parameter) is nn.Parameter:  # others show the gradient of what is held
+                parameter.grad = torch.zeros_like(parameter)
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])

@@ -82,6 +82,25 @@ def try_optimizer(
     return max(found, key=lambda trial: trial.unit)
 
 
+def require_gradients_only(optimizer: Optimizer, device: torch.device, strategy: str) -> None:
+    """Raises ``ConfigError`` where the optimizer would change frozen parameters, which no process gives it."""
+    frozen = [p for group in optimizer.param_groups for p in group["params"] if not p.requires_grad]
+    if not frozen:
+        return
+    groups = [list(_examples(group["params"], device)) for group in optimizer.param_groups]
+    with _own_randomness() as draws:
+        idle = _Copy(optimizer, groups)
+        failed = idle.step(with_gradients=False)
+        found = [values[0] for members in idle.found for values in members]
+        before = [each.values for members in groups for each in members]
+        if failed or draws() or not all(map(torch.equal, found, before)):
+            raise ConfigError(
+                f"{type(optimizer).__name__} changes parameters that have no gradient, and holds {len(frozen)} frozen "
+                f"ones, which strategy {strategy!r} leaves as they are. Give it only those that are trained: "
+                "[p for p in model.parameters() if p.requires_grad]."
+            )
+
+
 def refused_optimizer(optimizer: Optimizer, trial: Trial, strategy: str) -> ConfigError:
     """The error of an optimizer that has to see more than a process of the strategy holds."""
     parts = "some of the parameters" if trial.unit is Unit.MODEL else "rows of parameters"
@@ -206,13 +225,13 @@ class _Copy:
                 f"{type(error).__name__}: {error}. Make it copyable by copy.deepcopy, or use strategy 'ddp'."
             ) from error
 
-    def step(self) -> str:
+    def step(self, with_gradients: bool = True) -> str:
         """Takes a few steps, and notes what they led to; gives what is wrong where they fail."""
         step: Any = type(self._optimizer).step
         try:
             for number in range(_STEPS):
                 for each, parameter in (pair for members in self._groups for pair in members):
-                    parameter.grad = each.gradients[number].clone()
+                    parameter.grad = each.gradients[number].clone() if with_gradients else None
                 step(self._optimizer)
         except Exception as error:  # an optimizer of the user's may fail on small parameters in any way
             return f"fails on small parameters ({type(error).__name__}: {error})"
