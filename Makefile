@@ -8,6 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
+# Everything but torch is compared with hashes/ before it is installed; HASHES=no leaves that out, for an index that builds
+# files of its own.
+HASHES ?= yes
+HASHED = $(if $(filter-out no,$(HASHES)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	--require-hashes -r hashes/$(1).txt || { echo "A package is not the one that hashes/$(1).txt names. If your index \
+	builds packages itself: make HASHES=no" >&2; exit 1; })
 JOB ?= digits
 ARGS ?=
 BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategies/price_of_k.py pipeline/bubble.py \
@@ -36,11 +42,12 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(MAKE) --no-print-directory audit
 
-# Known vulnerabilities of what is pinned; needs the network.
+# Known vulnerabilities of what is pinned; a sentence where there is no network.
 audit: $(VENV)/.check
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
+	-@$(BIN)/python -c "import pip_audit" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/python tests/audit.py
 
 # Counts what tests/test_house.py holds: files, lines, small files, class names twice, ...; ARGS=-v names the places.
 house: $(VENV)/.train
@@ -80,15 +87,18 @@ $(BIN)/python:
 	@[ -n "$(PYTHON)" ] || { echo "Lockstep needs Python 3.11 or newer as python3, or PYTHON=/path/to/it." >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.train: $(PINS) | $(BIN)/python
+$(VENV)/.train: $(PINS) hashes/train.txt | $(BIN)/python
+	$(call HASHED,train)
 	$(PIP) -e '.[tensorboard]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.train
+$(VENV)/.test: $(VENV)/.train hashes/test.txt
+	$(call HASHED,test)
 	$(PIP) -e '.[test]' pyyaml
 	$(PIP) --no-deps torchvision timm huggingface_hub
 	@touch $@
 
-$(VENV)/.check: $(VENV)/.train
+$(VENV)/.check: $(VENV)/.train hashes/check.txt
+	$(call HASHED,check)
 	$(PIP) -e '.[check]'
 	@touch $@

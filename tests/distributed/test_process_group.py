@@ -1,10 +1,13 @@
 """Real ranks meet, are counted, and part."""
 
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +16,7 @@ from tests.launch.listening import listening_addresses
 from tests.ranks import run_ranks
 
 from lockstep.core.world import World
-from lockstep.distributed.process_group import open_process_group, roll_call
+from lockstep.distributed.process_group import check_peers, open_group, open_process_group, roll_call
 from lockstep.distributed.rendezvous import open_store
 from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.heartbeat import Membership, read_beat
@@ -167,3 +170,68 @@ def test_an_environment_without_an_address_is_refused(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR is ''"):
         open_store(World(world_size=2, local_world_size=2, rendezvous="env://"), 1.0)
+
+
+def with_another_secret(world, folder):
+    """Rank 1 does not know the secret of the others; what each rank says."""
+    Path(folder, f"key-{world.rank}").mkdir()
+    Path(folder, f"key-{world.rank}", "rank-key").write_text("another" if world.rank == 1 else "one")
+    os.environ["LOCKSTEP_RUN_DIRECTORY"] = f"{folder}/key-{world.rank}"
+    with pytest.raises(RankError) as refused:
+        check_peers(limit=20)
+    return str(refused.value)
+
+
+@pytest.mark.fault("X6")
+def test_a_peer_that_does_not_know_the_secret_of_the_run_is_named(tmp_path):
+    said = run_ranks(with_another_secret, 3, str(tmp_path))
+    named = [text.partition(" does not.")[0].partition("lead to ")[2] for text in said]
+    assert named == ["rank 1", "ranks 0, 2", "rank 1"]
+
+
+def silent_on_one(world):
+    if world.rank == 1:
+        signal.pause()
+    check_peers(limit=0.2)
+
+
+@pytest.mark.fault("X6")
+def test_a_peer_that_proves_nothing_is_not_waited_for_without_end():
+    with pytest.raises(RankError, match=r"not every other rank has proven itself within 0\.2 s"):
+        run_ranks(silent_on_one, 2)
+
+
+def taken_for_a_rank(world):
+    """Another program connects to the port of each new group before rank 1 does, until it is taken for rank 1."""
+    store = dist.distributed_c10d._get_default_store()
+    for trial in range(40):  # each time it may be rank 1 that listens
+        if world.rank == 1:
+            store.get(f"stranger-{trial}")
+        else:
+            known = listening()
+            stranger = threading.Thread(target=connect, args=(known, store, f"stranger-{trial}"))
+            stranger.start()
+        open_group()
+
+
+def listening():
+    return {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def connect(known, store, key):
+    while not (new := listening() - known):
+        time.sleep(0.001)
+    for number in range(4):
+        CONNECTED.append(socket.create_connection(("127.0.0.1", new.copy().pop())))
+        CONNECTED[-1].sendall(number.to_bytes(8, "little") + os.urandom(100))
+    store.set(key, "connected")
+
+
+CONNECTED = []
+
+
+@pytest.mark.slow
+@pytest.mark.fault("X6")
+def test_a_stranger_that_is_taken_for_a_rank_ends_the_run_before_anything_is_sent_to_it():
+    with pytest.raises(RankError, match="has proven itself"):
+        run_ranks(taken_for_a_rank, 2, timeout=100)

@@ -360,6 +360,12 @@ SECTIONS = {
             "command's own packages are the installed ones",
             open="a job file, a script and the current folder are code and run as you (SECURITY.md)",
         ),
+        Row(
+            "X6",
+            "another program of the host connects to a rank's port before the rank that is waited for (gloo)",
+            "nothing is sent to it; the run ends with the rank's number, at the latest after 60 s; exit code 4",
+            open="it can still end the run; groups that a script opens by itself are not checked",
+        ),
     ),
 }
 

@@ -1,5 +1,7 @@
 """All ranks write one file, which is a whole trace whenever one has written."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 
@@ -15,7 +17,15 @@ def write(folder, rank, origin):
     file.add(folder, origin, lambda shared: [{**SPAN, "pid": rank, "ts": float(origin - shared)}])
 
 
-def test_ranks_that_write_at_once_lose_nothing_and_share_one_origin(tmp_path):
+def refuse(*_):
+    raise OSError(errno.ENOLCK, "no locks")
+
+
+@pytest.mark.fault("T4")
+@pytest.mark.parametrize("locks", [True, False])
+def test_ranks_that_write_at_once_lose_nothing_and_share_one_origin(tmp_path, monkeypatch, locks):
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     file.begin(tmp_path)
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=write, args=(tmp_path, rank, 1000 + rank)) for rank in range(8)]

@@ -1,5 +1,6 @@
 """Output to a terminal, pipe or disk that takes nothing any more."""
 
+import logging
 import os
 import resource
 import subprocess
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lockstep.runtime.output import TERMINAL_LOG, lasting
+from lockstep.runtime.output import TERMINAL_LOG, PrintableFormatter, lasting
 
 
 @contextmanager
@@ -92,3 +93,11 @@ def test_the_stream_keeps_name_and_encoding_and_says_that_it_is_no_terminal(tmp_
         assert lasts.fileno() == file.fileno() and not lasts.isatty()
         print("é", "\u2026", file=lasts)
     assert (tmp_path / "file").read_bytes() == b"\xe9 ?\n"
+
+
+@pytest.mark.fault("T8")
+def test_escape_codes_in_what_lockstep_logs_are_shown_and_those_of_other_libraries_obeyed():
+    shown = PrintableFormatter("%(message)s")
+    for name, expected in (("lockstep.data", "a\\x1b[2J.jpg\n"), ("lockstepped", "a\x1b[2J.jpg\n")):
+        record = logging.LogRecord(name, logging.WARNING, __file__, 1, "%s.jpg\n", ("a\x1b[2J",), None)
+        assert shown.format(record) == expected

@@ -22,6 +22,7 @@ from lockstep.checkpoint.sharded import ShardedOrder
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order
 from lockstep.errors import EXIT_DATA, LockstepError
+from lockstep.runtime.output import say
 from lockstep.runtime.stop_signals import CriticalThread
 
 
@@ -98,7 +99,7 @@ class BackgroundWriter:
             self.finish()
         except Exception as error:
             code = error.exit_code if isinstance(error, LockstepError) else EXIT_DATA
-            print(f"lockstep: {error}", file=sys.stderr)
+            say(str(error))
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(code)

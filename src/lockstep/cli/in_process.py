@@ -30,6 +30,7 @@ from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
 from lockstep.launch.rank_process import end_process, run_target
 from lockstep.runtime.control import Stopped
+from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 
@@ -97,7 +98,7 @@ def agree_on_run_folder(config: JobConfig, world: World) -> JobConfig:
 
 def _end(error: Exception, world: World) -> None:
     if isinstance(error, LockstepError):
-        print(f"lockstep: rank {world.rank}: {error}", file=sys.stderr)
+        say(f"rank {world.rank}: {error}")
     else:
         traceback.print_exception(error)
     wait_for_critical_threads(_LAST_WRITE_SECONDS)

@@ -12,6 +12,7 @@ from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, print_origins
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from lockstep.job.run_folder import FILE
+from lockstep.runtime.output import log_to_terminal
 
 
 def add_arguments(parser: Parser) -> None:
@@ -33,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Replays the step and prints the comparison; returns 1 if it differs, 130 if the debugger was quit, else 0."""
     from lockstep.replay import ReplayRequest, describe, find_origin, replay
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log_to_terminal(logging.WARNING)
     folder = Path(arguments.run)
     if not arguments.trust:
         _refuse_others(folder)

@@ -25,7 +25,7 @@ from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_
 from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
-from lockstep.text import plural
+from lockstep.text import plural, printable
 
 if TYPE_CHECKING:
     from lockstep.config.job import JobConfig
@@ -289,7 +289,7 @@ def common_settings(kind: str, more: Sequence[tuple[str, str]]) -> dict[str, str
 def print_origins(job: JobConfig) -> None:
     """Prints, to stderr, from where the job's own modules are imported: that code runs as the user."""
     for line in origins(job.components(), [*job.code, str(Path.cwd())]):
-        print(f"imports: {line}", file=sys.stderr, flush=True)
+        print(printable(f"imports: {line}"), file=sys.stderr, flush=True)
 
 
 def add_profile_argument(parser: argparse.ArgumentParser) -> None:

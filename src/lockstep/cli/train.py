@@ -41,6 +41,7 @@ from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, 
 from lockstep.launch.hosts import Joined
 from lockstep.launch.options import visible_gpus
 from lockstep.profile import trace
+from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import tie_to_launcher
 from lockstep.text import comma_separated, plural
 
@@ -184,7 +185,7 @@ def with_batch_per_device(
                 f"; optimizer.lr stays {rate:g}, where a script with lr *= world_size has {rate * holders:g}. The same "
                 f"on any number of devices: --set training.global_batch={batch} --set optimizer.lr={rate:g}"
             )
-        print(f"{words}.", flush=True)
+        say(f"{words}.")
     return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch=batch))
 
 

@@ -1,10 +1,12 @@
 """Opens torch's process group over the ranks of a world, after a roll-call that names missing ranks.
 
-    store ──> claim the rank, compare run ids ──> wait for every rank ──> init ──> barrier + destroy
-              two runs at one address             "missing: rank 3"
+    store ──> claim the rank, compare run ids ──> wait for every rank ──> init ──> check peers ──> barrier + destroy
+              two runs at one address             "missing: rank 3"                "not by rank 1"
 
-The roll-call comes first because gloo waits five times its timeout for a missing rank, and names none. ``Groups`` are
-the process groups of a mesh.
+The roll-call comes first because gloo waits five times its timeout for a missing rank, and names none. Gloo takes
+whoever connects to its port with the right number for the rank that it waits for, so the ends of each connection prove
+to each other that they know a secret from the store, before a group is used. ``Groups`` are the process groups of a
+mesh.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+import secrets
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lockstep.core.mesh import OF_DEVICES, Mesh
 from lockstep.core.world import LOOPBACK, World, host_name
+from lockstep.distributed.authentication import PROOF_BYTES, read_rank_key, sign
 from lockstep.distributed.network import addresses, interface_towards
 from lockstep.distributed.rendezvous import meeting_address, open_store
 from lockstep.errors import ConfigError, RankError
@@ -73,6 +80,7 @@ def open_process_group(
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout),
     )
+    check_peers(limit=arrival_limit)
     heartbeat.set_membership(Membership.JOINED)
     try:
         yield
@@ -117,6 +125,69 @@ def roll_call(store: Store, world: World, limit: float) -> None:
             f"connected: {ranges(arrived)}. "
             "Check why the missing ranks did not start, or raise the limit if they start slowly."
         ) from error
+
+
+def open_group(
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    use_local_synchronization: bool = False,
+) -> dist.ProcessGroup:
+    """Opens a further group with ``torch.distributed.new_group`` and checks its peers; the arguments are that one's."""
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend, use_local_synchronization=use_local_synchronization
+    )
+    if dist.get_rank(group) >= 0:
+        check_peers(group)
+    return group
+
+
+def check_peers(group: dist.ProcessGroup | None = None, limit: float = ARRIVAL_LIMIT) -> None:
+    """Makes sure that every gloo connection of a new group leads to its rank. Collective over the group.
+
+    ``RankError`` names the ranks whose connections were taken by another program, or says that not all have proven
+    themselves within ``limit`` seconds. The secret is made of the key of the run's hosts, if there is one, and of a
+    number in the store; where the store is open to others, so is that number.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None or "cpu:gloo" not in dist.get_backend_config(group):
+        return
+    me, ranks = dist.get_rank(group), dist.get_world_size(group)
+    store = PrefixStore(f"peers/{group.group_name}", _get_default_store())
+    number = store.compare_set("secret", "", secrets.token_hex(PROOF_BYTES))
+    secret = sign(read_rank_key(os.environ.get("LOCKSTEP_RUN_DIRECTORY", "")), number)
+
+    def proofs(ends: Iterator[tuple[int, int]]) -> torch.Tensor:
+        signed = b"".join(sign(secret, str(end).encode()) for end in ends)
+        return torch.frombuffer(bytearray(signed), dtype=torch.uint8).view(ranks, PROOF_BYTES)
+
+    received = torch.zeros(ranks, PROOF_BYTES, dtype=torch.uint8)
+    sent = dist.all_to_all_single(
+        received, proofs((me, peer) for peer in range(ranks)), group=group, async_op=True
+    )
+    begin = time.monotonic()
+    try:
+        sent.wait(timedelta(seconds=limit))
+    except RuntimeError as error:
+        if time.monotonic() < begin + limit:
+            raise  # a rank has ended
+        raise RankError(
+            f"Rank {dist.get_rank()}: not every other rank has proven itself within {limit:g} s. {_ALONE}"
+        ) from error
+    differ = (received != proofs((peer, me) for peer in range(ranks))).any(1).nonzero().flatten().tolist()
+    if differ:
+        names = numbered("rank", [dist.get_global_rank(group, peer) for peer in differ])
+        raise RankError(
+            f"Rank {dist.get_rank()}: the connection that should lead to {names} does not. No gradients or weights were "
+            f"sent over it. {_ALONE}"
+        )
+
+
+_ALONE = (
+    "Another program of this host, or network, may have connected to a port of this run; give the run a network of its "
+    "own (docs/hosts.md)."
+)
 
 
 def _choose_interface(world: World) -> None:
@@ -181,7 +252,7 @@ class Groups:
                 continue
             everyone = dist.get_process_group_ranks(world)
             for line in mesh.lines(name):
-                group = dist.new_group([everyone[rank] for rank in line])
+                group = open_group([everyone[rank] for rank in line])
                 if dist.get_rank(world) in line:
                     axes[name] = group
         return cls(mesh, world, axes)

@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
+from lockstep.runtime.output import log_to_terminal
 from lockstep.text import plural, shorten
 from lockstep.trainer.trainer import WEIGHTS
 
@@ -45,7 +45,7 @@ def main(payload: Any) -> None:
             "best": true for its best checkpoint, "out": the table to write}``.
     """
     config, world = JobConfig.from_json(payload["config"]), World.from_environment()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    log_to_terminal(logging.WARNING)
     importable_from(config.code)
     target, arguments = payload["data"]
     data_set = instantiate(Component(target=target, args=arguments), name="data.validation")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.job.assemble import assemble
 from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, run_folder, with_start
 from lockstep.run import Run
+from lockstep.runtime.output import log_to_terminal
 from lockstep.text import format_bytes
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.gradient_record import GradientRecorder
@@ -88,9 +88,7 @@ def main(payload: Any) -> None:
     """
     config = JobConfig.from_json(payload["config"])
     world = World.from_environment()
-    logging.basicConfig(
-        level=logging.INFO if world.is_main else logging.WARNING, format="%(message)s", stream=sys.stderr
-    )
+    log_to_terminal(logging.INFO if world.is_main else logging.WARNING)
     trainer = assemble(config, world, profile=payload["profile"])
     if world.is_main:
         mention_unused_options(trainer.run.options)

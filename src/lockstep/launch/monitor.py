@@ -36,6 +36,7 @@ from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import read_record
 from lockstep.runtime.heartbeat import Beat, Membership, read_beat
 from lockstep.runtime.stop_signals import REASONS, SignalInbox, drain
+from lockstep.text import printable
 
 
 class TerminationSchedule:
@@ -193,7 +194,7 @@ class Watch:
                 self._start_stopping()
                 self._memory.look(self._running)
                 if slow := self._slow_ranks.take(self._windows.look(self._running)):
-                    print(slow, end="", file=sys.stderr, flush=True)
+                    print(printable(slow), end="", file=sys.stderr, flush=True)
                 self._check_early_exits()
                 self._check_stall()
                 self._send_due_signals()
@@ -276,7 +277,7 @@ class Watch:
             self.stall = found
             self._schedule.within(0.0, _FORCE)
         else:
-            print("\n".join(describe(found.verdict, found.snapshots)), file=sys.stderr, flush=True)
+            print(printable("\n".join(describe(found.verdict, found.snapshots))), file=sys.stderr, flush=True)
 
     def _send_due_signals(self) -> None:
         self._wait_for_saving(time.monotonic())

@@ -19,6 +19,7 @@ import faulthandler
 import importlib
 import importlib.machinery
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -40,7 +41,7 @@ from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolv
 from lockstep.runtime import stop_signals
 from lockstep.runtime.error_record import ErrorPage, record_of, result_file, write_record
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.output import lasting
+from lockstep.runtime.output import PrintableFormatter, lasting
 from lockstep.runtime.parent_death import arm, arm_future_children
 from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -133,6 +134,8 @@ def run_rank(task: RankTask) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals.REASONS)  # the fork server has blocked them
     arm_future_children()
     faulthandler.enable()
+    if logging.lastResort is not None:  # prints the warnings of a script that sets up no logging
+        logging.lastResort.setFormatter(PrintableFormatter())
     # multiprocessing creates the sockets of loader workers there: the path is short, and they are removed with the run
     multiprocessing.current_process()._config["tempdir"] = world.run_directory  # type: ignore[attr-defined]  # not public
     serve_stack_dumps(world)

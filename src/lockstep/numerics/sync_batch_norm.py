@@ -31,6 +31,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.summation_tree import fold_rows
 from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
+from lockstep.distributed.process_group import open_group
 from lockstep.errors import ConfigError
 from lockstep.reduce import SharedMemoryReducer
 from lockstep.reduce.shared_memory import can_share_memory
@@ -57,7 +58,7 @@ class RankRows:
         It may be ``shared`` memory, where all ranks are CPU ranks of one host; there a rank waits ``timeout`` seconds
         before it names the missing ones (``StallError``).
         """
-        own = dist.new_group(dist.get_process_group_ranks(group))
+        own = open_group(dist.get_process_group_ranks(group))
         possible = shared and can_share_memory(own, device)
         return cls(own, SharedMemoryReducer(own, timeout) if possible else None)
 

@@ -14,12 +14,14 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep.core.atomic import NO_LOCKS, sole_use
 from lockstep.errors import ConfigError
 
 LANES = {
@@ -280,10 +282,34 @@ def read(path: Path) -> list[Event]:
     return list(found)
 
 
+_LONGEST_TURN, _LOOK_EVERY = 60.0, 0.05
+
+
 @contextmanager
 def _locked(path: Path, mode: str) -> Iterator[IO[str]]:
-    with path.open("a" if mode == "w" else mode, encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with path.open("a" if mode == "w" else mode, encoding="utf-8") as file, _turn(file, path):
         if mode == "w":
             os.ftruncate(file.fileno(), 0)
         yield file
+
+
+@contextmanager
+def _turn(file: IO[str], path: Path) -> Iterator[None]:
+    """Waits for the lock of the file; where the file system has none, for at most a minute for that of ``sole_use``."""
+    with ExitStack() as stack:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            deadline = time.monotonic() + _LONGEST_TURN
+            while True:
+                try:
+                    stack.enter_context(sole_use(path))
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_LOOK_EVERY)
+        yield
+        file.flush()

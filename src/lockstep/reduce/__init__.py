@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.strategy_options import REDUCERS
+from lockstep.distributed.process_group import open_group
 from lockstep.errors import ConfigError, nearest
 from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
@@ -71,5 +72,4 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of the same ranks, whose collectives keep an order of their own. Collective."""
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) < dist.get_world_size()  # then other ranks make groups of their own at the same time
-    second: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=part)
-    return second
+    return open_group(ranks, use_local_synchronization=part)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from lockstep.distributed.process_group import open_group
 from lockstep.errors import ConfigError
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.reduce.reducer import BucketShape, NodeLayout
@@ -39,7 +40,7 @@ class OrderedHookState:
         self.group = _default_group() if group is None else group
         self._rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._layout = NodeLayout.of(ranks, ranks)
-        self._gather_group = dist.new_group(dist.get_process_group_ranks(self.group))
+        self._gather_group = open_group(dist.get_process_group_ranks(self.group))
         self._exchanges: dict[int, _Exchange] = {}
         self._sent: list[_Exchange] = []
         self._gathering: list[_Exchange] = []

@@ -19,6 +19,7 @@ from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.options import RunOptions
 from lockstep.core.world import World
 from lockstep.distributed.collectives import drop_process_groups, gather_json
+from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.run.state import RunState
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -41,7 +42,7 @@ class Writer:
         """Opens a process group for what the writers tell each other, where every process writes. Collective."""
         several = run.group is not None and self._options.directory is not None
         if several and run.strategy.own_rows() is not None:
-            self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+            self._group = open_group(backend="gloo", timeout=_TIMEOUT)
 
     def release(self) -> None:
         """Drops the process group."""

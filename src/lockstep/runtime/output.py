@@ -8,6 +8,7 @@ user has sent to a file fails as ever, because a file with a hole would be taken
 from __future__ import annotations
 
 import io
+import logging
 import os
 import select
 import stat
@@ -16,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from lockstep.text import printable
 
 TERMINAL_LOG = "terminal.log"
 
@@ -115,4 +118,20 @@ def open_standard_streams() -> None:
 
 def say(line: str) -> None:
     """Prints a line of the supervisor on this host's terminal."""
-    print(f"lockstep: {line}", file=sys.stderr, flush=True)
+    print(f"lockstep: {printable(line)}", file=sys.stderr, flush=True)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Shows control characters, which may be in the name of a file, in what Lockstep itself logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; another library's as it is."""
+        text = super().format(record)
+        return printable(text) if record.name.partition(".")[0] == "lockstep" else text
+
+
+def log_to_terminal(level: int) -> None:
+    """Sends what is logged from that level on to standard error, unless the root logger has handlers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])

@@ -160,6 +160,23 @@ def test_an_empty_file_is_named(flowers):
         list(EvaluationLoader(chosen, micro_batch_size=2))
 
 
+@pytest.mark.fault("M9")
+def test_the_largest_file_of_a_photo_is_a_setting(flowers, tmp_path):
+    size = max(path.stat().st_size for path in flowers.rglob("*.*"))
+    transform, folder = Resize(8), tmp_path / "cache"
+    enough = ImageFolder(flowers, transform=transform, max_file_size=size)
+    small = ImageFolder(flowers, transform=transform, max_file_size=size - 1)
+    largest = next(i for i in range(len(small)) if (flowers / small.sample_path(i)).stat().st_size == size)
+    for dataset in (small, small.use_cache(folder)):
+        with pytest.raises(
+            DataError, match=f"has {size:,} bytes, more than the {size - 1:,} .* max_file_size"
+        ):
+            dataset[largest]
+    assert torch.equal(enough[largest][0], enough.use_cache(tmp_path / "another")[largest][0])
+    with pytest.raises(ConfigError, match="max_file_size=0 was given"):
+        ImageFolder(flowers, max_file_size=0)
+
+
 def bits(dataset, **options):
     plan = SamplePlan(samples=len(dataset), shape=BatchShape(global_batch=12, micro_batches=4))
     loader = StepLoader(dataset, plan, seed=2, **options)

@@ -33,7 +33,7 @@ MAX_PIXELS = 89_478_485
 """Photos with more pixels are refused before they are decoded (Pillow's own limit; 256 MiB as RGB)."""
 
 MAX_BYTES = 256 << 20
-"""The files of photos may have so many bytes; a larger one is refused unread."""
+"""The file of a photo may have so many bytes, unless its data set says otherwise; a larger one is refused unread."""
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA")
 """Of what Pillow reads; for some others, such as EPS, it would start a program."""
@@ -195,16 +195,16 @@ class TurboPhoto:
         return np.array(Image.fromarray(found).transpose(_UPRIGHT[self._orientation]))
 
 
-def read_photo(path: str | Path) -> bytes:
-    """The content of a photo's file; ``DataError`` for one that has more than ``MAX_BYTES`` or is no regular file."""
+def read_photo(path: str | Path, limit: int = MAX_BYTES) -> bytes:
+    """The content of a photo's file; ``DataError`` for one of more than ``limit`` bytes, or that is no regular file."""
     with open(path, "rb", buffering=0, opener=_open_at_once) as file:  # half the time of Path.read_bytes
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise DataError("the photo is no regular file, but a device or a pipe")
-        if state.st_size > MAX_BYTES:
+        if state.st_size > limit:
             raise DataError(
-                f"the file of the photo has {state.st_size:,} bytes, more than the {MAX_BYTES:,} that are read. Make "
-                "it smaller first."
+                f"the file of the photo has {state.st_size:,} bytes, more than the {limit:,} that are read. Make it "
+                "smaller first, or raise the argument max_file_size of the data set."
             )
         return file.read()
 

@@ -40,7 +40,7 @@ from lockstep.data.images.cache_file import (
     cache_format,
     writing,
 )
-from lockstep.data.images.decoding import Photo, open_photo, read_photo
+from lockstep.data.images.decoding import MAX_BYTES, Photo, open_photo, read_photo
 from lockstep.data.images.transforms import ImageTransform, Transform, Uniforms, cut_into
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.loader import EvaluationLoader
@@ -93,6 +93,7 @@ class FolderPhotos:
     root: Path
     paths: Sequence[str]
     """Below the root."""
+    max_file_size: int = MAX_BYTES
 
     @property
     def name(self) -> str:
@@ -117,13 +118,13 @@ class FolderPhotos:
             row[:] = state.st_size, state.st_mtime_ns
         return found
 
-    def source(self, index: int) -> Path:
-        """The path of a photo."""
-        return self.root / self.paths[index]
+    def source(self, index: int) -> bytes:
+        """The encoded photo."""
+        return self.content(index)
 
     def content(self, index: int) -> bytes:
         """The encoded photo. May raise anything that is wrong with it."""
-        return read_photo(self.source(index))
+        return read_photo(f"{self.root}/{self.paths[index]}", self.max_file_size)
 
 
 @dataclass(frozen=True)

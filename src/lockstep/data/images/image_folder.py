@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from PIL import Image
 
+from lockstep.data.images.decoding import MAX_BYTES, read_photo
 from lockstep.data.images.encoded import EncodedPairs
 from lockstep.data.images.image_cache import FolderPhotos
 from lockstep.data.images.transforms import SUFFIXES, CenterCrop, RandomResizedCrop, Transform, decode_rgb
@@ -160,8 +161,10 @@ class PhotoFiles(EncodedPairs):
         transform: ``None`` for ``CenterCrop(size)``.
         size: height and width of the pictures, where no transform is given.
         paths: the photos below ``root``, in order; ``None`` for all, sorted.
+        max_file_size: bytes; a photo whose file has more is refused unread, as a broken one is.
 
     Raises:
+        ConfigError: ``max_file_size`` is less than 1.
         DataError: there is no such folder, or no photo in it.
     """
 
@@ -175,8 +178,12 @@ class PhotoFiles(EncodedPairs):
         transform: Transform | None = None,
         size: int = 224,
         paths: Sequence[str] | None = None,
+        max_file_size: int = MAX_BYTES,
     ) -> None:
         super().__init__(CenterCrop(size) if transform is None else transform)
+        if max_file_size < 1:
+            raise ConfigError(f"max_file_size={max_file_size} was given; it must be at least 1 byte.")
+        self.max_file_size = max_file_size
         self.root = Path(root)
         if paths is None and self.root.is_file():
             self.root, paths = self.root.parent, [self.root.name]
@@ -202,10 +209,10 @@ class PhotoFiles(EncodedPairs):
         return self.paths[index]
 
     def _photos(self) -> FolderPhotos:
-        return FolderPhotos(self.root, self.paths)
+        return FolderPhotos(self.root, self.paths, self.max_file_size)
 
-    def _picture(self, index: int) -> str:
-        return f"{self.root}/{self.paths[index]}"
+    def _picture(self, index: int) -> bytes:
+        return read_photo(f"{self.root}/{self.paths[index]}", self.max_file_size)
 
     def _input(self, index: int) -> Image.Image:
         if self.cache is None:
@@ -235,6 +242,7 @@ class ImageFolder(PhotoFiles):
         held_out: the part of each class that is for validation, where the seed divides.
         seed: another seed holds out other photos; training and validation need the same one.
         split_by: ``auto`` as said under ``root``, or ``folders`` or ``seed`` to insist on one.
+        max_file_size: bytes; a photo whose file has more is refused unread, as a broken one is.
     """
 
     def __init__(
@@ -248,11 +256,13 @@ class ImageFolder(PhotoFiles):
         held_out: float = 0.2,
         seed: int = 0,
         split_by: Literal["auto", "folders", "seed"] = "auto",
+        max_file_size: int = MAX_BYTES,
     ) -> None:
         self.classes, labelled = _find_photos(Path(root), split, classes, held_out, seed, split_by)
         if transform is None:
             transform = RandomResizedCrop(size) if split == "train" else CenterCrop(size)
-        super().__init__(root, transform=transform, paths=[path for path, _ in labelled])
+        paths = [path for path, _ in labelled]
+        super().__init__(root, transform=transform, paths=paths, max_file_size=max_file_size)
         self.labels = torch.tensor([label for _, label in labelled], dtype=torch.int64)
         self.split = split
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
-from lockstep.distributed.process_group import Groups
+from lockstep.distributed.process_group import Groups, open_group
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
@@ -356,7 +356,7 @@ def another_group(groups: Groups, axis: str) -> dist.ProcessGroup:
     everyone = dist.get_process_group_ranks(groups.world)
     mine: dist.ProcessGroup | None = None
     for line in groups.mesh.lines(axis):
-        group = dist.new_group([everyone[rank] for rank in line])
+        group = open_group([everyone[rank] for rank in line])
         mine = group if groups.rank in line else mine
     assert mine is not None, "every rank is in one line"
     return mine
