@@ -1,4 +1,4 @@
-"""Looks up the pinned packages in the database of known vulnerabilities: ``python tests/audit.py``, part of `make check`.
+"""Looks up the pinned packages in the database of known vulnerabilities: ``python tests/audit.py``.
 
 Ends with 1 if one of them has a vulnerability. Where pip-audit is missing or reaches no database, it says so and ends
 with 0.
@@ -22,7 +22,7 @@ def judge(answer):
     if not known:
         return [f"Not audited: the database is not reached from here ({len(packages)} packages)."], 0
     found = [
-        f"{package['name']} {package['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or 'no version'}"
+        f"{package['name']} {package['version']}: {flaw['id']}, mended in {', '.join(flaw['fix_versions']) or 'none'}"
         for package in known
         for flaw in package["vulns"]
     ]

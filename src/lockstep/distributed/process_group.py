@@ -179,8 +179,8 @@ def check_peers(group: dist.ProcessGroup | None = None, limit: float = ARRIVAL_L
     if differ:
         names = numbered("rank", [dist.get_global_rank(group, peer) for peer in differ])
         raise RankError(
-            f"Rank {dist.get_rank()}: the connection that should lead to {names} does not. No gradients or weights were "
-            f"sent over it. {_ALONE}"
+            f"Rank {dist.get_rank()}: the connection that should lead to {names} does not. No gradients or "
+            f"weights were sent over it. {_ALONE}"
         )
 
 
