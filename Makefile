@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all chaos audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all chaos ports audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -37,6 +37,11 @@ SECONDS ?= 600
 SEED ?= 0
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.soak.chaos $(SECONDS) $(SEED)
+
+# Ports of public scripts, cloned below one folder: make ports SCRIPTS=DIR ARGS="--only mnist"; see examples/ports/README.md
+SCRIPTS ?=
+ports: $(VENV)/.test
+	$(BIN)/python examples/ports/run.py "$(SCRIPTS)" $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
     {"debug", "lint", "doctor", "verify", "replay", "explain", "scale"},
-    {"job", "trainer"},
+    {"job", "trainer", "integrations"},
     {"run"},
     {"strategies", "checkpoint", "loggers", "profile"},
     {"numerics"},

@@ -18,7 +18,7 @@ def confidence(output, target):
 
 def train(world, strategy="single"):
     run, _, optimizer = begin(strategy=strategy)
-    found, metrics = [], {"accuracy": correct, "loss": F.cross_entropy, "confidence": confidence}
+    found, metrics = [], {"accuracy": correct, "loss": nn.CrossEntropyLoss(), "confidence": confidence}
     for batch in run.batches(dataset()):  # the last step has one short micro-batch
         loss, numbers = run.backward(batch, nn.CrossEntropyLoss(), also=metrics)
         assert list(numbers) == list(metrics) and float(loss) == float(numbers["loss"])

@@ -180,6 +180,29 @@ def evaluation(
         randomness.end_step(-1 - step)
 
 
+def evaluate_all(
+    run: Run, metrics: Mapping[str, Metric | SetMetric], data: Any, *how: Any
+) -> dict[str, float]:
+    """The values of metrics over all samples, by name: means, and those of a whole set. Collective.
+
+    Args:
+        run: of the model.
+        metrics: by name.
+        data, how: as for ``evaluation``.
+    """
+    whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
+    means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
+    unchecked = {name for name, each in means.items() if run.rehearsals.is_new_metric(each)}
+    strategy, group, values = run.strategy, run._session.group, dict.fromkeys(metrics, 0.0)
+    if means:
+        with evaluation(run, data, *how) as opened:
+            values |= evaluate(opened, means, strategy, group, unchecked)
+    if whole:
+        with evaluation(run, data, *how) as opened:
+            values |= evaluate_whole(opened, whole, strategy, group, is_main=run.is_main)
+    return values
+
+
 def evaluate(
     opened: OpenEvaluation,
     metrics: Mapping[str, Metric],

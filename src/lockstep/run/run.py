@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -25,7 +25,7 @@ from lockstep.profile import timeline
 from lockstep.run import agreement, save
 from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
-from lockstep.run.evaluation import Metric, SetMetric, evaluate, evaluate_whole, evaluation, predict
+from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
 from lockstep.run.prepare import Parts, describe, prepare_model
@@ -35,6 +35,7 @@ from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import RunState
 from lockstep.run.step import (
+    BackwardPass,
     DeferredResults,
     ForwardPass,
     StepCompute,
@@ -273,45 +274,58 @@ class Run:
         whole_batch: bool = False,
     ) -> Tensor:
         """As ``backward``, with gradients computed by another function than ``Strategy.backward``. Collective."""
-        prepared = self.require_prepared()
-        loss = required_loss(batch, loss)
+        with self.backward_pass(batch, loss, forward, metrics, whole_batch=whole_batch) as opened:
+            opened.result = compute_gradients(batch, opened.compute, scale=opened.scale, stop=opened.stop)
+        return opened.result.loss
+
+    @contextmanager
+    def backward_pass(
+        self,
+        batch: Batch,
+        loss: Callable[..., Any] | None,
+        forward: Callable[[Any], Any] | None = None,
+        metrics: StepMetrics | None = None,
+        *,
+        whole_batch: bool = False,
+        rehearse: bool = True,
+    ) -> Iterator[BackwardPass]:
+        """Surrounds the computation of a batch's gradients, which sets ``result``. Collective; see ``backward``."""
+        prepared, loss = self.require_prepared(), required_loss(batch, loss)
         if whole_batch:
             require_whole_models(self.strategy, sync_batch_norm=self.options.sync_batch_norm)
         gradients, randomness = prepared.gradients, prepared.state.model.randomness
         gradients.begin_backward()
         plan, heartbeat, events = batch.plan, self._session.heartbeat, self._events
         key = self._loop.backward_passes * self.options.micro_batches
-        own = len(batch.micro_batches)
-        heartbeat.begin_step(plan.epoch, plan.step, plan.packed, len(plan.indices[0]), own)
+        rows, own = len(plan.indices[0]), len(batch.micro_batches)
+        heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
         compute = StepCompute(
             prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key, metrics
         )
-        stop, scale = int(heartbeat.stop_reason), gradients.scale
-        rehearsals = self.rehearsals
+        opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
         try:
-            if rehearsals.done.get(code_of(loss), 0) < rehearsals.times:
+            if rehearse and self.rehearsals.done.get(code_of(loss), 0) < self.rehearsals.times:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
-                rehearsals.begin(prepared, rehearsed, batch, loss, scale)
+                self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
-                compute = surrogate(compute, batch, self.strategy, self._session.group)
+                opened.compute = surrogate(compute, batch, self.strategy, self._session.group)
             for begins in events.backward_begin:
-                begins(batch, scale)
-            result = compute_gradients(batch, compute, scale=scale, stop=stop)
+                begins(batch, opened.scale)
+            yield opened
         except Exception as error:
             note_data(error, batch, prepared.compute.model)
             if self._session.group is not None:
                 gradients.fail(plan.step, error)
             raise
         for ends in events.backward_end:
-            ends(batch, result)
+            ends(batch, opened.result)
         randomness.end_step(plan.step)
-        self._results.add(result, plan)
+        self._results.add(opened.result, plan)
         gradients.end_backward()
         self._loop.backward_passes += 1
-        compute.end()
+        opened.compute.end()
         for are_ready in events.gradients_ready:
-            are_ready(batch, result.loss)
-        return result.loss
+            are_ready(batch, opened.result.loss)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before, 0-dim.
@@ -357,18 +371,8 @@ class Run:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
         metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
-        whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
-        means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
-        unchecked = {name for name, each in means.items() if self.rehearsals.is_new_metric(each)}
-        strategy, group, values = self.strategy, self._session.group, dict.fromkeys(metrics, 0.0)
         with self.span("evaluate"):
-            how = self, data, model, forward, workers, repeatable
-            if means:
-                with evaluation(*how) as opened:
-                    values |= evaluate(opened, means, strategy, group, unchecked)
-            if whole:
-                with evaluation(*how) as opened:
-                    values |= evaluate_whole(opened, whole, strategy, group, is_main=self.is_main)
+            values = evaluate_all(self, metrics, data, model, forward, workers, repeatable)
         results = values if isinstance(metric, Mapping) else values["metric"]
         for call in self._events.evaluation:
             call(self.position.step, results)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -340,6 +340,18 @@ class StepCompute:
             if self.metrics is not None and micro_batch.k < self.plan.leaves:
                 self.metrics.note(output, target, micro_batch)
             return total, weight
+
+
+@dataclass
+class BackwardPass:
+    """A backward pass over one batch that was begun."""
+
+    compute: StepCompute
+    scale: float
+    stop: int
+    """Why this process was asked to stop, as a code."""
+    result: StepResult = field(init=False)
+    """To be set by who computes the gradients."""
 
 
 class DeferredResults:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level
 from lockstep.core.plan import Share
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
@@ -75,21 +75,37 @@ class Replicated(Strategy):
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this process's micro-batches and reduces. See ``Strategy.backward``."""
-        sums, leaves = self._sums, batch.plan.leaves
-        sums.begin(self.share.of(leaves), leaves)
-        losses, weights = [], []
+        self.begin_backward(batch)
         for micro_batch in batch.micro_batches:
-            sums.begin_forward()
-            loss, weight = compute(micro_batch)
-            sums.end_forward(micro_batch.k)
-            (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
-            sums.end_backward()
-            losses.append(loss.detach())
-            weights.append(weight)
-            for call in self.events.micro_batch_end:
-                call(micro_batch)
+            self.begin_forward()
+            self.end_forward(micro_batch, *compute(micro_batch), scale)
+        return self.reduce(compute, stop)
+
+    def begin_backward(self, batch: Batch) -> None:
+        """Makes ready for the micro-batches of a step."""
+        leaves = batch.plan.leaves
+        self._sums.begin(self.share.of(leaves), leaves)
+        self._losses: list[Tensor] = []
+        self._weights: list[Tensor] = []
+
+    def begin_forward(self) -> None:
+        """Makes ready for the forward pass of the next micro-batch."""
+        self._sums.begin_forward()
+
+    def end_forward(self, micro_batch: MicroBatch, loss: Tensor, weight: Tensor, scale: float) -> None:
+        """Runs the backward pass from the sum of a micro-batch's losses, which have this weight; both 0-dim."""
+        self._sums.end_forward(micro_batch.k)
+        (loss if scale == 1.0 else loss * scale).backward()  # type: ignore[no-untyped-call]  # torch's own stub
+        self._sums.end_backward()
+        self._losses.append(loss.detach())
+        self._weights.append(weight)
+        for call in self.events.micro_batch_end:
+            call(micro_batch)
+
+    def reduce(self, compute: Compute, stop: int) -> StepResult:
+        """Sums over the processes what the micro-batches of all of them gave. Collective."""
         compute.exchange()
-        return sums.reduce(losses, weights, stop)
+        return self._sums.reduce(self._losses, self._weights, stop)
 
     def before_step(self) -> None:
         """See ``Strategy.before_step``: gradients are where the user sees them."""

@@ -1,0 +1,1 @@
+"""Scripts of other libraries with Lockstep's order and sums: ``accelerate``, ``transformers``, ``lightning``."""
