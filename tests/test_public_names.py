@@ -235,91 +235,105 @@ tree --micro-batches tree --leaves traffic --svg traffic --json traffic --ranks 
     "clean": """--dry-run""",
 }
 JOB_KEYS = """
-job = 'job'
+callbacks.target
+checkpoint.background = True
+checkpoint.every_epochs = 1
+checkpoint.every_steps = 0
+checkpoint.force_context = False
+checkpoint.keep = 3
+checkpoint.resume = ''
 code = ()
-model.target
-weights.path = ''
-weights.freeze = ()
-weights.freeze_statistics = False
+data.cache = False
+data.collate.target
+data.on_bad_sample = 'error'
+data.prefetch = 2
 data.root = ''
+data.timeout = 120.0
 data.train.target
 data.validation.target
 data.workers = 2
-data.prefetch = 2
-data.timeout = 120.0
-data.on_bad_sample = 'error'
-data.cache = False
-loss.target
-optimizer.target
-schedule.target
-schedule.kind = 'constant'
-schedule.warmup_epochs = 0.0
-schedule.warmup_steps = 0
-schedule.final_factor = 0.0
-schedule.step_epochs = 30.0
-schedule.step_factor = 0.1
-training.epochs = 10
-training.global_batch = 128
-training.micro_batches = 8
-training.evaluation_batch = None
-training.seed = 0
-training.strategy = 'ddp'
-training.mesh = ''
-training.reduce = 'ordered'
-training.powersgd_rank = 4
-training.precision = 'fp32'
-training.loss_scale = None
-training.loss_scale_growth_factor = 2.0
-training.loss_scale_backoff_factor = 0.5
-training.loss_scale_growth_interval = 2000
-training.channels_last = False
-training.compile = False
-training.sync_batch_norm = False
-training.running_buffers = ()
-training.checks = 'first'
-training.clip_norm = None
-training.drop_last = False
-training.evaluate_every = 1
-training.early_stop = 0
-training.fingerprint_every = 50
-training.gradients_every = None
-training.record_micro_batches = False
 dp.replicas = 0
-layers.devices = 0
-layers.split = ()
-layers.balance = 'bytes'
-fsdp.reshard_after_forward = True
 fsdp.cpu_offload = False
 fsdp.mixed_precision = ''
-parameter_server.servers = 1
+fsdp.reshard_after_forward = True
+job = 'job'
+layers.balance = 'bytes'
+layers.devices = 0
+layers.split = ()
+log.csv = False
+log.every = 10
+log.json = True
+log.mlflow = ''
+log.progress = True
+log.tensorboard = True
+log.wandb = ''
+loss.target
+metrics.target
+model.target
+optimizer.target
 parameter_server.mode = 'synchronous'
-parameter_server.staleness = 4
+parameter_server.servers = 1
 parameter_server.snapshot_every = 100
-pipeline.schedule = '1f1b'
-pipeline.stages_per_rank = 0
-pipeline.split = ()
+parameter_server.staleness = 4
+parameters.decay = 'all'
+parameters.groups.lr = None
+parameters.groups.names = 'required'
+parameters.groups.weight_decay = None
+parameters.layer_decay = None
 pipeline.balance = 'bytes'
-tensor.plan = ()
+pipeline.schedule = '1f1b'
+pipeline.split = ()
+pipeline.stages_per_rank = 0
 run.devices = 'auto'
+run.directory = 'runs'
+run.grace = 25.0
+run.name = ''
+run.restart_world = 'same'
+run.restarts = 3
+run.stall_limit = 60.0
 run.threads = 1
 run.timeout = 600.0
-run.grace = 25.0
-run.stall_limit = 60.0
-run.restarts = 3
-run.restart_world = 'same'
-run.directory = 'runs'
-run.name = ''
-checkpoint.every_epochs = 1
-checkpoint.every_steps = 0
-checkpoint.keep = 3
-checkpoint.background = True
-checkpoint.resume = ''
-checkpoint.force_context = False
-log.every = 10
-log.tensorboard = True
-log.json = True
-log.csv = False
-log.progress = True
+schedule.final_factor = 0.0
+schedule.kind = 'constant'
+schedule.step_epochs = 30.0
+schedule.step_factor = 0.1
+schedule.target
+schedule.warmup_epochs = 0.0
+schedule.warmup_steps = 0
+tensor.plan = ()
+training.channels_last = False
+training.checkpoint_activations = ()
+training.checks = 'first'
+training.clip_norm = None
+training.compile = False
+training.drop_last = False
+training.early_stop = 0
+training.ema_decay = None
+training.epochs = 10
+training.evaluate_every = 1
+training.evaluate_every_steps = 0
+training.evaluation_batch = None
+training.fingerprint_every = 50
+training.global_batch = 128
+training.gradients_every = None
+training.loss_scale = None
+training.loss_scale_backoff_factor = 0.5
+training.loss_scale_growth_factor = 2.0
+training.loss_scale_growth_interval = 2000
+training.max_steps = None
+training.mesh = ''
+training.micro_batches = 8
+training.powersgd_rank = 4
+training.precision = 'fp32'
+training.record_micro_batches = False
+training.reduce = 'ordered'
+training.running_buffers = ()
+training.seed = 0
+training.strategy = 'ddp'
+training.sync_batch_norm = False
+weights.freeze = ()
+weights.freeze_statistics = False
+weights.path = ''
 """
 SEED_PURPOSES = [
     "bucketed",

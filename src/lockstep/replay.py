@@ -102,7 +102,9 @@ def single_process_config(job: JobConfig, *, resume: str = "", force_context: bo
         data=dataclasses.replace(job.data, validation=None, workers=0),
         loss=job.loss,
         optimizer=job.optimizer,
+        parameters=job.parameters,
         schedule=job.schedule,
+        callbacks=job.callbacks,
         training=dataclasses.replace(
             job.training,
             strategy="single",

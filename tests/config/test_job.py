@@ -87,9 +87,9 @@ def test_a_dotted_path_is_answered_with_the_colon_in_its_place():
 
 def test_epochs_of_the_schedule_become_optimizer_steps():
     settings = ScheduleConfig(kind="step", warmup_epochs=0.5, step_epochs=2.0)
-    schedule = settings.schedule(epochs=10, steps_per_epoch=7)
+    schedule = settings.schedule(steps=70, steps_per_epoch=7)
     assert (schedule.steps, schedule.warmup_steps, schedule.step_every) == (70, 4, 14)
-    assert ScheduleConfig(warmup_steps=9).schedule(epochs=1, steps_per_epoch=3).warmup_steps == 9
+    assert ScheduleConfig(warmup_steps=9).schedule(steps=3, steps_per_epoch=3).warmup_steps == 9
 
 
 def test_the_options_of_the_run_come_from_the_tables(load):

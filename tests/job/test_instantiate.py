@@ -121,7 +121,10 @@ def test_lengths_of_the_run_are_filled_into_a_torch_scheduler():
     asked = part(
         "torch.optim.lr_scheduler:OneCycleLR", total_steps="{steps}", other=["{epochs}", "{steps_per_epoch}"]
     )
-    assert with_lengths(asked, epochs=3, steps_per_epoch=7).args == {"total_steps": 21, "other": [3, 7]}
+    assert with_lengths(asked, epochs=3, steps=20, steps_per_epoch=7).args == {
+        "total_steps": 20,
+        "other": [3, 7],
+    }
 
 
 def test_optimizers_losses_and_schedulers_of_torch():

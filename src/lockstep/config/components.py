@@ -19,10 +19,20 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.checks import KeyPath, Problem, absent_module, check_fields, import_path, nearest_name
+from lockstep.config.checks import (
+    KeyPath,
+    Problem,
+    absent_module,
+    check_fields,
+    import_path,
+    nearest_name,
+    spell,
+)
 
 _DEEPEST = 8
 _GIVEN_BY_LOCKSTEP: dict[KeyPath, int] = {("optimizer",): 1, ("schedule",): 1}
+_GIVEN_TO_FUNCTIONS = {"loss": 2, "metrics": 2, "data.collate": 1}
+"""By the place in a job: what a function is called with, which is then the part itself; see ``is_called_later``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +87,27 @@ def _component(names: StaticNames, target: str, args: Mapping[str, Any], path: K
     elif isinstance(found, Definition):
         signature = signature_of(names, found)
         if signature is not None:
-            yield from argument_problems(signature, target, _GIVEN_BY_LOCKSTEP.get(path, 0), args, path)
+            given, later = _GIVEN_BY_LOCKSTEP.get(path, 0), given_to_functions(path)
+            if isinstance(found.node, ast.FunctionDef) and is_called_later(signature, later, args):
+                given = later
+            yield from argument_problems(signature, target, given, args, path)
     for key, value in args.items():
         yield from _nested(names, value, (*path, key))
+
+
+def is_called_later(signature: Signature, given: int, args: Mapping[str, Any]) -> bool:
+    """True for a function that needs what Lockstep calls it with, as ``cross_entropy(input, target)`` does.
+
+    Any other one, and every class, makes the part when it is called with the arguments of the job.
+    """
+    parameters = signature.parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len([p for p in positional if p.default is p.empty and p.name not in args]) >= given > 0
+
+
+def given_to_functions(path: KeyPath) -> int:
+    """How many values a function at this place of a job is called with; 0 where it is called to make the part."""
+    return next((n for key, n in _GIVEN_TO_FUNCTIONS.items() if spell(path).startswith(key)), 0)
 
 
 def _nested(names: StaticNames, value: Any, path: KeyPath) -> Iterator[Problem]:

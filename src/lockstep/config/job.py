@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.config.checks import (
     CheckedOptions,
     KeyPath,
     at_least,
+    between,
     devices,
     more_than,
     one_of,
@@ -51,6 +53,31 @@ class WeightsConfig(CheckedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterSettings(CheckedOptions):
+    """A table of ``[[parameters.groups]]``: settings of the optimizer for some parameters."""
+
+    names: tuple[str, ...]
+    """Patterns of their names; ``!`` takes names out again."""
+    lr: float | None = field(default=None, metadata={"check": at_least(0)})
+    """Learning rate; none: the optimizer's."""
+    weight_decay: float | None = field(default=None, metadata={"check": at_least(0)})
+    """Weight decay; none: the optimizer's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersConfig(CheckedOptions):
+    """Table ``[parameters]``: settings of the optimizer that are not the same for all parameters."""
+
+    decay: str = field(default="all", metadata={"check": one_of("all", "matrices")})
+    """What weight decay applies to: all parameters, or matrices, which leaves out biases and the weights of norms."""
+    layer_decay: float | None = field(default=None, metadata={"check": more_than(0)})
+    """Factor on the learning rate from each block of the model to the one before it; none: 1."""
+    groups: tuple[ParameterSettings, ...] = ()
+    """Tables of `names`, patterns of parameter names, with an `lr` or a `weight_decay` of their own; later ones go
+    first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(CheckedOptions):
     """Table ``[data]``: the data sets and how they are read."""
 
@@ -60,6 +87,8 @@ class DataConfig(CheckedOptions):
     """The data set that is trained on."""
     validation: Component | None = None
     """The data set that is evaluated on; none: no evaluation."""
+    collate: Component | None = None
+    """Makes a micro-batch of a list of samples; none: torch's `default_collate`."""
     workers: int | str = field(default=2, metadata={"check": workers})
     """Loader processes of each rank, or ``auto``: as many as leave each of its threads a core, 1 to 8. No bit
     changes."""
@@ -96,11 +125,11 @@ class ScheduleConfig(CheckedOptions):
     step_factor: float = field(default=0.1, metadata={"check": more_than(0)})
     """Factor of each drop of step."""
 
-    def schedule(self, *, epochs: int, steps_per_epoch: int) -> Schedule:
+    def schedule(self, *, steps: int, steps_per_epoch: int) -> Schedule:
         """The schedule of a run of this length."""
         return Schedule(
             kind=self.kind,
-            steps=epochs * steps_per_epoch,
+            steps=steps,
             warmup_steps=self.warmup_steps or round(self.warmup_epochs * steps_per_epoch),
             final_factor=self.final_factor,
             step_every=max(1, round(self.step_epochs * steps_per_epoch)),
@@ -114,6 +143,8 @@ class TrainingConfig(Recipe):
 
     epochs: int = field(default=10, metadata={"check": at_least(1)})
     """Times that every sample is trained on."""
+    max_steps: int | None = field(default=None, metadata={"check": at_least(1)})
+    """Optimizer steps after which the run ends within its epochs; none: after the last epoch."""
     global_batch: int = field(default=128, metadata={"check": at_least(1)})
     """Samples per optimizer step, over all devices together."""
     clip_norm: float | None = field(default=None, metadata={"check": more_than(0)})
@@ -122,6 +153,12 @@ class TrainingConfig(Recipe):
     """Leaves out the last batch of an epoch where it is not full."""
     evaluate_every: int = field(default=1, metadata={"check": at_least(1)})
     """Epochs from one evaluation to the next; the last epoch is always evaluated."""
+    evaluate_every_steps: int = field(default=0, metadata={"check": at_least(0)})
+    """Optimizer steps from one evaluation to the next, beside those of the epochs; 0: none."""
+    ema_decay: float | None = field(default=None, metadata={"check": between(0, 1)})
+    """Decay of a moving average of the weights in each step, which is evaluated in their place; none: no average."""
+    checkpoint_activations: tuple[str, ...] = ()
+    """Patterns of the names of modules that are computed again in the backward pass: less memory, the same bits."""
     early_stop: int = field(default=0, metadata={"check": at_least(0)})
     """Evaluations without improvement after which the run ends; 0: never."""
     fingerprint_every: int = field(default=50, metadata={"check": at_least(0)})
@@ -131,6 +168,11 @@ class TrainingConfig(Recipe):
     ``fingerprint_every``; 0: never."""
     record_micro_batches: bool = False
     """Records the gradient of each micro-batch beside that of the step."""
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Optimizer steps of the whole run."""
+        steps = self.epochs * steps_per_epoch
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +229,10 @@ class LogConfig(CheckedOptions):
     """Writes one JSON object per line to ``log.jsonl``."""
     csv: bool = False
     """Writes the same as a table to ``log.csv``."""
+    wandb: str = ""
+    """Project of Weights & Biases that the same is sent to; its package and login are the user's."""
+    mlflow: str = ""
+    """Experiment of MLflow that the same is sent to; `MLFLOW_TRACKING_URI` says where that is."""
     progress: bool = True
     """Shows a progress bar where the terminal can."""
 
@@ -204,11 +250,14 @@ class JobConfig(StrategyOptions):
     data: DataConfig
     loss: Component = field(default_factory=lambda: Component(target="torch.nn:CrossEntropyLoss"))
     optimizer: Component
+    parameters: ParametersConfig = field(default_factory=ParametersConfig)
     schedule: ScheduleConfig | Component = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    metrics: Mapping[str, Component] = field(default_factory=dict)
+    callbacks: tuple[Component, ...] = ()
 
     @property
     def settings(self) -> RunSettings:
@@ -240,9 +289,12 @@ class JobConfig(StrategyOptions):
             (("model",), self.model),
             (("data", "train"), self.data.train),
             (("data", "validation"), self.data.validation),
+            (("data", "collate"), self.data.collate),
             (("loss",), self.loss),
             (("optimizer",), self.optimizer),
             (("schedule",), self.schedule),
+            *((("metrics", name), part) for name, part in self.metrics.items()),
+            *((("callbacks", number), part) for number, part in enumerate(self.callbacks)),
         ]
         return [(path, part) for path, part in parts if isinstance(part, Component)]
 

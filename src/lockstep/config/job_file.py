@@ -254,10 +254,14 @@ def resolve_placeholders(
         path: fill.component(part, path, SCHEDULE_PLACEHOLDERS if path == ("schedule",) else ())
         for path, part in config.components()
     }
-    data: dict[str, Any] = {str(path[-1]): part for path, part in filled.items() if path[0] == "data"}
-    others: dict[str, Any] = {str(path[0]): part for path, part in filled.items() if path[0] != "data"}
-    resolved = dataclasses.replace(config, data=dataclasses.replace(config.data, **data), **others)
-    return resolved, fill.remarks(config)
+    parts: dict[str, Any] = {str(path[0]): part for path, part in filled.items() if len(path) == 1}
+
+    def table(name: str) -> dict[str, Any]:
+        return {str(path[1]): part for path, part in filled.items() if path[0] == name and len(path) > 1}
+
+    data = dataclasses.replace(config.data, **table("data"))
+    parts |= {"data": data, "metrics": table("metrics"), "callbacks": tuple(table("callbacks").values())}
+    return dataclasses.replace(config, **parts), fill.remarks(config)
 
 
 def _absolute(
@@ -285,9 +289,9 @@ def _absolute(
     )
 
 
-def with_lengths(scheduler: Component, *, epochs: int, steps_per_epoch: int) -> Component:
+def with_lengths(scheduler: Component, *, epochs: int, steps: int, steps_per_epoch: int) -> Component:
     """A torch scheduler's component with ``{epochs}``, ``{steps}`` and ``{steps_per_epoch}`` filled in."""
-    lengths = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "steps": epochs * steps_per_epoch}
+    lengths = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "steps": steps}
     named = {f"{{{name}}}": length for name, length in lengths.items()}
 
     def fill(value: Any, path: KeyPath) -> Any:

@@ -72,14 +72,16 @@ def to_table(config: Any) -> dict[str, Any]:
     """The nested table that `read_table` reads back as an equal dataclass; None is left out."""
     if isinstance(config, Component):
         return {"target": config.target, **config.args}
-    table: dict[str, Any] = {}
-    for name in _types(typing.cast(Hashable, type(config))):
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            table[name] = to_table(value)
-        elif value is not None:
-            table[name] = list(value) if isinstance(value, tuple) else value
-    return table
+    values = {name: getattr(config, name) for name in _types(typing.cast(Hashable, type(config)))}
+    return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_table(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 class _TableReader:
@@ -127,6 +129,14 @@ class _TableReader:
             return self.component(value, path)
         if dataclasses.is_dataclass(kind):
             return self.section(typing.cast(type, kind), value, path)
+        if typing.get_origin(kind) is Mapping:
+            if not isinstance(value, Mapping):
+                return self._type(path, "a table of tables with a target", value)
+            return {key: self.value(options[-1], item, (*path, key)) for key, item in value.items()}
+        if typing.get_origin(kind) is tuple and dataclasses.is_dataclass(options[0]):
+            if not isinstance(value, list | tuple):
+                return self._type(path, "a list of tables", value)
+            return tuple(self.value(options[0], item, (*path, n)) for n, item in enumerate(value))
         if typing.get_origin(kind) is tuple:
             texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
             return tuple(value) if texts else self._type(path, "a list of strings", value)

@@ -6,6 +6,7 @@ that yields what is wrong; ``tests/config/test_rules.py`` has an example that br
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -358,6 +359,46 @@ def _schedule_counts_steps(job: JobConfig, machine: AvailableDevices) -> Iterato
 def _optimizer_gets_parameters(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if "params" in job.optimizer.args:
         yield "is given by the model; leave it out."
+
+
+@_rule(JOB_RULES, "an evaluation every n steps has data", "training.evaluate_every_steps")
+def _evaluations_have_data(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if job.training.evaluate_every_steps and job.data.validation is None:
+        yield f"is {job.training.evaluate_every_steps}, but the job has no [data.validation] to evaluate."
+
+
+@_rule(JOB_RULES, "metrics are of an evaluation", "metrics")
+def _metrics_have_data(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if job.metrics and job.data.validation is None:
+        yield "are given, but the job has no [data.validation] to compute them on."
+
+
+@_rule(JOB_RULES, "layer_decay is of a known learning rate", "parameters.layer_decay")
+def _layers_have_a_rate(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if job.parameters.layer_decay is not None and not isinstance(job.optimizer.args.get("lr"), int | float):
+        yield "is given, which multiplies the learning rate, and optimizer.lr is not. Give optimizer.lr a number."
+
+
+@_rule(JOB_RULES, "an average is of weights that processes hold", "training.ema_decay")
+def _average_has_whole_weights(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    asynchronous = job.parameter_server.mode == "asynchronous"
+    if job.training.ema_decay is not None and asynchronous and job.training.strategy == "parameter_server":
+        yield f"is {job.training.ema_decay}, and asynchronous workers hold no weights that all agree on. Leave it out."
+
+
+@_rule(JOB_RULES, "the package of wandb is there", "log.wandb")
+def _wandb_is_installed(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    yield from _not_installed("wandb", job.log.wandb)
+
+
+@_rule(JOB_RULES, "the package of mlflow is there", "log.mlflow")
+def _mlflow_is_installed(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    yield from _not_installed("mlflow", job.log.mlflow)
+
+
+def _not_installed(package: str, given: str) -> Iterator[str]:
+    if given and importlib.util.find_spec(package) is None:
+        yield f"is {given!r}, and the package {package} is not installed. Install it: pip install {package}"
 
 
 @_rule(JOB_RULES, "early stopping has something to judge by", "training.early_stop")

@@ -6,7 +6,10 @@ run -> data sets (photos decoded once, if asked for) -> model and weights -> opt
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.config.components import Component
 from lockstep.config.job import DataConfig, JobConfig
@@ -27,10 +31,11 @@ from lockstep.data.naming import unwrap_subset
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
+from lockstep.models.weights import checkpoint_activations, parameter_groups
 from lockstep.run import Run
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.step import ForwardPass
@@ -38,6 +43,7 @@ from lockstep.runtime.control import Stopped, StopReason
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.trainer import Trainer, TrainingParts
+from lockstep.trainer.state import is_of_classes
 
 logger = logging.getLogger(__name__)
 
@@ -178,27 +184,44 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
     training_set, validation_set = _data_sets(config, run)
     model = _model(config, run.is_main)
     _check_classes(config, (training_set, validation_set))
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = instantiate(config.optimizer, trainable, name="optimizer")
+    groups = parameter_groups(model, config.parameters, lr=config.optimizer.args.get("lr"))
+    optimizer = instantiate(config.optimizer, groups, name="optimizer")
     steps = run.steps_per_epoch(training_set, model=model, drop_last=config.training.drop_last)
     scheduler = _scheduler(config, optimizer, steps)
-    loss = instantiate(config.loss, name="loss")
+    loss = instantiate_function(config.loss, ("loss",))
+    metrics = {name: instantiate_function(each, ("metrics", name)) for name, each in config.metrics.items()}
+    for number, each in enumerate(config.callbacks):
+        run.add_callback(instantiate(each, name=f"callbacks.{number}"))
     balance(run, model, training_set)
-    model, optimizer, scheduler = run.prepare(
-        model, optimizer, scheduler, values_from_main=bool(config.weights.path)
+    model, optimizer, scheduler, *averages = run.prepare(
+        *(model, optimizer, scheduler, *_averages(config, model)),
+        values_from_main=bool(config.weights.path),
     )
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         loss=loss,
-        classifies=isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss),
+        average=averages[0] if averages else None,
+        metrics=metrics,
+        classifies=is_of_classes(loss),
         training_set=training_set,
         validation_set=validation_set,
         workers=config.data.loader_processes(config.run.threads, world.local_world_size),
     )
     logger = _loggers(config, run)
     return Trainer(run, parts, config.training, config.checkpoint, config.log.every, logger)
+
+
+def _averages(config: JobConfig, model: nn.Module) -> list[AveragedModel]:
+    decay = config.training.ema_decay
+    average = []
+    if decay is not None:
+        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]  # torch's
+        average.append(AveragedModel(model, multi_avg_fn=update))
+    if config.training.checkpoint_activations:  # of the model alone: the average is never trained
+        checkpoint_activations(model, config.training.checkpoint_activations)
+    return average
 
 
 def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
@@ -208,10 +231,19 @@ def _data_sets(config: JobConfig, run: Run) -> tuple[Any, Any]:
     if data.on_bad_sample == "skip":
         training_set = SkipBroken(training_set)
     if data.validation is None:
-        return training_set, None
+        return collated(training_set, data), None
     validation_set = instantiate(data.validation, name="data.validation")
     use_image_cache(validation_set, "data.validation", data, run)
-    return training_set, validation_set
+    return collated(training_set, data), collated(validation_set, data)
+
+
+def collated(data_set: Any, config: DataConfig) -> Any:
+    """A data set with the collate function of the job, where it has one."""
+    if config.collate is None:
+        return data_set
+    return dataclasses.replace(
+        adopt(data_set), collate=instantiate_function(config.collate, ("data", "collate"))
+    )
 
 
 def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
@@ -233,17 +265,33 @@ def _check_classes(config: JobConfig, data_sets: Sequence[Any]) -> None:
     if isinstance(classes, int):
         for data_set in data_sets:
             if data_set is not None:
-                check_labels(data_set, classes)
+                check_labels(adopt(data_set).dataset, classes)
 
 
 def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> Any:
-    if isinstance(config.schedule, Component):
-        component = with_lengths(
-            config.schedule, epochs=config.training.epochs, steps_per_epoch=steps_per_epoch
+    training = config.training
+    steps = training.steps(steps_per_epoch)
+    if training.max_steps is not None and steps < training.max_steps:
+        epochs = math.ceil(training.max_steps / steps_per_epoch)
+        raise ConfigError(
+            f"training.max_steps is {training.max_steps}, but training.epochs={training.epochs} are {steps} steps "
+            f"only. Set training.epochs={epochs}, or leave max_steps out."
         )
-        return instantiate(component, optimizer, name="schedule")
-    schedule = config.schedule.schedule(epochs=config.training.epochs, steps_per_epoch=steps_per_epoch)
-    return LambdaLR(optimizer, schedule.factor)
+    if not isinstance(config.schedule, Component):
+        schedule = config.schedule.schedule(steps=steps, steps_per_epoch=steps_per_epoch)
+        return LambdaLR(optimizer, schedule.factor)
+    component = with_lengths(
+        config.schedule, epochs=training.epochs, steps=steps, steps_per_epoch=steps_per_epoch
+    )
+    given = [group["lr"] for group in optimizer.param_groups]
+    scheduler = instantiate(component, optimizer, name="schedule")
+    set_to = [group["lr"] for group in optimizer.param_groups]
+    if len(set(given)) > 1 and len(set(set_to)) == 1 and set_to[0] != 0:
+        raise ConfigError(
+            f"schedule: {component.target} gives all parameters one learning rate, and parameters.groups or "
+            "layer_decay give them several. Use a scheduler that multiplies them, or kind = 'cosine'."
+        )
+    return scheduler
 
 
 def _loggers(config: JobConfig, run: Run) -> Logger:
@@ -253,7 +301,14 @@ def _loggers(config: JobConfig, run: Run) -> Logger:
         *(["csv"] if config.log.csv else []),
         *(["tensorboard"] if config.log.tensorboard else []),
     ]
+    trackers = {"wandb": config.log.wandb, "mlflow": config.log.mlflow}
     directory = Path(run.options.directory) if run.options.directory is not None else None
     position = run.position
     open_epoch = position.epoch if position.inside else None
-    return open_loggers(run.world, directory, names, first_step=position.step, open_epoch=open_epoch)
+    return open_loggers(
+        *(run.world, directory, names),
+        first_step=position.step,
+        open_epoch=open_epoch,
+        trackers={name: given for name, given in trackers.items() if given},
+        settings=json.loads(config.to_json()),
+    )

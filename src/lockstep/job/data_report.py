@@ -20,10 +20,11 @@ from torch.utils.data import Dataset
 from lockstep.config.job import JobConfig
 from lockstep.config.rules import planned_shares
 from lockstep.data import EvaluationLoader, SkipBroken, StepLoader
+from lockstep.data.adopt import adopt
 from lockstep.data.naming import known_classes, known_labels, sample_error
 from lockstep.data.wrappers.wrapping import Wrapping
 from lockstep.errors import ConfigError
-from lockstep.job.assemble import sample_plan
+from lockstep.job.assemble import collated, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
 from lockstep.text import numbered, plural, shorten
 
@@ -142,7 +143,8 @@ def batch_of(config: JobConfig, data_set: Any, epoch: int, position: int) -> lis
     """The micro-batches of a step, augmented, as the workers of a run read them."""
     if config.data.on_bad_sample == "skip":
         data_set = SkipBroken(data_set)
-    loader = StepLoader(data_set, sample_plan(config, data_set), seed=config.training.seed, prefetch=1)
+    plan, collate = sample_plan(config, data_set), adopt(collated(data_set, config.data)).collate
+    loader = StepLoader(data_set, plan, seed=config.training.seed, prefetch=1, collate=collate)
     try:
         return [part.data for part in next(loader.batches(epoch, position)).micro_batches]
     finally:

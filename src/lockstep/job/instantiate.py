@@ -7,6 +7,7 @@ What cannot be found or does not fit is a ``ConfigError`` that names the part at
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -16,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.checks import absent_module, nearest_name, refuse
-from lockstep.config.components import Component, argument_problems
+from lockstep.config.checks import KeyPath, absent_module, nearest_name, refuse, spell
+from lockstep.config.components import Component, argument_problems, given_to_functions, is_called_later
 from lockstep.errors import ConfigError, LockstepError
 
 _TRANSFORM_ARGUMENTS = ("transform", "target_transform")
@@ -62,6 +63,28 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {_call(component.target, arguments)} failed: {error}") from error
+
+
+def instantiate_function(component: Component, path: KeyPath) -> Any:
+    """What is called later, such as a loss: the function that is named, with its arguments, or what a call makes.
+
+    Args:
+        component: import path and arguments.
+        path: the component's place in the job file.
+    """
+    where, given = spell(path), given_to_functions(path)
+    function = find_object(component.target, where)
+    if not inspect.isroutine(function):
+        return instantiate(component, name=where)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return instantiate(component, name=where)
+    if not is_called_later(signature, given, component.args):
+        return instantiate(component, name=where)
+    refuse(argument_problems(signature, component.target, given, component.args, path))
+    arguments = {key: build(value, f"{where}.{key}", key) for key, value in component.args.items()}
+    return functools.partial(function, **arguments) if arguments else function
 
 
 def build(value: Any, where: str, argument: str = "") -> Any:

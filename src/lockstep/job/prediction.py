@@ -27,13 +27,14 @@ from lockstep.core.world import World
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.job.assemble import balance, build_model
-from lockstep.job.instantiate import importable_from, instantiate
+from lockstep.job.assemble import balance, build_model, collated
+from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
 from lockstep.runtime.output import log_to_terminal
 from lockstep.text import plural, shorten
+from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
 from lockstep.trainer.trainer import WEIGHTS
 
 
@@ -49,19 +50,20 @@ def main(payload: Any) -> None:
     importable_from(config.code)
     target, arguments = payload["data"]
     data_set = instantiate(Component(target=target, args=arguments), name="data.validation")
+    source = collated(data_set, config.data)
     run = Run(config.run_options(None), world)
     model = build_model(config.model)
     folder = Path(payload["run"])
     if run.is_main:
         load_run(model, folder, best=payload["best"])
-    balance(run, model, data_set)
+    balance(run, model, source)
     run.prepare(model, values_from_main=True)
     workers = config.data.loader_processes(config.run.threads, world.local_world_size)
-    outputs = run.predict(data_set, workers=workers)
+    outputs = run.predict(source, workers=workers)
     run.close()  # the others need not wait for the table
     if outputs is not None:
         names = class_names(folder, data_set)
-        columns = table(outputs, data_set, instantiate(config.loss, name="loss"), names)
+        columns = table(outputs, data_set, instantiate_function(config.loss, ("loss",)), names)
         write_table(Path(payload["out"]), columns)
         print(report(columns, payload["out"]), flush=True)
 
@@ -118,7 +120,7 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
     paths = [path_of(data_set, index) for index in range(len(rows))]
     if any(paths):
         columns["sample"] = paths
-    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+    if not is_of_classes(loss):
         numbers = (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
         return columns | {f"output_{number}": numbers[:, number] for number in range(rows.shape[1])}
     names = list(classes) or [str(number) for number in range(rows.shape[1])]
@@ -128,7 +130,7 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
             f"known are {shorten(names)}."
         )
     scores = rows.double()
-    probabilities = (scores.exp() if isinstance(loss, nn.NLLLoss) else scores.softmax(1)).float().numpy()
+    probabilities = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).float().numpy()
     columns["class"] = [names[label] for label in rows.argmax(1).tolist()]
     return columns | {f"probability_{name}": probabilities[:, label] for label, name in enumerate(names)}
 

@@ -81,9 +81,10 @@ def _level(config: JobConfig) -> str:
 
 
 def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
-    epochs, shape = config.training.epochs, plan.shape
+    epochs, limit, shape = config.training.epochs, config.training.max_steps, plan.shape
     lines = [
-        f"{epochs} epochs x {plan.steps_per_epoch} steps = {epochs * plan.steps_per_epoch} optimizer steps; "
+        f"{epochs} epochs x {plan.steps_per_epoch} steps = {epochs * plan.steps_per_epoch} optimizer steps"
+        f"{'' if limit is None else f', of which {limit} are made'}; "
         f"a step is {shape.global_batch} samples = "
         f"{shape.micro_batches} micro-batches x {shape.micro_batch_size}."
     ]
@@ -128,13 +129,13 @@ def _shares(plan: SamplePlan, shares: Sequence[Share]) -> list[str]:
 def _learning_rate(config: JobConfig, plan: SamplePlan) -> list[str]:
     if not isinstance(config.schedule, ScheduleConfig):
         return [f"learning rate: by {config.schedule.target}, stepped once per optimizer step"]
-    schedule = config.schedule.schedule(epochs=config.training.epochs, steps_per_epoch=plan.steps_per_epoch)
+    steps = config.training.steps(plan.steps_per_epoch)
+    schedule = config.schedule.schedule(steps=steps, steps_per_epoch=plan.steps_per_epoch)
     given = config.optimizer.args.get("lr")
     base = float(given) if isinstance(given, int | float) else 1.0
     title = (
         "learning rate" if given is not None else "learning rate, as a factor of the optimizer's own default"
     )
-    steps = schedule.steps
     shown = min(_PLOT_WIDTH, steps)
     rates = [base * schedule.factor(position * (steps - 1) // max(1, shown - 1)) for position in range(shown)]
     return [f"{title} over {steps} steps ({config.schedule.kind}):", *plot(rates)]

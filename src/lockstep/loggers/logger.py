@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.core.world import World
 from lockstep.errors import ConfigError, nearest
@@ -14,6 +14,7 @@ from lockstep.loggers.console import Console
 from lockstep.loggers.csv_table import CsvTable
 from lockstep.loggers.json_lines import JsonLines
 from lockstep.loggers.tensorboard import TensorBoard
+from lockstep.loggers.trackers import MLflow, WeightsAndBiases
 
 
 class Logger(Protocol):
@@ -97,6 +98,8 @@ def open_loggers(
     *,
     first_step: int = 0,
     open_epoch: int | None = None,
+    trackers: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Logger:
     """The loggers of ``names`` as one, on the main process; one without loggers on every other.
 
@@ -106,6 +109,8 @@ def open_loggers(
         names: of ``console``, ``jsonl``, ``csv`` and ``tensorboard``.
         first_step: steps done before this run goes on; 0 for a new one.
         open_epoch: the epoch within which it goes on, if there is one.
+        trackers: projects or experiments, by ``wandb`` and ``mlflow``.
+        settings: of the run, which trackers show.
     """
     for name in names:
         if name not in KNOWN:
@@ -121,4 +126,7 @@ def open_loggers(
         elif directory is not None:
             kind = JsonLines if name == "jsonl" else CsvTable
             loggers.append(kind(directory / f"log.{name}", first_step=first_step, open_epoch=open_epoch))
+    if directory is not None:
+        kinds: dict[str, Callable[..., Logger]] = {"wandb": WeightsAndBiases, "mlflow": MLflow}
+        loggers += [kinds[name](given, directory, settings or {}) for name, given in (trackers or {}).items()]
     return MultiLogger(loggers)

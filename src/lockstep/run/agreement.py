@@ -46,6 +46,8 @@ _SOURCE = "source of"
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Folders of installed packages, which two hosts may have under paths of their own."""
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_COMPOSABLE = "__composable_api_state_key"
+"""Begins the random names of the attributes of torch's activation checkpointing."""
 """Attributes in which every module keeps its parameters, buffers, children and hooks."""
 _VALUES = "with the values"
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype)
@@ -162,7 +164,7 @@ def described(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         found[f"class of {name or 'the model'}"] = _name_of(type(module))
         for key, value in vars(module).items():
-            if key not in _OF_TORCH:
+            if key not in _OF_TORCH and not key.startswith(_COMPOSABLE):
                 found[f"{name}.{key}" if name else key] = _text(value, shared)
     return found
 

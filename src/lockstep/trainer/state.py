@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, nll_loss
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import fold_rows
@@ -127,6 +129,17 @@ class Meter(Callback):
         return {"epoch": self._epoch, "totals": asdict(self._totals), "reading": asdict(self._reading)}
 
 
+def is_of_classes(loss: Any) -> bool:
+    """True for a loss of classes, so that the model's outputs are their scores."""
+    function = getattr(loss, "func", loss)
+    return isinstance(loss, nn.CrossEntropyLoss) or function is cross_entropy or is_of_log_probabilities(loss)
+
+
+def is_of_log_probabilities(loss: Any) -> bool:
+    """True for a loss of classes whose model gives logarithms of probabilities."""
+    return isinstance(loss, nn.NLLLoss) or getattr(loss, "func", loss) is nll_loss
+
+
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """True for each sample whose highest score is at its class: shape (n,) from scores (n, classes)."""
     return output.argmax(1) == target
@@ -146,6 +159,10 @@ class TrainingParts:
     validation_set: Sized | None
     workers: int
     """Loader processes of each rank."""
+    average: AveragedModel | None = None
+    """A moving average of the model's weights, if there is one."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Computed in evaluations beside the loss, by name."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
+from lockstep.data.adopt import adopt
 from lockstep.data.batch import Batch
 from lockstep.data.naming import known_classes
 from lockstep.loggers import Logger
@@ -29,6 +30,10 @@ from lockstep.trainer.state import (
 
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""
+
+
+AVERAGE = "average.safetensors"
+"""The same of their moving average, where the job has one."""
 
 
 class Trainer(Callback):
@@ -58,6 +63,7 @@ class Trainer(Callback):
         self._samples, self._seconds = 0, 0.0
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
+        self._ends_within_epoch = False
         self._is_within_epoch = run.position.inside  # what follows the steps is not in that checkpoint
         run.add_callback(self._meter)
         run.add_callback(self)
@@ -65,12 +71,16 @@ class Trainer(Callback):
     def fit(self) -> TrainingOutcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
         self._record_best()  # a run that was killed between a save and its record had not come to it
-        if not self._is_over():
+        if not self._is_over(self.run.position.step):
             for epoch in self.run.epochs(self._settings.epochs):
                 trained = self.train_epoch(epoch)
-                self._finish_epoch(epoch, trained)
-                if self._is_over():
+                if self._ends_within_epoch:
                     break
+                self._finish_epoch(epoch, trained)
+                if self._is_over(self.run.position.step):
+                    break
+            if self._ends_within_epoch:
+                self._finish_early(epoch, trained)
         return self._end()
 
     def train_epoch(self, epoch: int) -> dict[str, float]:
@@ -88,8 +98,14 @@ class Trainer(Callback):
                 with run.span("log"):
                     self._logger.log(batch.plan.step + 1, self._read(), self._meter.means())
             every = self._saving.every_steps
-            if every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last:
+            best = batch.plan.position != last and self._evaluate_within(epoch, batch.plan.step + 1)
+            if best or (every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last):
                 self._save(batch.plan.step + 1)
+            if best:
+                self._record_best()
+            if self._is_over(batch.plan.step + 1) and batch.plan.position != last:
+                self._ends_within_epoch = True
+                break
         self._seconds += time.monotonic() - began
         return self._meter.means()
 
@@ -101,6 +117,8 @@ class Trainer(Callback):
             self.run.clip_gradients(self._settings.clip_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad()
+        if parts.average is not None:
+            parts.average.update_parameters(parts.model)
         rates = [group["lr"] for group in parts.optimizer.param_groups]
         self._learning_rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         parts.scheduler.step()
@@ -139,7 +157,7 @@ class Trainer(Callback):
         if self._parts.validation_set is not None and (
             (epoch + 1) % self._settings.evaluate_every == 0 or last
         ):
-            self._values = self._evaluate()
+            self._values = self._evaluate(repeatable=True)
             best = self._progress.judge(epoch, self.run.position.step, self._values)
             values |= self._values
         if isinstance(self.run.strategy, IndependentStrategy):
@@ -161,12 +179,40 @@ class Trainer(Callback):
             record = checkpoint.Best(progress.best_step, progress.metric, progress.best)
             checkpoint.write_best(Path(directory), record)
 
-    def _evaluate(self) -> dict[str, float]:
-        metrics: dict[str, Callable[..., Any]] = {"validation_loss": self._parts.loss}
-        if self._parts.classifies:
+    def _evaluate_within(self, epoch: int, step: int) -> bool:
+        """Evaluates within an epoch, if it is time; returns whether the results are the best so far. Collective."""
+        every = self._settings.evaluate_every_steps
+        if not every or step % every or step == self._settings.max_steps:
+            return False
+        self._values = self._evaluate()
+        with self.run.span("log"):
+            self._logger.log(step, self._values)
+        return self._progress.judge(epoch, step, self._values)
+
+    def _finish_early(self, epoch: int, trained: dict[str, float]) -> None:
+        """Ends the run within an epoch, after ``max_steps`` or where evaluation stopped improving. Collective."""
+        step, values, best = self.run.position.step, dict(trained), False
+        if self._parts.validation_set is not None and step == self._settings.max_steps:
+            self._values = self._evaluate()
+            best = self._progress.judge(epoch, step, self._values)
+        with self.run.span("log"):
+            self._logger.epoch(epoch, step, values | self._values)
+        self._save(step)
+        if best:
+            self._record_best()
+
+    def _evaluate(self, *, repeatable: bool = False) -> dict[str, float]:
+        parts = self._parts
+        metrics: dict[str, Callable[..., Any]] = {"validation_loss": parts.loss}
+        if parts.classifies:
             metrics["validation_accuracy"] = accuracy
-        data, workers = self._parts.validation_set, self._parts.workers
-        results = self.run.evaluate(data, metrics, workers=workers, repeatable=True)
+        metrics |= {f"validation_{name}": each for name, each in parts.metrics.items()}
+        results = self.run.evaluate(
+            *(parts.validation_set, metrics),
+            model=parts.average,
+            workers=parts.workers,
+            repeatable=repeatable,
+        )
         return dict(results)
 
     def _save(self, step: int) -> None:
@@ -175,9 +221,10 @@ class Trainer(Callback):
         self.run.save()
         self._saved_step, self._is_within_epoch = step, False
 
-    def _is_over(self) -> bool:
+    def _is_over(self, step: int) -> bool:
+        """True after the last of ``max_steps``, or where evaluation has stopped improving."""
         patience = self._settings.early_stop
-        return bool(patience) and self._progress.since_best >= patience
+        return step == self._settings.max_steps or (bool(patience) and self._progress.since_best >= patience)
 
     def _bytes_per_step(self) -> float:
         """Bytes per step that the rank sends which sends most. Collective."""
@@ -193,11 +240,14 @@ class Trainer(Callback):
         if run.options.directory is not None:
             state = run.state_dict()
             if run.is_main:
-                classes = known_classes(self._parts.training_set)
+                classes = known_classes(adopt(self._parts.training_set).dataset)
                 metadata = {"step": str(run.position.step)}
                 metadata |= {"classes": json.dumps(classes)} if classes else {}
                 path = Path(run.options.directory) / WEIGHTS
                 weights = checkpoint.export(path, state, metadata=metadata)
+                if self._parts.average is not None:
+                    averaged = self._parts.average.module.state_dict()
+                    checkpoint.export(path.with_name(AVERAGE), averaged, metadata=metadata)
         self._logger.close()
         run.close()
         return TrainingOutcome(

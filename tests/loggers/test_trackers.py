@@ -1,0 +1,42 @@
+"""Runs of Weights & Biases and MLflow, written to this host by their own packages; a resumed run goes on in its own."""
+
+import pytest
+
+from lockstep.loggers.trackers import MLflow, WeightsAndBiases
+
+
+def written(tracker, directory, step):
+    logger = tracker("project", directory, {"training": {"epochs": 3}})
+    logger.begin(0, epochs=1, start=0, steps=4)
+    logger.log(step, {"loss": 0.5 * step})
+    logger.epoch(0, step, {"accuracy": 0.75})
+    logger.close()
+    logger.close()
+
+
+def test_mlflow_has_one_run_with_the_metrics_of_both_parts(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "tracked").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "tracked").as_uri())
+    for step in (2, 4):
+        written(MLflow, tmp_path, step)
+    number = (tmp_path / "mlflow.txt").read_text().strip()
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(number, "train/loss")
+    assert [(each.step, each.value) for each in history] == [(2, 1.0), (4, 2.0)]
+    run = client.get_run(number)
+    assert run.data.params["training.epochs"] == "3"
+    assert (run.data.metrics["epoch/accuracy"], run.info.status) == (0.75, "FINISHED")
+
+
+def test_wandb_has_a_run_of_the_folder_s_name_that_goes_on(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for step in (2, 4):
+        written(WeightsAndBiases, tmp_path, step)
+    wandb.teardown()
+    number = (tmp_path / "wandb.txt").read_text().strip()
+    runs = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
+    assert runs and all(name.endswith(number) for name in runs)
