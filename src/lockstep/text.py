@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def plural(count: int, name: str) -> str:
@@ -70,8 +70,11 @@ def format_duration(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters of names shown, such as ``\\x1b`` of a terminal's codes; lines and tabs stay."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """The text with control characters of names shown, such as ``\\x1b`` of a terminal's codes; lines and tabs stay.
+
+    So are bytes of names that are no text, as ``\\udcff``, which standard output would not take.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _noun(count: int, name: str) -> str:

@@ -23,6 +23,8 @@ _WRITES = {
     "os.link": (1, 3), "os.truncate": (0, None),
 }  # fmt: skip
 """Audit event -> where its arguments hold the path that changes, and the folder that it is relative to."""
+_STARTS = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system")
+"""Events of programs that are started, which their first argument names."""
 _watching = []
 
 
@@ -59,7 +61,7 @@ def explore(attempt, *, rounds, seed, folder, first=0):
             except Exception:
                 explored.findings.append((number, traceback.format_exc()))
         if written:
-            explored.findings.append((number, f"wrote outside of its folder: {sorted(written)}"))
+            explored.findings.append((number, f"wrote outside of its folder, or started: {sorted(written)}"))
         if (seconds := time.monotonic() - began) > LONGEST:
             explored.findings.append((number, f"took {seconds:.1f} s"))
     return explored
@@ -92,7 +94,9 @@ def _hear(event, given):
 
 
 def _changed(event, given):
-    """The path that an audited call changes, and the folder it is relative to; None for any other call."""
+    """The path that an audited call changes or starts, and the folder it is relative to; None for any other call."""
+    if event in _STARTS:
+        return given[0], None
     if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return given[0], None
     if event in _WRITES:

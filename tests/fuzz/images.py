@@ -1,5 +1,6 @@
 """Damaged photos, archives, published data files and files of weights."""
 
+import contextlib
 import gzip
 import io
 import pickle
@@ -53,6 +54,18 @@ def photos():
     }
 
 
+def odd_photos():
+    """Photos in every format that Pillow writes, whatever it is, named ``.jpg``."""
+    Image.init()
+    rgb, found = Image.fromarray(_pixels((32, 32, 3))), {}
+    for form in sorted(set(Image.SAVE) - {"IM"}):  # which is deprecated
+        for mode in ("RGB", "L", "P", "1"):
+            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+                found[f"{form}.jpg"] = _encoded(rgb.convert(mode), form)
+                break
+    return found
+
+
 def _idx(array):
     return struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
@@ -87,7 +100,11 @@ def weights():
 class Attempt:
     """Damages one of the sound files and reads it as a run would."""
 
-    def __init__(self):
+    def __init__(self, *, odd=False):
+        """``odd``: photos in all formats only."""
+        if odd:
+            self.kinds = [(self._photo, odd_photos())]
+            return
         archives = {".tar": "w", ".tar.gz": "w:gz", ".tar.xz": "w:xz", ".tar.bz2": "w:bz2"}
         self.kinds = [
             (self._photo, photos()),
@@ -101,7 +118,7 @@ class Attempt:
     def __call__(self, rng, folder):
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        read, files = self.kinds[rng.choice((0, 0, 0, 0, 1, 2, 3, 4, 5))]
+        read, files = self.kinds[rng.choice((0, 0, 0, 0, 1, 2, 3, 4, 5)) % len(self.kinds)]
         name = rng.choice(sorted(files))
         return read(folder, name, damaged_bytes(files[name], rng), rng)
 

@@ -4,7 +4,7 @@ A round that fails is run again alone with ``explore(..., first=ROUND, rounds=1)
 """
 
 import pytest
-from tests.fuzz import checkpoints, images, job_files
+from tests.fuzz import checkpoints, images, job_files, records
 from tests.fuzz.exploring import explore, watched
 
 SEED = 20261121
@@ -40,6 +40,30 @@ def test_damaged_checkpoints_go_on_or_are_refused(sharded, rounds, tmp_path_fact
 def test_damaged_images_and_archives_are_read_or_are_refused(rounds, tmp_path):
     explored = explore(images.Attempt(), rounds=rounds, seed=SEED, folder=tmp_path)
     held(explored, "a photo", "data")
+
+
+@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=SLOW)])
+@pytest.mark.fault("D1", "M9")
+def test_damaged_photos_in_any_format_are_read_or_refused_and_no_program_starts(rounds, tmp_path):
+    explored = explore(images.Attempt(odd=True), rounds=rounds, seed=SEED, folder=tmp_path)
+    held(explored, "a photo")
+
+
+@pytest.mark.parametrize("rounds", [200, pytest.param(60_000, marks=SLOW)])
+@pytest.mark.fault("T6", "X1")
+def test_what_strangers_send_and_what_was_overwritten_is_taken_for_what_it_is(rounds, tmp_path_factory):
+    attempt = records.Attempt(tmp_path_factory.mktemp("sound"))
+    explored = explore(attempt, rounds=rounds, seed=SEED, folder=tmp_path_factory.mktemp("odd"))
+    held(
+        explored,
+        "a stranger is refused",
+        "a heartbeat",
+        "no heartbeat",
+        "a run",
+        "no run",
+        "a record",
+        "no record",
+    )
 
 
 @SLOW

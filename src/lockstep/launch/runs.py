@@ -32,7 +32,7 @@ from lockstep.runtime.error_record import ErrorPage
 from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beat
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import has_processes
-from lockstep.text import format_bytes
+from lockstep.text import format_bytes, printable
 
 _PREFIX = "lockstep-run-"
 _LOCK = "lock"
@@ -271,7 +271,7 @@ def _read(directory: Path) -> RunOnHost | None:
             return None
         note = json.loads(path.read_text())
         return RunOnHost(
-            run_id=str(note["run_id"]),
+            run_id=printable(str(note["run_id"])),
             directory=directory,
             supervisor=int(note["supervisor"]),
             started=float(note["started"]),
@@ -282,7 +282,7 @@ def _read(directory: Path) -> RunOnHost | None:
             identity=str(note["identity"]),
             is_elsewhere=is_running(str(note["identity"])) is None,
         )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

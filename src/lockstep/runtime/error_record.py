@@ -7,12 +7,13 @@ was mapped when the rank started, in the run directory.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import struct
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -107,10 +108,13 @@ def read_record(directory: Path, rank: int, run_directory: Path | None = None) -
     except OSError:
         text = b"" if run_directory is None else _page_text(run_directory, rank)
     try:
-        fields = json.loads(text)
-        return ErrorRecord(**{**fields, "samples": tuple(fields["samples"])})
+        found = json.loads(text)
+        record = ErrorRecord(**{**found, "samples": tuple(map(operator.index, found["samples"]))})
     except (ValueError, TypeError, KeyError, RecursionError):  # none, or not a record of ours
         return None
+    kinds = {"int": int, "str": str, "bool": bool, "float": (int, float), "tuple[int, ...]": tuple}
+    is_ours = all(isinstance(getattr(record, each.name), kinds[str(each.type)]) for each in fields(record))
+    return record if is_ours and 0 < record.exit_code < 256 else None
 
 
 _PAGE = 1 << 15

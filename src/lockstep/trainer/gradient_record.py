@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,7 +201,7 @@ class GradientRecord:
             raise TypeError(f"a record is a table, not {line[:20]!r}")
         parts = dict(table.get("micro_batches", {}))
         return cls(
-            step=int(table["step"]),
+            step=operator.index(table["step"]),
             loss=str(table["loss"]),
             norm=float("nan") if table["norm"] is None else float(table["norm"]),
             gradient=GradientDigest.from_table(table),
