@@ -72,4 +72,4 @@ def test_durations_have_two_units(seconds, said):
 
 @pytest.mark.fault("T8")
 def test_escape_codes_of_names_are_shown_and_not_obeyed():
-    assert printable("a\x1b[2J\x07é\r\n\tb\x9b") == "a\\x1b[2J\\x07é\\x0d\n\tb\\x9b"
+    assert printable("a\x1b[2J\x07é\r\n\tb\x9b\udcff") == "a\\x1b[2J\\x07é\\x0d\n\tb\\x9b\\udcff"

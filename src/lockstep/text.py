@@ -74,7 +74,7 @@ def printable(text: str) -> str:
 
     So are bytes of names that are no text, as ``\\udcff``, which standard output would not take.
     """
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda found: f"\\{'x' if found[0] < chr(256) else 'u'}{ord(found[0]):02x}", text)
 
 
 def _noun(count: int, name: str) -> str:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lockstep.core.world import host_name
 from lockstep.errors import EXIT_RANK, LockstepError
@@ -112,7 +113,13 @@ def read_record(directory: Path, rank: int, run_directory: Path | None = None) -
         record = ErrorRecord(**{**found, "samples": tuple(map(operator.index, found["samples"]))})
     except (ValueError, TypeError, KeyError, RecursionError):  # none, or not a record of ours
         return None
-    kinds = {"int": int, "str": str, "bool": bool, "float": (int, float), "tuple[int, ...]": tuple}
+    kinds: dict[str, Any] = {
+        "int": int,
+        "str": str,
+        "bool": bool,
+        "float": (int, float),
+        "tuple[int, ...]": tuple,
+    }
     is_ours = all(isinstance(getattr(record, each.name), kinds[str(each.type)]) for each in fields(record))
     return record if is_ours and 0 < record.exit_code < 256 else None
 
