@@ -59,7 +59,7 @@ def test_devices_are_a_number_a_word_or_a_list(devices):
     assert RunConfig(devices=devices).devices == devices
 
 
-@pytest.mark.parametrize("devices", [0, -1, "gpu", "cpu:0", "0", "1,,2", "", "0,0", "0,00", "cuda:1", "1;2"])
+@pytest.mark.parametrize("devices", [0, -1, "gpu", "cpu:0", "0", "1,,2", "", "cuda:1", "1;2"])
 def test_other_devices_are_refused(devices):
     with pytest.raises(ConfigError, match="devices"):
         RunConfig(devices=devices)

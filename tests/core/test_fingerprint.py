@@ -7,7 +7,16 @@ import json
 import pytest
 import torch
 
-from lockstep.core.fingerprint import Context, combine, device_model, differing, digest_tensor, digest_tensors
+from lockstep.core.fingerprint import (
+    Context,
+    checksum,
+    checksums,
+    combine,
+    device_model,
+    differing,
+    digest_tensor,
+    digest_tensors,
+)
 
 CONTEXT = Context(
     global_batch=64,
@@ -109,3 +118,26 @@ def test_what_photos_are_decoded_to_counts_once_both_sides_have_read_some():
     assert not here.differences(
         {name: value for name, value in CONTEXT.as_dict().items() if name != "photos"}
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 1000])
+def test_a_checksum_is_of_all_bits_and_their_places(dtype, count):
+    values = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert checksum(values).equal(checksum(values.clone()))
+    assert checksum(torch.cat([values[:1], values])[1:]).equal(checksum(values))  # at another address
+    for place in range(0, count, 97):
+        other = values.clone()
+        other.view(torch.uint8)[place * values.element_size()] ^= 1
+        assert not checksum(other).equal(checksum(values))
+    if count == 1000 and dtype == torch.float32:
+        assert not checksum(values.flip(0)).equal(checksum(values))
+
+
+def test_checksums_do_not_depend_on_strides():
+    image = torch.randn(2, 3, 4, 5)
+    first, second = image, image.to(memory_format=torch.channels_last)
+    cpu = torch.device("cpu")
+    assert checksums([("a", first)], cpu) == checksums([("a", second)], cpu)
+    assert checksums([("a", first), ("b", torch.zeros(()))], cpu)["b"] == "0" * 16
+    assert checksums([], cpu) == {}

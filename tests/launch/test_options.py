@@ -53,7 +53,6 @@ def test_ranks_see_their_gpus_renumbered_and_cpu_ranks_see_none():
         ),
         ("0,4", FOUR, "there is no index 4"),
         ("0,1", (), "no GPU is visible"),
-        ("1,1", FOUR, "names device 1 twice"),
         ("0", FOUR, "at least 1 process"),
         ("cpu:0", (), "at least 1 process"),
         ("-1", FOUR, "should be a number, 'auto', 'cpu', 'cpu:N'"),
@@ -79,6 +78,33 @@ def test_without_the_variable_the_device_nodes_are_counted(tmp_path, monkeypatch
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ("0", "1")
+
+
+def test_the_windows_subsystem_for_linux_lists_its_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: False)
+    (tmp_path / "dxg").touch()
+    assert visible_gpus({"PATH": str(tmp_path)}, tmp_path) == ()
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA (UUID: GPU-1)'\necho 'GPU 1: NVIDIA (UUID: GPU-2)'\n")
+    program.chmod(0o755)
+    assert visible_gpus({"PATH": f"{tmp_path}:/bin"}, tmp_path) == ("0", "1")
+
+
+def test_of_mig_instances_one_is_visible(tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_torch_is_cpu_build", lambda: False)
+    for name in ("nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    (tmp_path / "driver/capabilities/gpu0/mig/gi1").mkdir(parents=True)
+    assert visible_gpus({}, tmp_path, tmp_path / "driver") == ("0",)
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1a,MIG-2b"}) == ("MIG-1a",)
+    with pytest.raises(ConfigError, match=r"1 GPU is visible .MIG-1a; of MIG instances a process sees one\."):
+        parse_devices("2", gpus=("MIG-1a",))
+
+
+def test_a_gpu_that_is_named_twice_is_shown_once_and_given_to_two_ranks():
+    devices = parse_devices("2,0,2", gpus=FOUR)
+    assert (devices.count, devices.visible, devices.shared) == (3, "2,0", "0,1,0")
+    assert parse_devices("2,0", gpus=FOUR).shared == ""
 
 
 def test_a_cpu_build_of_torch_sees_no_gpu(tmp_path, monkeypatch):

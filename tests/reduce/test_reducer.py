@@ -1,10 +1,12 @@
 """The nodes of a rank are a pure function of the leaves and the number of ranks."""
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.summation_tree import Node, fold
-from lockstep.reduce.reducer import NodeLayout, most_slots
+from lockstep.reduce.ordered import OrderedBucket
+from lockstep.reduce.reducer import BucketShape, NodeLayout, most_slots
 
 
 def test_eight_leaves_on_three_ranks():
@@ -34,3 +36,11 @@ def test_room_is_made_for_the_largest_step_and_not_only_for_the_full_one():
     assert most_slots(8, 1) == 1
     assert most_slots(8, 2) == max(NodeLayout.of(n, 2).slots for n in range(1, 9)) == 2
     assert NodeLayout.of(8, 2).slots == 1
+
+
+def test_one_node_for_each_rank_takes_the_memory_of_two_gradients():
+    bucket = OrderedBucket(BucketShape(1000, torch.float32), 2, 1, torch.device("cpu"))
+    held = {
+        t.untyped_storage().data_ptr(): t.nbytes for t in vars(bucket).values() if isinstance(t, torch.Tensor)
+    }
+    assert sum(held.values()) == 2 * 4000

@@ -108,7 +108,7 @@ def test_a_first_use_in_two_orders_is_a_deadlock(machine):
         machine.run(first_uses, 2, False)
 
 
-@pytest.mark.parametrize("layout", ["dp 2", "ddp 2", "pipeline 2"])
+@pytest.mark.parametrize("layout", ["dp 2", "ddp 2", "pipeline 2", "fsdp 2"])
 def test_a_layout_is_equal_to_one_device(trained, layout):
     (reference,) = trained("single", "convolutions")
     require([reference], reference, "single")
@@ -135,3 +135,26 @@ def settings(world):
 
 def test_memory_is_not_filled_and_the_compiler_not_imported_for_deterministic_kernels(machine):
     assert machine.run(settings, 1) == [(True, False, False)]
+
+
+def norm_launches(world):
+    """What is launched for the squares of a gradient's rows, and whether rows have the bits of the whole."""
+    from lockstep.core.summation_tree import row_squares
+
+    gradient = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(0)).cuda()
+    with cuda.observed() as seen:
+        whole = row_squares(gradient)
+        launched = set(seen.launches)
+    return launched, torch.equal(row_squares(gradient[2:4]).cpu(), whole[2:4].cpu())
+
+
+def test_squares_of_rows_are_added_one_by_one_on_a_device(machine):
+    ((launched, equal),) = machine.run(norm_launches, 1)
+    assert equal
+    assert not [name for name in launched if "sum" in name or "dot" in name or "mm" in name]
+
+
+def test_dp_copies_a_micro_batch_straight_to_the_device_of_its_replica(machine):
+    (found,) = machine.run(train, 1, "perceptron", "dp", {"dp": {"replicas": 2}}, True)
+    for device in ("cuda:0", "cuda:1"):
+        assert any(name.startswith(f"copy_ to the device on {device}") for name in found.order)

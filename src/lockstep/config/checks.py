@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import ConfigError, nearest
-from lockstep.text import shorten
 
 Check = Callable[[Any], str | None]
 KeyPath = tuple[str | int, ...]
@@ -131,9 +130,6 @@ def device_request(value: int | str) -> DeviceRequest | str:
     if not found:
         return f"should be a number, 'auto', 'cpu', 'cpu:N' or a list like '0,5' and is {value!r}."
     indices = tuple(int(index) for index in (found["indices"] or "").split(",") if index)
-    twice = sorted({index for index in indices if indices.count(index) > 1})
-    if twice:
-        return f"names device {shorten(twice)} twice in {value!r}."
     count = found["count"] or found["processes"]
     if count and int(count) < 1:
         return f"should ask for at least 1 process and is {value!r}."

@@ -57,6 +57,14 @@ DEBUG_RANK = "LOCKSTEP_DEBUG_RANK"
 PROFILE = "LOCKSTEP_PROFILE"
 """Variable with the steps of which a script's run is to write a timeline; ``lockstep run --profile`` sets it."""
 
+SHARED_DEVICES = "LOCKSTEP_DEVICES"
+"""Variable with the GPU of each rank of a host, where ranks share one, as 0,0,1; places in CUDA_VISIBLE_DEVICES."""
+
+
+def shared_devices() -> tuple[int, ...]:
+    """The GPU of each rank of this host, where ranks share one; else empty."""
+    return tuple(int(place) for place in os.environ.get(SHARED_DEVICES, "").split(",") if place)
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:

@@ -32,6 +32,14 @@ def all_gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return rows
 
 
+def exchange_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where numbers that hosts read are exchanged: on the CPU, unless the group takes tensors on ``device`` alone.
+
+    A process that reads a number from a GPU waits for all that it has launched there.
+    """
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+
 def all_reduce_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The largest of each entry over the ranks, in a tensor of its own. Collective."""
     largest = values.clone()
@@ -54,6 +62,7 @@ def drop_process_groups(*holders: object) -> None:
 @stack_marker(Mark.WAITS_FOR_EXCHANGE)
 def gather_json(value: object, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Gathers a JSON value from every rank, by rank. Collective: every rank of ``group`` must call this."""
+    device = exchange_device(group, device)
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = all_gather_rows(torch.tensor([len(data)], device=device), group).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)

@@ -4,6 +4,7 @@ Devices are found without importing torch:
 
 --devices 4        4 GPUs, or 4 CPU processes where there is no GPU
 --devices 0,5      these two of the visible GPUs ("5," is a list of one)
+--devices 0,0      two ranks on one GPU, for tests
 --devices auto     every visible GPU; without one, a CPU process per core, at most 8
 --devices cpu:3    3 CPU processes, also where there are GPUs; "cpu" chooses the number as auto does
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,10 +26,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.config.checks import device_request
-from lockstep.core.world import DEBUG_RANK, LOOPBACK, HostLayout
+from lockstep.core.world import DEBUG_RANK, LOOPBACK, SHARED_DEVICES, HostLayout
 from lockstep.errors import ConfigError, nearest
 
 _MOST_CPU_RANKS = 8
+_LIST_SECONDS = 20.0
 _GPU_NODE = re.compile(r"nvidia\d+")
 
 
@@ -48,8 +52,15 @@ class Devices:
 
     @property
     def visible(self) -> str:
-        """The value of ``CUDA_VISIBLE_DEVICES`` for all ranks; the local rank is an index into it."""
-        return ",".join(self.names) if self.kind == "cuda" else ""
+        """The value of ``CUDA_VISIBLE_DEVICES`` for all ranks; the local rank is an index into it, or ``shared``."""
+        return ",".join(dict.fromkeys(self.names)) if self.kind == "cuda" else ""
+
+    @property
+    def shared(self) -> str:
+        """Where devices are named more than once, the place in ``visible`` of each name; else empty."""
+        once = list(dict.fromkeys(self.names))
+        is_shared = self.kind == "cuda" and len(once) < len(self.names)
+        return ",".join(str(once.index(name)) for name in self.names) if is_shared else ""
 
 
 def parse_devices(
@@ -80,21 +91,40 @@ def parse_devices(
 
 
 def visible_gpus(
-    environment: Mapping[str, str] | None = None, device_folder: Path = Path("/dev")
+    environment: Mapping[str, str] | None = None,
+    device_folder: Path = Path("/dev"),
+    driver_folder: Path = Path("/proc/driver/nvidia"),
 ) -> tuple[str, ...]:
     """Returns the GPUs that a process may use: those of ``CUDA_VISIBLE_DEVICES`` if it is set, else all of the host.
 
-    Empty if the installed torch is a CPU build.
+    Of MIG instances it is one, since CUDA shows a process no more. Empty if the installed torch is a CPU build.
     """
     variables = os.environ if environment is None else environment
     chosen = variables.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         count = sum(1 for entry in device_folder.iterdir() if _GPU_NODE.fullmatch(entry.name))
-        found = tuple(map(str, range(count)))
+        if not count and (device_folder / "dxg").exists():
+            count = _count_listed(variables)
+        has_instances = any(driver_folder.glob("capabilities/gpu*/mig/gi*"))
+        found = tuple(map(str, range(min(count, 1) if has_instances else count)))
     else:  # CUDA stops reading at the first invalid entry
         names = map(str.strip, chosen.split(","))
         found = tuple(takewhile(lambda name: name and not name.startswith("-"), names))
+        if found and found[0].startswith("MIG-"):
+            found = found[:1]
     return () if found and _torch_is_cpu_build() else found
+
+
+def _count_listed(environment: Mapping[str, str]) -> int:
+    """Returns the number of GPUs that nvidia-smi lists: the Windows Subsystem for Linux has no node for each."""
+    path = os.pathsep.join([environment.get("PATH", os.defpath), "/usr/lib/wsl/lib"])
+    program = shutil.which("nvidia-smi", path=path)
+    if program is None:
+        return 0
+    with suppress(OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIST_SECONDS).stdout
+        return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return 0
 
 
 def usable_cores() -> int:
@@ -108,7 +138,8 @@ def _found(gpus: tuple[str, ...]) -> str:
     if not gpus:
         return "no GPU is visible"
     verb = "GPU is" if len(gpus) == 1 else "GPUs are"
-    return f"{len(gpus)} {verb} visible ({', '.join(gpus)})"
+    one = "; of MIG instances a process sees one" * gpus[0].startswith("MIG-")
+    return f"{len(gpus)} {verb} visible ({', '.join(gpus)}{one})"
 
 
 def _torch_is_cpu_build() -> bool:
@@ -213,6 +244,8 @@ def world_environment(
         LOCKSTEP_PROFILE=options.profile,
         **_master(layout),
     )
+    if options.devices.shared:
+        environment[SHARED_DEVICES] = options.devices.shared
     if options.debug_rank is not None:
         environment[DEBUG_RANK] = str(options.debug_rank)
     return environment

@@ -75,10 +75,13 @@ class DeviceTrace:
 
     def start(self) -> None:
         """Starts the profiler; where that fails, warns and leaves the device out of the timeline."""
-        profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
         try:
+            profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
             profiler.start()
-        except RuntimeError as error:
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # the latter from a torch that was built without CUPTI
             logger.warning("The timeline will not show the device: its profiler failed to start: %s.", error)
             return
         self._profiler = profiler

@@ -57,7 +57,7 @@ def open_reducer(
     if name == "ring":
         return RingReducer(group, device)
     if name == "bf16":
-        return Bf16Reducer(group, _second_group(group), device)
+        return Bf16Reducer(group, _gather_group(group, device), device)
     if name == "powersgd":
         exact, left, right = (open_reducer("ordered", group, device, timeout, shared) for _ in range(3))
         return PowerSgdReducer(group, device, powersgd_rank, exact=exact, left=left, right=right)
@@ -65,11 +65,17 @@ def open_reducer(
         raise ConfigError(f"reduce {name!r} is not known.{nearest(name, REDUCERS)}")
     if shared and can_share_memory(group, device):
         return SharedMemoryReducer(group, timeout)
-    return OrderedReducer(group, _second_group(group), device)
+    return OrderedReducer(group, _gather_group(group, device), device)
 
 
-def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, whose collectives keep an order of their own. Collective."""
+def _gather_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The group over which sums are gathered. Collective.
+
+    On a CPU it is another one of the same ranks, whose collectives keep an order of their own: a rank gathers once the
+    others' numbers have arrived. On CUDA all ranks issue all collectives in one order, and one communicator is enough.
+    """
+    if device.type != "cpu":
+        return group
     ranks = dist.get_process_group_ranks(group)
     part = len(ranks) < dist.get_world_size()  # then other ranks make groups of their own at the same time
     return open_group(ranks, use_local_synchronization=part)

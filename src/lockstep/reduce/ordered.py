@@ -5,8 +5,8 @@
     [3] all_gather: every rank gets all folded shards                      the second half of a ring
 
 Collectives only move bytes here, so neither backend, topology nor library version can change a sum. [1] is issued as
-soon as a bucket is complete, while backward still runs. [3] goes over a process group of its own, in bucket order,
-so that a rank which is ahead cannot pair it with another rank's [1].
+soon as a bucket is complete, while backward still runs. [3] is in bucket order; on a CPU it goes over a process group
+of its own, so that a rank which is ahead cannot pair it with another rank's [1].
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class OrderedBucket:
             torch.zeros(slots * padded, dtype=shape.dtype, device=device) if slots > 1 else None
         )
         self._incoming = torch.zeros(slots * padded, dtype=shape.dtype, device=device)
-        self._gathered = torch.zeros(padded, dtype=shape.dtype, device=device)
+        self._gathered = self._outgoing[0]  # what was sent has arrived everywhere when the sums come
         self._work: dist.Work | None = None
 
     @property

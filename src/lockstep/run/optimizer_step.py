@@ -53,6 +53,8 @@ class GradientState:
         self._reduced = self._stepping = self._scale_outdated = False
         self._stepped: set[int] = set()
         self._failure = ""
+        self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
+        """The scale as it was read last: its tensor, the version of that, and the value."""
         self.skipped = 0
         """Steps that were skipped because a scaled gradient was not finite."""
         for optimizer in optimizers:
@@ -83,7 +85,14 @@ class GradientState:
     @property
     def scale(self) -> float:
         """The factor on the loss; 1 without a scaler."""
-        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        if self._scaler is None:
+            return 1.0
+        held = self._scaler._scale
+        if held is None:
+            return float(self._scaler.get_scale())
+        if held is not self._read_scale[0] or held._version != self._read_scale[1]:
+            self._read_scale = held, held._version, float(held)  # a wait for the device
+        return self._read_scale[2]
 
     def begin_batch(self) -> None:
         """Requires another backward pass before the next step."""
@@ -241,7 +250,8 @@ class GradientState:
         for row, optimizer in zip(flags, self._optimizers):
             found = list(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
             if found:
-                row[0], row[1] = 1.0, torch.stack([each.to(device) for each in found]).max()
+                row[0].fill_(1.0)  # assigned, it would be copied from the host, which waits for that
+                row[1] = torch.stack([each.to(device) for each in found]).max()
         for (used, overflow), optimizer in zip(self._strategy.all_reduce_max(flags), self._optimizers):
             if used:
                 state = scaler._per_optimizer_states[id(optimizer)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import devices_per_process
-from lockstep.core.fingerprint import combine, digest_tensor
+from lockstep.core.fingerprint import checksums, combine, digest_tensors
 from lockstep.core.world import World
 from lockstep.data.batch import Batch
 from lockstep.data.images.decoding import decoded_as
@@ -83,16 +83,15 @@ class Run:
         self._session = RunSession(world, options.threads, options.timeout, devices)
         self.world, self.device, self._events = world, self._session.device, self._session.events
         self._events.add_observers_of_new_runs()
-        if self._session.group is not None:
-            agreement.require_equal_settings(options.as_text(), self._session.group, self.device)
+        if (group := self._session.group) is not None:
+            agreement.require_equal_settings(options.as_text(), group, self.device)
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
-        self.strategy: Strategy = open_strategy(options, self._session.group, self.device, self._events)
+        self.strategy: Strategy = open_strategy(options, group, self.device, self._events)
         options.shape.check_holders(self.strategy.share.holders)
         self._loop = EpochLoop(self._events)
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
-        group = self._session.group
         self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
         """Of the first steps."""
         self._loaders = LoaderCache(options, self.strategy)
@@ -448,15 +447,17 @@ class Run:
 
     def fingerprint(self) -> str:
         """SHA-256 over the bits of all parameters and buffers, after checking that all ranks agree. Collective."""
-        state = self.require_prepared().state
-        parts = state.parts
-        state.model.require_own_parameters()
+        return combine(self._compare_replicas(digest_tensors))
+
+    def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
+        """The digests of the model's state, after checking that all ranks agree on them. Collective."""
+        (state := self.require_prepared().state).model.require_own_parameters()
         with self.span("fingerprint"):
-            digests = {name: digest_tensor(tensor) for name, tensor in self.strategy.state()}
+            found = digests(self.strategy.state())
             if (group := self._session.group) is not None:
-                everything, step = {**digests, **parts.digests()}, self.position.step
+                everything, step = {**found, **state.parts.digests()}, self.position.step
                 agreement.require_equal_replicas(everything, step, group, self.device)
-            return combine(digests)
+        return found
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's parameters and buffers by name, on the main process; empty on the others. Collective.
@@ -521,7 +522,7 @@ class Run:
         if isinstance(strategy, IndependentStrategy):
             compare_every, save_every = 0, strategy.save_every
         if compare_every and (position.step % compare_every == 0 or self.rehearsals.is_first_comparison()):
-            self.fingerprint()
+            self._compare_replicas(partial(checksums, device=self.device))
         has_directory = self.options.directory is not None
         if save_every and position.step % save_every == 0 and not gradients and has_directory:
             self.save()

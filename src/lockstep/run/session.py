@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.core.world import World
+from lockstep.core.world import World, shared_devices
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
@@ -172,6 +172,16 @@ def _choose_device(world: World, devices: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     number = world.local_rank * devices
+    if shared := shared_devices():
+        number = shared[number]
+        # NCCL refuses two ranks on one device, and takes them as of two hosts if they say so.
+        os.environ.setdefault("NCCL_HOSTID", f"lockstep-{world.rank}")
+        if world.is_main:
+            logger.warning(
+                "Some GPUs are given to several ranks (%s). That is meant for tests: the ranks share its memory and "
+                "its time, and exchange over the network interface.",
+                ", ".join(map(str, shared)),
+            )
     if number >= count:
         raise ConfigError(
             f"Rank {world.rank} is number {world.local_rank} on its host, which shows {count} CUDA devices. Start at "

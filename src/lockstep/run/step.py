@@ -216,9 +216,10 @@ class ForwardPass:
         channels_last: bool,
         events: StepEvents = NO_EVENTS,
     ) -> None:
-        self.model, self.device = model, device
+        self.model, self.device, self._events = model, device, events
         self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
         """Gives the context of the forward pass and the loss."""
+        self._transfers = {device: self._transfer}
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
@@ -239,13 +240,19 @@ class ForwardPass:
             return model(*inputs, **named), target
 
     def inputs(
-        self, data: Any, device_transform: Prepare | None
+        self, data: Any, device_transform: Prepare | None, device: torch.device | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model and the target, on the device, from a micro-batch's data."""
-        inputs, named, target = split_batch(self._transfer(data))
+        inputs, named, target = split_batch(self._transfer_to(device)(data))
         if device_transform is not None and inputs:
             inputs = (device_transform(inputs[0]), *inputs[1:])
         return tuple(self._laid_out(value) for value in inputs), named, target
+
+    def _transfer_to(self, device: torch.device | None) -> DeviceTransfer:
+        device = self.device if device is None else device
+        if device not in self._transfers:
+            self._transfers[device] = DeviceTransfer(device, self._events)
+        return self._transfers[device]
 
     def _laid_out(self, value: Any) -> Any:
         if self._layout is torch.channels_last and isinstance(value, Tensor) and value.dim() == 4:
@@ -303,15 +310,17 @@ class StepCompute:
         """Notes that the gradient is there."""
         self.heartbeat.enter(UPDATE)
 
-    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """The model's arguments and the target."""
+    def inputs(
+        self, micro_batch: MicroBatch, device: torch.device | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The model's arguments and the target, on ``device``, by default that of the run."""
         if self.forward is not None:
             raise ConfigError(
                 "run.backward was given a forward of your own, which calls the whole model for one micro-batch; here "
                 "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
                 "use strategy 'ddp' without sync_batch_norm."
             )
-        found = self.compute.inputs(micro_batch.data, self.compute.device_transform)
+        found = self.compute.inputs(micro_batch.data, self.compute.device_transform, device)
         self.randomness.end_inputs()
         return found
 

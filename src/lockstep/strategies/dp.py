@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lockstep.core.plan import share
 from lockstep.core.summation_tree import TreeStack, nodes_within
@@ -309,8 +308,7 @@ class DataParallel(Replicated):
             return compute(micro_batch, replica.model)
         with self._turn:
             compute.begin(micro_batch)
-            given = tree_map_only(Tensor, lambda t: t.to(replica.device), compute.inputs(micro_batch))
-        arguments, named, target = given
+            arguments, named, target = compute.inputs(micro_batch, replica.device)
         with compute.autocast():
             output = replica.model(*arguments, **named)
         with self._turn:

@@ -45,6 +45,7 @@ class StepHeader:
     ) -> None:
         self._share, self._longest = share, share.longest(micro_batches)
         self._counts, self._flags = [parameters, counters], flags
+        self._orders: dict[int, Tensor] = {}
         self.size = 2 * self._longest + parameters + counters + flags
         """Size of a row."""
 
@@ -102,8 +103,9 @@ class StepHeader:
         entries = torch.cat([row[first : first + len(part)] for row, part in zip(rows, numbers)])
         if not (share.interleaved or share.rounds):
             return entries
-        order = torch.tensor([k for part in numbers for k in part], device=rows.device)
-        return torch.empty_like(entries).index_copy_(0, order, entries)
+        if leaves not in self._orders:  # a copy to a device, which the host would wait for in each step
+            self._orders[leaves] = torch.tensor([k for part in numbers for k in part], device=rows.device)
+        return torch.empty_like(entries).index_copy_(0, self._orders[leaves], entries)
 
 
 class Slot:

@@ -9,6 +9,7 @@ import torch
 from lockstep.config.options import RunOptions
 from lockstep.config.rules import AvailableDevices, require_rules
 from lockstep.config.strategy_options import ONE_PROCESS, devices_per_process, mesh_of
+from lockstep.core.world import shared_devices
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import RankRows
@@ -102,6 +103,8 @@ def _devices_of_process(first: torch.device, count: int) -> list[torch.device]:
     if first.type == "cpu":
         return [first] * (count or 2)
     start, found = first.index or 0, torch.cuda.device_count()
+    if shared := shared_devices():
+        return [torch.device("cuda", number) for number in shared[: count or None]]
     if start + count > found:
         raise ConfigError(
             f"{count} devices starting at cuda:{start} were requested, but this process sees {found} GPUs. Use fewer."

@@ -63,7 +63,9 @@ class Compute(Protocol):
     def exchange(self) -> None:
         """Notes that this rank has computed its part of the step, and from here on waits for the others."""
 
-    def inputs(self, micro_batch: MicroBatch) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def inputs(
+        self, micro_batch: MicroBatch, device: torch.device | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Positional and named arguments of the model, and the target, on the device.
 
         Raises:

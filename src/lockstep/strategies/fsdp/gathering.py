@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.distributed.collectives import all_gather_rows
+from lockstep.distributed.collectives import all_gather_rows, exchange_device
 from lockstep.errors import ConfigError
 from lockstep.numerics.randomness import OwnHook, in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
@@ -63,7 +63,8 @@ class Gathering:
         offload: bool = False,
         whole: Collection[str] = (),
     ) -> None:
-        self._group, self._device, self._keep, self._dtype = group, device, keep, dtype
+        self._group, self._keep, self._dtype = group, keep, dtype
+        self._host = exchange_device(group, device)
         modules = find_blocks(model)
         users = users_of_parameters(model)
         ranks = dist.get_world_size(group)
@@ -251,7 +252,7 @@ class Gathering:
         Raises:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
-        mine = torch.tensor([wanted, self._where], device=self._device)
+        mine = torch.tensor([wanted, self._where], device=self._host)
         while True:
             wants, places = all_gather_rows(mine, self._group).t().tolist()
             if len(set(places)) > 1:

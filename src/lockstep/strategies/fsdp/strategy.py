@@ -24,7 +24,7 @@ from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
@@ -68,7 +68,9 @@ class FullyShardedDataParallel(Strategy):
     ) -> None:
         self.device, self._group, self._options = device, group, options
         self.share = Share(holders=dist.get_world_size(group), holder=dist.get_rank(group), rounds=True)
-        self.level = Level.TOLERANCE if options.mixed_precision else Level.BITWISE
+        # The CPU's arithmetic, which updates what is offloaded, rounds otherwise than the GPU's.
+        rounds = options.mixed_precision or options.cpu_offload
+        self.level = Level.TOLERANCE if rounds else Level.BITWISE
         self._declared = running_buffers
         self._micro_batches = micro_batches
 
@@ -129,10 +131,13 @@ class FullyShardedDataParallel(Strategy):
                 losses.append(loss.detach())
                 weights.append(weight)
         totals = self._gathering.take()
-        overflow = not all(bool(total.isfinite().all()) for total in totals.values())
         used = [each.used for each in self._trained]
-        headers = self.gather(self._header.pack(losses, weights, used, advanced, [stop, overflow]))
-        return self._finish(headers, totals, values, leaves, prior)
+        header = self._header.pack(losses, weights, used, advanced, [stop, 0.0])
+        if totals:
+            header[-1] = (
+                torch.stack([total.isfinite().all() for total in totals.values()]).all().logical_not()
+            )
+        return self._finish(self.gather(header), totals, values, leaves, prior)
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all ranks, shape (ranks, n). Collective."""
@@ -238,7 +243,11 @@ class FullyShardedDataParallel(Strategy):
         prior: list[tuple[nn.Parameter, Tensor]],
     ) -> StepResult:
         losses, weight, used, advanced = self._header.unpack(headers, leaves)
-        self._set_gradients(totals, used.tolist(), weight.float(), prior)
+        mine = [each.used for each in self._trained]
+        uses = (
+            mine if all(mine) else used.tolist()
+        )  # read from the device only where this rank left one unused
+        self._set_gradients(totals, uses, weight.float(), prior)
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
@@ -249,13 +258,20 @@ class FullyShardedDataParallel(Strategy):
     def _set_gradients(
         self,
         totals: Mapping[str, Tensor],
-        uses: list[float],
+        uses: Sequence[float],
         weight: Tensor,
         prior: list[tuple[nn.Parameter, Tensor]],
     ) -> None:
         for each, count in zip(self._trained, uses):
-            total = totals.get(each.name) if count else None
-            each.held.grad = None if total is None else total.div_(weight).to(each.held.device)
+            if not count:
+                each.held.grad = None
+            elif (total := totals.get(each.name)) is not None:
+                each.held.grad = total.div_(weight).to(each.held.device)
+            else:
+                raise RankError(
+                    f"{each.name!r} was used in this step, and no gradient of it was exchanged; it would not be "
+                    "trained. This is an error of Lockstep: please report it with the model."
+                )
         add_prior(prior)
 
 

@@ -27,6 +27,7 @@ from lockstep.distributed.collectives import (
     all_gather_rows,
     all_reduce_max,
     drop_process_groups,
+    exchange_device,
     gather_json,
 )
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -108,7 +109,7 @@ class ParameterServer(Strategy):
         compute.exchange()
         everyone = all_gather_rows(header, self._group)
         losses, weight, uses, advanced = self._header.unpack(everyone[: self.share.holders], leaves)
-        used = {name for name, count in zip(self._names, uses.tolist()) if count}
+        used = self._used(uses)
         finite = self._set_gradients(leaves, used, weight.float(), prior)
         if self._buffers.numel:
             rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
@@ -219,6 +220,14 @@ class ParameterServer(Strategy):
                 call(micro_batch)
         return self._header.pack(losses, weights, self._tree.used(), advanced, [stop])
 
+    def _used(self, uses: Tensor) -> set[str]:
+        """The parameters that a worker has used. Collective, so that no host waits for a GPU to read it."""
+        host = exchange_device(self._group, self.device)
+        if host != self.device:
+            mine = self._tree.used() or [0] * len(self._names)
+            uses = all_reduce_max(torch.tensor(mine), self._group)
+        return {name for name, count in zip(self._names, uses.tolist()) if count}
+
     def _push(self, leaves: int) -> None:
         """Sends this worker's tree nodes to the servers, who wait for them now."""
         mine, pending = self.share.of(leaves), []
@@ -253,7 +262,7 @@ class ParameterServer(Strategy):
             self._push(leaves)
         if self._own:
             total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
-            flag[0] = float(not bool(total.sum().isfinite()))
+            flag[0] = total.sum().isfinite().logical_not()
             for name, gradient in self._shards.views(total).items():
                 self._own[name].grad = gradient if name in used else None
             add_prior(prior)

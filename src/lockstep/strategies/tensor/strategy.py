@@ -65,6 +65,7 @@ class TensorParallel(Replicated):
         assert group is not None, "one rank is no tensor parallel"
         self._exchange, self._options = Exchange(group), options
         self._hooks_seen = -1
+        self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
         statistical = reducer is not None and reducer.level is Level.STATISTICAL
         self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
@@ -87,8 +88,10 @@ class TensorParallel(Replicated):
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; parts are added over the ranks in order."""
         rows = all_gather_rows(super().squares(), self._exchange.group)
-        is_split = [name in self._shards for name in sorted(self._trainable)] or [False]
-        return torch.where(torch.tensor(is_split, device=self.device), fold_rows(rows), rows[0])
+        if self._is_split is None:
+            is_split = [name in self._shards for name in sorted(self._trainable)] or [False]
+            self._is_split = torch.tensor(is_split, device=self.device)
+        return torch.where(self._is_split, fold_rows(rows), rows[0])
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share the layers. Collective."""
