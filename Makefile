@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all chaos ports audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all chaos gpu ports audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -42,6 +42,11 @@ chaos: $(VENV)/.test
 SCRIPTS ?=
 ports: $(VENV)/.test
 	$(BIN)/python examples/ports/run.py "$(SCRIPTS)" $(ARGS)
+
+# The proof kit for GPUs (docs/gpu.md), on the torch of PYTHON: make gpu PYTHON=python3 ARGS="--parts ab"; SIMULATED=1 runs it on
+# simulated devices, with the torch of .venv.
+gpu: $(if $(SIMULATED),$(VENV)/.test)
+	PYTHONPATH=src:. $(if $(SIMULATED),$(BIN)/python,$(PYTHON)) -m tests.gpu.kit $(if $(SIMULATED),--simulated) $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

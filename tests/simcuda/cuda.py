@@ -36,13 +36,13 @@ class Seen:
     @property
     def launches(self) -> dict[str, int]:
         """How often each operator was launched since ``observed`` began."""
-        lines = _core.simcuda_launches(False).decode().splitlines()
+        lines = _core.simcuda_launches(False).decode().splitlines() if _core is not None else []
         return {name: int(number) for number, _, name in (line.partition(" ") for line in lines)}
 
     @property
     def order(self) -> list[str]:
         """Launches with their streams, in order, where ``observed`` was asked to keep it."""
-        return list(_core.simcuda_launches(True).decode().splitlines())
+        return list(_core.simcuda_launches(True).decode().splitlines()) if _core is not None else []
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -55,10 +55,11 @@ _seen = Seen()
 
 @contextlib.contextmanager
 def observed(*, keep_order: bool = False) -> Iterator[Seen]:
-    """Counts what happens within."""
+    """Counts what happens within; on real devices nothing is."""
     global _seen
     before, _seen = _seen, Seen()
-    _core.simcuda_reset(keep_order)
+    if _core is not None:
+        _core.simcuda_reset(keep_order)
     try:
         yield _seen
     finally:
@@ -77,13 +78,13 @@ def host_alias(tensor: Any) -> Any:
     return torch.ops.simcuda.host_alias(tensor.detach())
 
 
-def install(path: Path, show: int | None = None) -> None:
-    """Loads the devices and puts ``torch.cuda`` on them.
+def is_simulated() -> bool:
+    """True where ``install`` was called."""
+    return _core is not None
 
-    Args:
-        path: of the library.
-        show: how many of the devices are visible; by default all.
-    """
+
+def install(path: Path) -> None:
+    """Loads the devices of a library and puts ``torch.cuda`` on them."""
     global _core, _observer
     if "torch" in sys.modules:
         raise RuntimeError("The simulated CUDA must be installed before torch is imported.")
@@ -98,7 +99,7 @@ def install(path: Path, show: int | None = None) -> None:
 
     _core.simcuda_install(_observer)
     assert _core.simcuda_is_in_use(), "torch had looked for CUDA before the simulated one was loaded"
-    for name, value in _torch_cuda(_core.simcuda_devices() if show is None else show).items():
+    for name, value in _torch_cuda(_core.simcuda_devices()).items():
         setattr(torch.cuda, name, value)
     torch._C._cuda_getDeviceCount = torch.cuda.device_count
     torch._C._cuda_getCurrentRawStream = lambda device: _core.simcuda_stream(device)

@@ -1,4 +1,4 @@
-"""A process that has the simulated devices and torch loaded, and forks ranks that see them.
+"""A process that has torch and the simulated devices loaded, or leaves the real ones to its ranks, and forks ranks.
 
 with Machine() as machine:
     results = machine.run(body, 2, *args)     # what body(world, *args) returned, by rank
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -25,19 +25,20 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Machine:
-    """A simulated machine; ``run`` calls a function of a module on ranks of it.
+    """A machine with GPUs; ``run`` calls a function of a module on ranks of it.
 
     Args:
-        devices: how many it has.
+        simulated: False for the GPUs that are there.
+        environment: variables of its processes, beside this one's.
     """
 
-    def __init__(self, devices: int = 4) -> None:
+    def __init__(self, *, simulated: bool = True, environment: Mapping[str, str] | None = None) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(library()), str(devices)],
+            [sys.executable, "-m", __name__, *([str(library())] if simulated else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
 
     def __enter__(self) -> Self:
@@ -62,15 +63,18 @@ class Machine:
         return [results[rank] for rank in range(ranks)]
 
 
-def serve(path: Path, devices: int) -> None:
+def serve(path: Path | None) -> None:
     """Answers requests on standard input until it is closed; what ranks print goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    from tests.simcuda import cuda
+    if path is not None:
+        from tests.simcuda import cuda
 
-    cuda.install(path, devices)
+        cuda.install(path)
+        from tests.simcuda import nccl
+
+        nccl.install()
     from tests.ranks import RankFailed, answers_of
-    from tests.simcuda import nccl
 
     from lockstep.runtime.lazy_compiler import postpone_compiler
 
@@ -78,7 +82,6 @@ def serve(path: Path, devices: int) -> None:
         return time.monotonic(), (RankFailed(f"rank {rank} ended with exit code {code}"), "")
 
     postpone_compiler()
-    nccl.install()
     context = multiprocessing.get_context("fork")
     while True:
         try:
@@ -136,4 +139,4 @@ def _rank(rank: int, ranks: int, folder: str, name: str, args: tuple[Any, ...], 
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -6,38 +6,9 @@ import os
 import pytest
 import torch
 from tests.simcuda import cuda, nccl
-from tests.simcuda.trainings import job_of, open_run, train
+from tests.simcuda.trainings import job_of, open_run, saving, train, trained_for
 
 pytestmark = pytest.mark.slow
-
-
-def trained_for(world, strategy, options, steps, **further):
-    """Trains to a number of steps, goes on from a checkpoint if there is one, and saves; returns the fingerprint."""
-    torch.manual_seed(0)
-    run = open_run(world, strategy, **options, **further)
-    model, data, loss_fn = job_of("convolutions")
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    for _ in run.epochs(10):
-        for batch in run.batches(data):
-            run.backward(batch, loss_fn)
-            optimizer.step()
-            optimizer.zero_grad()
-            if run.position.step + 1 == steps:
-                break
-        if run.position.step + 1 >= steps:
-            break
-    if further:
-        run.save(wait=True)
-    found = run.fingerprint()
-    run.close()
-    return found
-
-
-def saving(world, strategy, options, steps, folder, resume):
-    """``trained_for`` with a run folder; returns the fingerprint and the races."""
-    with cuda.observed() as seen:
-        found = trained_for(world, strategy, options, steps, directory=folder, resume=resume)
-    return found, dict(seen.races)
 
 
 def test_a_run_is_saved_and_resumed_in_another_layout(machine, tmp_path):

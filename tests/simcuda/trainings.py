@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.core.world import World
-from lockstep.models import transformer
+from lockstep.models import lstm, resnet18, transformer
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.run import Run, RunOptions
 
@@ -31,6 +31,8 @@ class Trained:
     launches: dict[str, int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients, before they were clipped."""
     peak: int = 0
     """Bytes of device memory within those steps."""
     held: int = 0
@@ -59,9 +61,15 @@ def _tokens(output: Tensor, target: Tensor) -> Tensor:
 
 
 def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
-    """A model, its data and its loss, by name: ``perceptron``, ``convolutions`` or ``decoder``."""
+    """A model, its data and its loss, by name: ``perceptron``, ``convolutions``, ``decoder``, ``lstm`` or ``resnet18``.
+
+    The last two are for real devices: LSTMs have no simulated kernel, and ResNets take long there.
+    """
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(48) % 5
+    if name == "resnet18":
+        data = TensorDataset(torch.randn(48, 3, 64, 64, generator=generator), labels)
+        return resnet18(num_classes=5), data, nn.CrossEntropyLoss()
     if name == "perceptron":
         data = TensorDataset(torch.randn(48, 16, generator=generator), labels)
         return _perceptron(), data, nn.CrossEntropyLoss()
@@ -69,6 +77,9 @@ def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
         data = TensorDataset(torch.randn(48, 1, 8, 8, generator=generator), labels)
         return Convolutions(), data, nn.CrossEntropyLoss()
     tokens = torch.randint(11, (48, 7), generator=generator)
+    if name == "lstm":
+        made = lstm(num_classes=5, vocabulary_size=11, hidden_size=16)
+        return made, TensorDataset(tokens, labels), nn.CrossEntropyLoss()
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     return (
         transformer(vocabulary_size=11, max_length=6, width=16, depth=2, heads=2, dropout=0.1),
@@ -140,6 +151,7 @@ def train(
         made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, stepped = run.prepare(model, made)
         losses: list[Tensor] = []
+        norms: list[Any] = []
         later: Seen | None = None
         context = observed(keep_order=keep_order)
         held = 0
@@ -149,7 +161,7 @@ def train(
                     held = torch.cuda.memory_allocated()
                     later = context.__enter__()
                 losses.append(run.backward(batch, loss_fn).detach().clone())
-                run.clip_gradients(0.5)
+                norms.append(run.clip_gradients(0.5))
                 stepped.step()
                 stepped.zero_grad()
                 if len(losses) == _STEPS:
@@ -162,6 +174,38 @@ def train(
         context.__exit__(None, None, None)
         found.fingerprint = run.fingerprint()
         found.losses = [float(each) for each in losses]
+        found.norms = [float(each) for each in norms]
         run.close()
     found.races = dict(start.races + later.races)
     return found
+
+
+def trained_for(world: World, strategy: str, options: dict[str, Any], steps: int, **further: Any) -> str:
+    """Trains to a number of steps, goes on from a checkpoint if there is one, and saves; returns the fingerprint."""
+    torch.manual_seed(0)
+    run = open_run(world, strategy, **options, **further)
+    model, data, loss_fn = job_of("convolutions")
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in run.epochs(10):
+        for batch in run.batches(data):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.position.step + 1 == steps:
+                break
+        if run.position.step + 1 >= steps:
+            break
+    if further:
+        run.save(wait=True)
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def saving(
+    world: World, strategy: str, options: dict[str, Any], steps: int, folder: str, resume: str
+) -> tuple[str, Any]:
+    """``trained_for`` with a run folder; returns the fingerprint and the races."""
+    with observed() as seen:
+        found = trained_for(world, strategy, options, steps, directory=folder, resume=resume)
+    return found, dict(seen.races)

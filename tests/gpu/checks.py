@@ -1,0 +1,248 @@
+"""The checks of the proof kit: each part gives (name, what is expected, a function that finds out)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu import tasks
+from tests.simcuda.layouts import LAYOUTS, LEVEL_B
+from tests.simcuda.trainings import saving
+
+if TYPE_CHECKING:
+    from tests.gpu.kit import Check, Kit
+
+_BACK_SECONDS, _BACK_BYTES = 5.0, 64 << 20
+
+
+class Skip(Exception):
+    """A check does not apply here, with the reason."""
+
+
+def count_cards(world: Any) -> int:
+    """The number of CUDA devices."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+def _environment(kit: Kit, ranks: int) -> dict[str, str]:
+    """Variables with which so many ranks, or replicas of one, share the cards."""
+    places = ",".join(str(number * kit.cards // ranks) for number in range(ranks))
+    return {"LOCKSTEP_DEVICES": places} if ranks > kit.cards else {}
+
+
+def _train(kit: Kit, layout: str, model: str, **options: Any) -> list[Any]:
+    ranks, strategy, own = LAYOUTS[layout]
+    devices = int(layout.split()[1].rstrip(",")) if strategy in ("dp", "layers") else ranks
+    shared = _environment(kit, devices)
+    return kit.machine.run(
+        tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=240.0
+    )
+
+
+def what_is_there(kit: Kit) -> Iterator[Check]:
+    """Part a."""
+
+    def versions() -> tuple[str, str]:
+        kit.about |= kit.machine.run(tasks.versions, 1)[0]
+        return "; ".join(f"{name} {value}" for name, value in kit.about.items()), "measured"
+
+    def driver() -> tuple[str, str]:
+        if kit.simulated or not shutil.which("nvidia-smi"):
+            raise Skip("no nvidia-smi")
+        asked = "--query-gpu=name,driver_version,memory.total,mig.mode.current"
+        answer = subprocess.run(
+            ["nvidia-smi", asked, "--format=csv,noheader"], capture_output=True, text=True
+        )
+        kit.about["nvidia-smi"] = answer.stdout.strip()
+        return answer.stdout.strip().replace("\n", " | "), "measured"
+
+    yield "versions", "", versions
+    yield "driver", "", driver
+    for ranks in (1, 2, 3, 4):
+
+        def connect(ranks: int = ranks) -> tuple[str, str]:
+            sums = kit.machine.run(tasks.connect, ranks, _environment(kit, ranks), timeout=90.0)
+            return str(sums), _verdict(sums == [float(sum(range(ranks)))] * ranks)
+
+        yield f"NCCL, {ranks} ranks on {min(ranks, kit.cards)} cards", "sum of the ranks", connect
+    for layout in LAYOUTS:
+        yield f"trains: {layout}", "finite losses", partial(_trains, kit, layout)
+
+
+def _trains(kit: Kit, layout: str) -> tuple[str, str]:
+    losses = _train(kit, layout, "perceptron")[0].losses
+    return f"loss {losses[0]:.3f} to {losses[-1]:.3f}", _verdict(all(0 < each < 10 for each in losses))
+
+
+def bits(kit: Kit) -> Iterator[Check]:
+    """Part b."""
+    models = ("convolutions", "decoder") if kit.simulated else ("resnet18", "decoder", "lstm")
+    precisions = ("fp32", "fp16") if kit.simulated else ("fp32", "bf16", "tf32", "fp16")
+    known: dict[tuple[str, str], Any] = {}
+
+    def reference(model: str, precision: str) -> Any:
+        if (model, precision) not in known:
+            known[model, precision] = _train(kit, "single", model, precision=precision)[0]
+        return known[model, precision]
+
+    def same(layout: str, model: str, precision: str) -> tuple[str, str]:
+        expected, found = reference(model, precision), _train(kit, layout, model, precision=precision)
+        if layout in LEVEL_B:
+            worst = max(abs(a / b - 1) for a, b in zip(found[0].losses, expected.losses))
+            return f"losses within {worst:.1e}", _verdict(worst < 0.02)
+        equal = all(each.fingerprint == expected.fingerprint for each in found)
+        norms = all(each.norms == expected.norms for each in found)
+        words = "equal" if equal else f"{found[0].fingerprint[:12]}, not {expected.fingerprint[:12]}"
+        return f"{words}; clip norms {'equal' if norms else 'not equal'}", _verdict(equal and norms)
+
+    layouts = [each for each in LAYOUTS if each not in ("fsdp 3", "ddp 3", "pipeline 3")]
+    for precision in precisions:
+        for model in models:
+            for layout in layouts:
+                if layout.endswith("tensor 2") and model in ("lstm", "resnet18"):
+                    continue
+                name = f"{model}, {precision}: {'again' if layout == 'single' else layout}"
+                expected = "losses within 2 %" if layout in LEVEL_B else "one fingerprint"
+                yield name, expected, partial(same, layout, model, precision)
+
+    def resume() -> tuple[str, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            whole, parts = f"{folder}/whole", f"{folder}/parts"
+            ((expected, _),) = kit.machine.run(saving, 1, "single", {}, 8, whole, "")
+            found = ""
+            for steps, (ranks, strategy) in zip(
+                (2, 4, 6, 8), [(2, "ddp"), (2, "fsdp"), (2, "pipeline"), (1, "single")]
+            ):
+                shared = _environment(kit, ranks)
+                arguments = (strategy, {}, steps, parts, "auto")
+                ((found, _), *_) = kit.machine.run(
+                    tasks.saving_with, ranks, shared, *arguments, timeout=240.0
+                )
+        return found[:12], _verdict(found == expected)
+
+    yield "resume: ddp 2, fsdp 2, pipeline 2, single", "one fingerprint", resume
+
+
+def speed(kit: Kit) -> Iterator[Check]:
+    """Part c."""
+    for model, batch, compiled in (
+        ("resnet50", 256, False),
+        ("resnet50", 256, True),
+        ("perceptron", 512, False),
+    ):
+        for micro_batches in (1, 4):
+
+            def against_plain(
+                model: str = model, batch: int = batch, compiled: bool = compiled, k: int = micro_batches
+            ) -> tuple[str, str]:
+                if kit.simulated and (compiled or model == "resnet50"):
+                    raise Skip("not on simulated devices")
+                plain, own = kit.machine.run(tasks.step_times, 1, model, batch, k, compiled, timeout=400.0)[0]
+                ratio = own / plain
+                words = f"{own * 1e3:.2f} ms against {plain * 1e3:.2f} ms, ratio {ratio:.3f}"
+                return words, "measured" if kit.simulated or k > 1 else _verdict(ratio <= 1.02)
+
+            name = f"{model}, batch {batch}, K = {micro_batches}{', compiled' if compiled else ''}"
+            yield name, "at most 1.02 of plain" if micro_batches == 1 else "", against_plain
+
+    def fold() -> tuple[str, str]:
+        return f"{kit.machine.run(tasks.fold_speed, 1)[0]:.1f} GB/s", "measured"
+
+    yield "fold of a level of the tree, 2 x 256 MB", "", fold
+
+
+def waits_and_races(kit: Kit) -> Iterator[Check]:
+    """Part d."""
+
+    def waits(layout: str) -> tuple[str, str]:
+        if kit.simulated:
+            found = _train(kit, layout, "convolutions")
+            count = sum(sum(each.waits.values()) for each in found)
+            return f"{count} waits", _verdict(count == 0)
+        ranks, strategy, own = LAYOUTS[layout]
+        shared = _environment(kit, max(ranks, own.get(strategy, {}).get("replicas", 1)))
+        kit.machine.run(tasks.without_waits, ranks, shared, strategy, own, timeout=240.0)
+        return "no wait raised", "met"
+
+    def races(layout: str) -> tuple[str, str]:
+        if kit.simulated:
+            found = [each.races for each in _train(kit, layout, "convolutions")]
+            return f"{sum(map(len, found))} races", _verdict(not any(found))
+        ranks, strategy, own = LAYOUTS[layout]
+        with kit.another_machine({"TORCH_CUDA_SANITIZER": "1"}) as machine:
+            machine.run(
+                tasks.train_with,
+                ranks,
+                _environment(kit, ranks),
+                "convolutions",
+                strategy,
+                own,
+                timeout=300.0,
+            )
+        return "the sanitizer of torch raised nothing", "met"
+
+    for layout in ("single", "dp 2", "ddp 2", "fsdp 2", "pipeline 2", "parameter_server 3"):
+        yield f"set_sync_debug_mode: {layout}", "0 waits in a step", partial(waits, layout)
+    for layout in ("single", "ddp 2", "fsdp 2"):
+        yield f"sanitizer: {layout}", "0 races", partial(races, layout)
+
+
+def faults(kit: Kit) -> Iterator[Check]:
+    """Part e."""
+
+    def used() -> int:
+        return int(kit.machine.run(tasks.used_memory, 1)[0])
+
+    def ends(how: str, ranks: int, words: str) -> tuple[str, str]:
+        if kit.simulated and how in ("spins", "asserts"):
+            raise Skip("not on simulated devices")
+        before, said = used(), "nothing was raised"
+        try:
+            kit.machine.run(tasks.fails, ranks, _environment(kit, ranks), how, timeout=40.0)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        began = time.monotonic()
+        while (more := used() - before) > _BACK_BYTES and time.monotonic() - began < _BACK_SECONDS:
+            pass  # each look starts a process
+        back = f"{said[:60]}; {max(more, 0) >> 20} MB not given back"
+        return back, _verdict(words in said and more <= _BACK_BYTES)
+
+    yield (
+        "kill -9 in a collective",
+        "named; memory back",
+        partial(ends, "killed", 2, "ended with exit code -9"),
+    )
+    yield "a rank that spins in a kernel", "named; memory back", partial(ends, "spins", 2, "had not ended")
+    yield "out of memory", "named; memory back", partial(ends, "fills", 1, "out of memory")
+    yield "an assert on the device", "named; memory back", partial(ends, "asserts", 1, "CUDA error")
+
+
+def memory(kit: Kit) -> Iterator[Check]:
+    """Part f."""
+    model = "convolutions" if kit.simulated else "resnet18"
+
+    def given_back(layout: str) -> tuple[str, str]:
+        ranks, strategy, own = LAYOUTS[layout]
+        arguments = (model, strategy, own)
+        left = kit.machine.run(tasks.left_memory, ranks, _environment(kit, ranks), *arguments, timeout=240.0)
+        return f"{max(left) / 2**20:.1f} MB", _verdict(max(left) <= _BACK_BYTES)
+
+    def of_a_step(layout: str) -> tuple[str, str]:
+        one, found = _train(kit, "single", model)[0], _train(kit, layout, model)[0]
+        return f"{found.peak / 2**20:.1f} MB, single {one.peak / 2**20:.1f} MB", "measured"
+
+    for layout in ("single", "ddp 2", "fsdp 2", "pipeline 2"):
+        yield f"memory after a run: {layout}", "at most 64 MB", partial(given_back, layout)
+    for layout in ("ddp 2", "fsdp 2", "pipeline 2"):
+        yield f"peak of steps: {layout}", "", partial(of_a_step, layout)

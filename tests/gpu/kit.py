@@ -1,0 +1,139 @@
+"""The proof kit for GPUs: one command, one table, one file.
+
+    make gpu PYTHON=/path/to/python          all parts, on the torch and the GPUs of that Python
+    make gpu ARGS="--parts ab"               some of them
+    make gpu SIMULATED=1                     on simulated devices, so that the kit itself is known to run
+
+    a  what is there: versions, NCCL on one card, a training of every strategy
+    b  bits: one fingerprint in all layouts, for each model and precision; clip norms; resume
+    c  speed: against a plain loop, of a ResNet-50 and a small net; sums of gradients
+    d  the host waits for nothing in a step; races
+    e  faults: a rank killed or stuck, no memory, an assert on the device
+    f  memory: what a step takes, and that a run gives it back
+
+Ranks beyond the number of cards share them (``--devices 0,0``): NCCL takes them as of several hosts. Every check is a
+row; gpu.json is written after each, so that a kit that is cut short leaves what it has found. A part that is over its
+time skips its other checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import checks
+from tests.simcuda.machine import Machine
+
+PARTS = {
+    "a": checks.what_is_there,
+    "b": checks.bits,
+    "c": checks.speed,
+    "d": checks.waits_and_races,
+    "e": checks.faults,
+    "f": checks.memory,
+}
+
+
+@dataclass
+class Row:
+    """One check."""
+
+    part: str
+    check: str
+    expected: str
+    found: str
+    verdict: str
+    """``met``, ``not met``, ``measured``, or ``skipped``."""
+    seconds: float
+
+
+class Kit:
+    """Runs checks on a machine and writes down what they find.
+
+    Args:
+        simulated: on simulated devices.
+        seconds: of each part.
+        out: the file.
+    """
+
+    def __init__(self, simulated: bool, seconds: float, out: Path) -> None:
+        self.simulated, self._seconds, self._out = simulated, seconds, out
+        self.rows: list[Row] = []
+        self.about: dict[str, Any] = {"simulated": simulated}
+        self.machine = Machine(simulated=simulated)
+        self.cards = 4 if simulated else int(self.machine.run(checks.count_cards, 1)[0])
+
+    def run(self, part: str) -> None:
+        """Runs the checks of a part until its time is over."""
+        end = time.monotonic() + self._seconds
+        for name, expected, check in PARTS[part](self):
+            began = time.monotonic()
+            if began > end:
+                self._add(Row(part, name, expected, "the time of this part was over", "skipped", 0.0))
+                continue
+            try:
+                found, verdict = check()
+            except checks.Skip as reason:
+                found, verdict = str(reason), "skipped"
+            except Exception as error:
+                notes = "\n".join(getattr(error, "__notes__", []))
+                print(f"{error}\n{notes[-2000:]}", file=sys.stderr)
+                found, verdict = f"{type(error).__name__}: {str(error)[:200]}", "not met"
+            self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1)))
+
+    @contextmanager
+    def another_machine(self, environment: dict[str, str]) -> Iterator[Machine]:
+        """A machine with other variables, for one check."""
+        with Machine(simulated=self.simulated, environment=environment) as machine:
+            yield machine
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        content = {"about": self.about, "rows": [asdict(each) for each in self.rows]}
+        self._out.write_text(json.dumps(content, indent=1))
+        print(_line(row), flush=True)
+
+
+def _line(row: Row) -> str:
+    found = row.found if len(row.found) <= 70 else row.found[:67] + "..."
+    return f"{row.part}  {row.verdict:8}  {row.seconds:6.1f} s  {row.check:44} {row.expected:24} {found}"
+
+
+Check = tuple[str, str, Callable[[], tuple[str, str]]]
+
+
+def main() -> int:
+    """Runs the kit; the exit status is 1 where a check was not met."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="abcdef", help="which parts, in which order")
+    parser.add_argument("--simulated", action="store_true", help="on simulated devices")
+    parser.add_argument("--seconds", type=float, default=540.0, help="of each part")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
+    arguments = parser.parse_args()
+    kit = Kit(arguments.simulated, arguments.seconds, arguments.out)
+    try:
+        for part in arguments.parts:
+            kit.run(part)
+    finally:
+        kit.machine.__exit__()
+    print(f"\n{'':21}  check{'':40}expected{'':17}found")
+    for row in kit.rows:
+        print(_line(row))
+    counts = {
+        verdict: sum(row.verdict == verdict for row in kit.rows) for verdict in ("met", "not met", "measured")
+    }
+    print(f"\n{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}; {arguments.out}")
+    return int(counts["not met"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""What ranks of the proof kit run. Each function is called with the rank's ``World`` first."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.simcuda.trainings import Trained, job_of, open_run, saving, train
+
+_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+_SPIN_CYCLES = 1 << 42
+
+
+def _share(shared: dict[str, str]) -> None:
+    """Lets ranks share cards over the loopback interface."""
+    os.environ.update(shared)
+    for name, value in _LOOPBACK.items():
+        os.environ.setdefault(name, value)
+
+
+def train_with(world: Any, shared: dict[str, str], *arguments: Any) -> Trained:
+    """``train`` of ``tests.simcuda.trainings`` on shared cards."""
+    _share(shared)
+    return train(world, *arguments)
+
+
+def saving_with(world: Any, shared: dict[str, str], *arguments: Any) -> Any:
+    """``saving`` of ``tests.simcuda.trainings`` on shared cards."""
+    _share(shared)
+    return saving(world, *arguments)
+
+
+def versions(world: Any) -> dict[str, str]:
+    """Versions and the device."""
+    properties = torch.cuda.get_device_properties(0)
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "device": torch.cuda.get_device_name(0),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
+        "multiprocessors": str(properties.multi_processor_count),
+        "memory": f"{properties.total_memory >> 20} MB",
+        "cards": str(torch.cuda.device_count()),
+        "cores": str(os.cpu_count()),
+    }
+    try:
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        found["NCCL"] = "none"
+    try:
+        import triton
+
+        found["Triton"] = triton.__version__
+    except ImportError:
+        found["Triton"] = "none"
+    return found
+
+
+def connect(world: Any, shared: dict[str, str]) -> float:
+    """The sum of the ranks' numbers, over NCCL."""
+    from lockstep.distributed.process_group import open_process_group
+    from lockstep.run.session import _choose_device
+
+    _share(shared)
+    device = _choose_device(world, 1)
+    if world.world_size == 1:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        value = torch.full((1,), float(world.rank), device=device)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return float(value)
+    with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=60):
+        value = torch.full((1,), float(world.rank), device=device)
+        dist.all_reduce(value)
+        return float(value)
+
+
+def without_waits(world: Any, shared: dict[str, str], strategy: str, options: dict[str, Any]) -> None:
+    """Trains 20 steps in which a wait of the host for the device raises."""
+    _share(shared)
+    torch.manual_seed(0)
+    run = open_run(world, strategy, fingerprint_every=0, **options)
+    model, data, loss_fn = job_of("convolutions")
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    steps = 0
+    for _ in run.epochs(9):
+        for batch in run.batches(data):
+            torch.cuda.set_sync_debug_mode("error" if steps >= 4 else "default")
+            run.backward(batch, loss_fn)
+            run.clip_gradients(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("default")
+            steps += 1
+    run.close()
+
+
+def _resnet(batch: int) -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
+    from lockstep.models import resnet50
+
+    images = torch.randn(8 * batch, 3, 224, 224)
+    labels = torch.arange(8 * batch) % 1000
+    return resnet50(num_classes=1000), torch.utils.data.TensorDataset(images, labels)
+
+
+def _perceptron(batch: int) -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
+    layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU()]
+    data = torch.utils.data.TensorDataset(torch.randn(batch, 64), torch.arange(batch) % 10)
+    return torch.nn.Sequential(*layers, torch.nn.Linear(256, 10)), data
+
+
+def step_times(
+    world: Any, model: str, batch: int, micro_batches: int, compiled: bool, steps: int = 30, first: int = 8
+) -> tuple[float, float]:
+    """Seconds of a step of a plain loop and of Lockstep's, on data that is read anew in each step; medians of three."""
+    own_loop, data = _lockstep_loop(world, model, batch, micro_batches, compiled)
+    plain_loop = _plain_loop(model, data, batch, compiled)
+    found: dict[str, list[float]] = {"plain": [], "own": []}
+    for loop in (plain_loop, own_loop):
+        for _ in range(first):
+            loop()
+    for _ in range(3):
+        for name, loop in (("plain", plain_loop), ("own", own_loop)):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(steps):
+                loop()
+            torch.cuda.synchronize()
+            found[name].append((time.perf_counter() - began) / steps)
+    return sorted(found["plain"])[1], sorted(found["own"])[1]
+
+
+def _workers(name: str) -> int:
+    """Processes that read the data of a model: photos take longer to collate than a step."""
+    return min(8, os.cpu_count() or 1) if name == "resnet50" else 0
+
+
+def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compiled: bool) -> Any:
+    run = open_run(
+        world,
+        "single",
+        global_batch=batch,
+        micro_batches=micro_batches,
+        precision="bf16",
+        channels_last=name == "resnet50",
+        compile=compiled,
+        fingerprint_every=0,
+    )
+    net, data = _resnet(batch) if name == "resnet50" else _perceptron(batch)
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9))
+    loss_fn = torch.nn.CrossEntropyLoss()
+
+    def steps() -> Any:
+        for _ in run.epochs(100_000):
+            for each in run.batches(data, workers=_workers(name)):
+                run.backward(each, loss_fn)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    going = steps()
+    return (lambda: next(going)), data
+
+
+def _plain_loop(name: str, data: Any, batch: int, compiled: bool) -> Any:
+    device = torch.device("cuda", torch.cuda.current_device())
+    net, _ = _resnet(1) if name == "resnet50" else _perceptron(1)
+    layout = torch.channels_last if name == "resnet50" else torch.preserve_format
+    net = net.to(device, memory_format=layout) if name == "resnet50" else net.to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
+    net = torch.compile(net) if compiled else net
+    loss_fn = torch.nn.CrossEntropyLoss()
+    workers = _workers(name)
+    loader = torch.utils.data.DataLoader(
+        data, batch, shuffle=True, pin_memory=True, num_workers=workers, persistent_workers=workers > 0
+    )
+
+    def steps() -> Any:
+        while True:
+            for inputs, labels in loader:
+                inputs = inputs.to(device, non_blocking=True, memory_format=layout)
+                labels = labels.to(device, non_blocking=True)
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = loss_fn(net(inputs), labels)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    going = steps()
+    return lambda: next(going)
+
+
+def fold_speed(world: Any, numbers: int = 1 << 26) -> float:
+    """GB/s that are read and written where two gradients are added."""
+    first, second = (torch.ones(numbers, device="cuda") for _ in range(2))
+    first.add_(second)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        first.add_(second)
+    torch.cuda.synchronize()
+    return 10 * 3 * first.nbytes / (time.perf_counter() - began) / 1e9
+
+
+def used_memory(world: Any) -> int:
+    """Bytes that are in use on the first card, with those of this process."""
+    torch.zeros(1, device="cuda")
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+def fails(world: Any, shared: dict[str, str], how: str) -> None:
+    """Ends a training in some way: killed, spins, fills or asserts."""
+    from tests.simcuda import cuda
+
+    _share(shared)
+    run = open_run(world, "ddp" if world.world_size > 1 else "single", timeout=30.0)
+    model, data, loss_fn = job_of("perceptron")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in run.epochs(9):
+        for batch in run.batches(data):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.plan.step < 1 or world.rank + 1 < world.world_size:
+                continue
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif how == "spins":
+                torch.cuda._sleep(_SPIN_CYCLES)
+            elif how == "fills":
+                if cuda.is_simulated():
+                    cuda.limit_memory(0, 1 << 20)
+                kept = []
+                while True:
+                    kept.append(torch.empty(1 << 28, device="cuda"))
+            else:
+                torch.zeros(3, device="cuda")[torch.tensor([5], device="cuda")].sum().item()
+
+
+def left_memory(world: Any, shared: dict[str, str], *arguments: Any) -> int:
+    """Bytes of device memory that a training leaves allocated."""
+    _share(shared)
+    before = torch.cuda.memory_allocated()
+    train(world, *arguments)
+    gc.collect()
+    return torch.cuda.memory_allocated() - before
