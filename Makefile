@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all chaos gpu ports audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all chaos gpu ports portable audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -85,6 +85,10 @@ curves: $(VENV)/.train
 	$(CURVE)=sync --devices cpu:2 --set training.sync_batch_norm=true
 	$(BIN)/lockstep compare $(addprefix $(RUNS)/,one batchnorm sync) --svg "$(RUNS)/curves.svg" \
 		--labels "one device,BatchNorm on 16,SyncBatchNorm on 16"
+
+# Compares this CPU with three that qemu emulates (Debian: qemu-user), in about half an hour, and writes docs/portable.md.
+portable: $(VENV)/.train
+	$(BIN)/python tests/portable/run.py --write $(ARGS)
 
 figures: $(VENV)/.train
 	$(BIN)/python tests/explain/figures.py docs/figures

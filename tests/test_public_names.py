@@ -72,18 +72,20 @@ RUN = {
 }
 WORLD = {
     "": "(*, rank=0, world_size=1, local_rank=0, local_world_size=1, node=0, nodes=1, launcher='python', "
-    "rendezvous='', run_id='', run_directory='', restart=0, is_debugged=False, profile='')",
+    "rendezvous='', run_id='', run_directory='', restart=0, is_debugged=False, is_portable=False, "
+    "profile='')",
     "from_environment": "classmethod (environment=None)",
     "is_main": "property",
     "is_one_host": "property",
 }
-RUN_ATTRIBUTES = ["options", "world", "device", "strategy", "extra", "position", "is_main"]
+RUN_ATTRIBUTES = ["options", "world", "device", "strategy", "extra", "position", "is_main", "is_portable"]
 RUN_OPTIONS = {
     "global_batch": "required",
     "micro_batches": 8,
     "seed": 0,
     "precision": "fp32",
     "reduce": "ordered",
+    "portable": False,
     "powersgd_rank": 4,
     "loss_scale": None,
     "loss_scale_growth_factor": 2.0,
@@ -204,10 +206,12 @@ RECORDER = {
     "step": "(self)",
 }
 COMMANDS = {
-    "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads --resume
+    "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads
+--portable --resume
 --set --restarts --restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file
 --start-limit --rendezvous --profile --dry-run""",
-    "run": """--devices --threads --logs --grace --stall-limit --restarts --restart-world --debug-rank --debug-port
+    "run": """--devices --threads --portable --logs --grace --stall-limit --restarts --restart-world --debug-rank
+--debug-port
 --nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile script arguments""",
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
@@ -323,6 +327,7 @@ training.loss_scale_growth_interval = 2000
 training.max_steps = None
 training.mesh = ''
 training.micro_batches = 8
+training.portable = False
 training.powersgd_rank = 4
 training.precision = 'fp32'
 training.record_micro_batches = False
@@ -357,6 +362,7 @@ SEED_PURPOSES = [
 ENVIRONMENT_VARIABLES = [
     "LOCKSTEP_DEBUG_RANK",
     "LOCKSTEP_DEVICES",
+    "LOCKSTEP_PORTABLE",
     "LOCKSTEP_PROFILE",
     "LOCKSTEP_RENDEZVOUS",
     "LOCKSTEP_RESTART",

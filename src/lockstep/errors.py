@@ -60,10 +60,6 @@ class RankError(LockstepError):
 
     exit_code = EXIT_RANK
 
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the report alone, since it has the traceback of the rank."""
-        return [f"{type(self).__name__}: {self}"]
-
 
 class ReplicaError(RankError):
     """Ranks that must have the same bits have different ones."""

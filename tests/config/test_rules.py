@@ -48,6 +48,10 @@ BROKEN = {
         ["training.strategy=tensor", "optimizer.target=torch.optim:Adafactor"],
         "is 'torch.optim:Adafactor', and strategy 'tensor' steps it on parts",
     ),
+    "compiled code is not portable": (
+        ["training.portable=true", "training.compile=true"],
+        "torch.compile writes code for the CPU that it runs on",
+    ),
     "whole models are compiled": (
         ["training.strategy=pipeline", "training.compile=true"],
         "holds no whole model in one process",

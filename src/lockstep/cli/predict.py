@@ -65,7 +65,11 @@ def main(arguments: argparse.Namespace) -> int:
     }
     run = config.run
     options = LaunchOptions(
-        devices=devices, threads=run.threads, grace=run.grace, stall_limit=run.stall_limit
+        devices=devices,
+        threads=run.threads,
+        portable=bool(config.training.portable),
+        grace=run.grace,
+        stall_limit=run.stall_limit,
     )
     return supervise(EntryTarget(entry=ENTRY, payload=payload), options)
 

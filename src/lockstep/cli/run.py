@@ -24,7 +24,7 @@ from lockstep.cli.shared_options import (
     take_slurm_nodes,
     with_debug_arguments,
 )
-from lockstep.core.world import PROFILE, World
+from lockstep.core.world import PROFILE, World, make_environment_portable
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from lockstep.launch import LaunchOptions, ScriptTarget, parse_devices, supervise
 from lockstep.launch.options import RESTART_WORLDS
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--devices", "N", "auto", "N, auto, cpu, cpu:N or a list such as 0,5"),
         ("--threads", "N", int, "intra-op threads per rank (default: OMP_NUM_THREADS, else 1)"),
+        ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
         ("--logs", "DIR", "", "folder for the output and the errors of the ranks"),
         ("--grace", "SECONDS", 25.0, "time to save and exit after SIGTERM or SIGUSR1"),
         ("--stall-limit", "SECONDS", 60.0, "time without progress until a hanging run is ended; 0: never"),
@@ -80,6 +81,7 @@ def main(arguments: argparse.Namespace) -> int:
     options = LaunchOptions(
         devices=parse_devices(arguments.devices),
         threads=arguments.threads,
+        portable=arguments.portable,
         preload=_preload(target.path),
         log_directory=arguments.logs,
         grace=arguments.grace,
@@ -100,6 +102,7 @@ def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, 
         (f"{Path(target.path).name} (sha256)", digest),
         ("the script's arguments", shlex.join(target.arguments) or "none"),
         ("threads", str(options.threads or os.environ.get("OMP_NUM_THREADS") or 1)),
+        ("portable", str(options.portable)),
         ("restarts", str(options.restarts)),
         ("profile", options.profile or "none"),
     ]
@@ -110,6 +113,8 @@ def _join(target: ScriptTarget, world: World, arguments: argparse.Namespace) -> 
     tie_to_launcher(world)
     arm_future_children()
     world = debugged(world, arguments)
+    if arguments.portable:
+        make_environment_portable()
     if arguments.profile:
         os.environ[PROFILE] = arguments.profile
     if arguments.rendezvous:

@@ -34,7 +34,7 @@ from lockstep.config.job import JobConfig
 from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job, parse_set, toml_value
 from lockstep.config.rules import data_parallel_holders, machine_problems
 from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
-from lockstep.core.world import World
+from lockstep.core.world import World, make_environment_portable
 from lockstep.errors import EXIT_DONE, ConfigError, nearest
 from lockstep.job.run_folder import choose_run_folder, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
@@ -84,6 +84,7 @@ def add_arguments(parser: Parser) -> None:
             "global batch = N times the devices; another recipe on other devices",
         ),
         ("--threads", "N", str, "CPU threads of each rank (part of the recipe)"),
+        ("--portable", "", False, "the same bits on every x86-64 CPU with AVX2"),
         ("--resume", "PATH", str, "run folder or checkpoint to resume from; auto: the latest run"),
         SET,
         ("--restarts", "N", str, "restarts after a lost process (default: 3)"),
@@ -106,6 +107,8 @@ def main(arguments: argparse.Namespace) -> int:
         count = world.world_size * devices_per_process(config.training.mesh)
         config = with_batch_per_device(config, arguments, count, shown=world.is_main)
         refuse(machine_problems(config, count))
+        if config.training.portable:
+            make_environment_portable()
         from lockstep.cli.in_process import join
 
         tie_to_launcher(world)
@@ -140,6 +143,8 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
         if text is not None:
             value = text if option in _TEXTS else toml_value(text)
             found.append(Override(path=path, value=value, origin=f"--{option.replace('_', '-')} {text}"))
+    if getattr(arguments, "portable", False):
+        found.append(Override(path=("training", "portable"), value=True, origin="--portable"))
     return found
 
 
@@ -217,6 +222,7 @@ def _supervise(config: JobConfig, devices: Devices, arguments: argparse.Namespac
     options = LaunchOptions(
         devices=devices,
         threads=config.run.threads,
+        portable=bool(config.training.portable),
         grace=config.run.grace,
         stall_limit=config.run.stall_limit,
         restarts=config.run.restarts,
@@ -282,6 +288,7 @@ def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: st
     if arguments.per_device_batch is not None:
         settings.append(f"training.global_batch={config.training.global_batch}")
     words = command_of(arguments, settings, ("data", "precision", "epochs", "threads"))
+    words += ["--portable"] if arguments.portable else []
     return shlex.join(
         [*words, "--strategy", strategy, "--devices", f"{'cpu:' if kind == 'cpu' else ''}{count}"]
     )

@@ -72,11 +72,12 @@ def seed(value: int) -> str | None:
     return None if 0 <= value < 1 << 63 else f"should be at least 0 and below 2^63 and is {value}."
 
 
-def one_of(*names: str) -> Check:
-    """One of the names; the nearest is offered for another."""
+def one_of(*values: str | bool) -> Check:
+    """One of the values; the nearest is offered for another name."""
+    names = [value for value in values if isinstance(value, str)]
 
-    def check(value: str) -> str | None:
-        return None if value in names else f"{value!r} is not known.{nearest(value, names)}"
+    def check(value: str | bool) -> str | None:
+        return None if value in values else f"{value!r} is not known.{nearest(str(value), names)}"
 
     return check
 

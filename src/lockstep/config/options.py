@@ -47,6 +47,8 @@ class Recipe(CheckedOptions):
     """Keeps images and convolution weights in channels-last order."""
     compile: bool = False
     """Compiles the model with torch.compile; another recipe than the same job without."""
+    portable: bool | str = field(default=False, metadata={"check": one_of(True, False, "auto")})
+    """The same bits on every x86-64 CPU with AVX2; CPU only. "auto": where this machine can give them."""
     sync_batch_norm: bool = False
     """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()

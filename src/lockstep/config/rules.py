@@ -251,6 +251,12 @@ def _pipeline_is_filled(options: RunSettings, machine: AvailableDevices) -> Iter
         yield f"is {options.micro_batches}. {error}"
 
 
+@_rule(RULES, "compiled code is not portable", "portable")
+def _compiled_code_is_not_portable(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    if options.portable is True and options.compile:
+        yield "is true: torch.compile writes code for the CPU that it runs on. Use one of the two."
+
+
 @_rule(RULES, "whole models are compiled", "compile")
 def _compiled_models_are_whole(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     strategy = options.strategy

@@ -105,14 +105,17 @@ class Context:
     sync_batch_norm: bool = False
     deterministic: bool = False
     optimizers: tuple[str, ...] = ()
+    cpu: str = ""
+    """The maker of the CPU and the library of matrix products; empty on a GPU, and where bits are portable."""
     photos: str = ""
     """Hash of the pixels that photos are decoded to here; empty while the run has read none."""
 
     def differences(self, other: Mapping[str, object]) -> list[str]:
-        """One line per entry in which ``other`` (as from ``as_dict``) differs; ``photos`` where both know it."""
+        """One line per entry in which ``other`` (as from ``as_dict``) differs; of some, where both know it."""
         mine = self.as_dict()
-        if not (self.photos and other.get("photos")):
-            del mine["photos"]
+        for name in ("cpu", "photos"):
+            if not (mine[name] and other.get(name)):
+                del mine[name]
         return [
             f"{name}: {other.get(name)!r} there, {mine[name]!r} here"
             for name in mine
@@ -124,18 +127,37 @@ class Context:
         return {**asdict(self), "optimizers": list(self.optimizers)}
 
 
-def device_model(device: torch.device) -> str:
+def device_model(device: torch.device, *, portable: bool = False) -> str:
     """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
+    if portable:
+        return "any x86_64 with AVX2"
     return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()])
+
+
+def cpu_of(device: torch.device) -> str:
+    """The CPU's maker, by which libraries choose their code, and torch's library for matrix products; "" on a GPU."""
+    if device.type != "cpu":
+        return ""
+    maker = " ".join(_of_cpu("vendor_id")) or platform.machine()
+    return f"{maker} {'MKL' if has_mkl() else 'without MKL'}"
+
+
+def has_mkl() -> bool:
+    """True if torch was built with MKL, which then computes its matrix products."""
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 
 
 def _matrix_instructions() -> list[str]:
     """The CPU's instructions for bf16 and fp16, as Linux names them; unknown elsewhere."""
+    return [name for name in _MATRIX_INSTRUCTIONS if name in _of_cpu("flags")]
+
+
+def _of_cpu(entry: str) -> list[str]:
+    """The words of an entry of ``/proc/cpuinfo``, of the first core; none where Linux does not say."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return []
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    return [name for name in _MATRIX_INSTRUCTIONS if name in flags]
+    return next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith(entry)), [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,18 @@ DEBUG_RANK = "LOCKSTEP_DEBUG_RANK"
 """Variable with the rank that a debugger may hold up; set on every rank of such a run."""
 PROFILE = "LOCKSTEP_PROFILE"
 """Variable with the steps of which a script's run is to write a timeline; ``lockstep run --profile`` sets it."""
+_PORTABLE = "LOCKSTEP_PORTABLE"
+PORTABLE_VARIABLES = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+"""Variables that hold the libraries of torch to code that every x86-64 CPU with AVX2 runs; they read them once."""
+PORTABLE_ENVIRONMENT = {**PORTABLE_VARIABLES, _PORTABLE: "1"}
+"""What a launcher gives ranks whose bits are to be portable: the variables, and that they were there before torch."""
+
+
+def make_environment_portable() -> None:
+    """Sets the variables in this process, which must not have imported torch."""
+    assert "torch" not in sys.modules, "the libraries of torch have read them"
+    os.environ.update(PORTABLE_ENVIRONMENT)
+
 
 SHARED_DEVICES = "LOCKSTEP_DEVICES"
 """Variable with the GPU of each rank of a host, where ranks share one, as 0,0,1; places in CUDA_VISIBLE_DEVICES."""
@@ -89,6 +102,8 @@ class World:
     """Restarts of the run by our launcher so far, after lost processes."""
     is_debugged: bool = False
     """True where a debugger may hold up one of the ranks, so that the others must wait for it without a limit."""
+    is_portable: bool = False
+    """True where the launcher has set the variables for portable bits, before torch was imported."""
     profile: str = ""
     """FIRST:COUNT: the steps of which the run is to write a timeline, whatever the script says; empty for none."""
 
@@ -128,7 +143,12 @@ class World:
         """
         variables = os.environ if environment is None else environment
         world = cls._of_launcher(variables)
-        return replace(world, profile=variables.get(PROFILE, ""), is_debugged=DEBUG_RANK in variables)
+        return replace(
+            world,
+            profile=variables.get(PROFILE, ""),
+            is_debugged=DEBUG_RANK in variables,
+            is_portable=bool(variables.get(_PORTABLE)),
+        )
 
     @classmethod
     def _of_launcher(cls, variables: Mapping[str, str]) -> World:

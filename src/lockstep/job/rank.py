@@ -127,7 +127,8 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
     if outcome.weights is not None:
         path, here = outcome.weights, Path.cwd()
         rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
-    rows.append(("fingerprint", outcome.fingerprint))
+    where = "   (on every x86-64 CPU with AVX2)" if outcome.is_portable else ""
+    rows.append(("fingerprint", outcome.fingerprint + where))
     if proof:
         rows.append(("prove it", f"{proof}   (ends in the same fingerprint)"))
     return "\n".join(f"{name:12} {text}" for name, text in rows)

@@ -27,11 +27,8 @@ def launch(
     A script must guard the call with ``if __name__ == "__main__":``, because every rank imports the script.
     A failure raises ``RankError`` with the traceback of the rank that failed first.
 
-    In a notebook the output of rank 0 is shown in the cell, and interrupting the cell stops all ranks.
-
     Args:
-        function: defined at the top level of a file, or in a cell of a notebook, where the package cloudpickle sends it
-            with all that it uses; its result must be representable as JSON.
+        function: defined at the top level of a file; its result must be representable as JSON.
         args: for the function; anything that can be pickled.
         devices: ``N``, ``auto``, ``cpu``, ``cpu:N`` or a list such as ``0,5``.
         threads: intra-op threads per rank; see ``LaunchOptions``.

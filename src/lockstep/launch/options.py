@@ -26,7 +26,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.config.checks import device_request
-from lockstep.core.world import DEBUG_RANK, LOOPBACK, SHARED_DEVICES, HostLayout
+from lockstep.core.world import DEBUG_RANK, LOOPBACK, PORTABLE_ENVIRONMENT, SHARED_DEVICES, HostLayout
 from lockstep.errors import ConfigError, nearest
 
 _MOST_CPU_RANKS = 8
@@ -180,6 +180,8 @@ class LaunchOptions:
     """Its port on loopback; 0: any free port."""
     profile: str = ""
     """FIRST:COUNT: the steps of which a script's ``lockstep.init`` writes a timeline; empty: as the script says."""
+    portable: bool = False
+    """Starts the ranks with the environment of portable bits."""
     restarts: int = 0
     """How often the run is restarted after a process was lost."""
     restart_world: str = "same"
@@ -248,6 +250,8 @@ def world_environment(
         environment[SHARED_DEVICES] = options.devices.shared
     if options.debug_rank is not None:
         environment[DEBUG_RANK] = str(options.debug_rank)
+    if options.portable:
+        environment.update(PORTABLE_ENVIRONMENT)
     return environment
 
 

@@ -86,11 +86,7 @@ def _run_function(target: FunctionTarget) -> Any:
         main = types.ModuleType("__mp_main__")
         main.__dict__.update(runpy.run_path(target.main_path, run_name="__mp_main__"))
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    found = (
-        pickle.loads(base64.b64decode(target.code))
-        if target.code
-        else resolve_name(importlib.import_module(target.module), target.name)
-    )
+    found = resolve_name(importlib.import_module(target.module), target.name)
     if found is None:
         raise ConfigError(
             f"{target.name} is not defined when {target.main_path or target.module} is imported instead of run. "

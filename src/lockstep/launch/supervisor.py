@@ -218,15 +218,24 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 def run_sequentially(
-    entry: str, payload: dict[str, Any], *, ranks: int, threads: int | None, folder: Path
+    entry: str,
+    payload: dict[str, Any],
+    *,
+    ranks: int,
+    threads: int | None,
+    portable: bool = False,
+    folder: Path,
 ) -> WorldOutcome:
     """Runs one world of CPU processes to its end; ``SystemExit`` if it was asked to stop, as the whole command then is.
 
     Every rank calls ``entry`` (``module:function``) with the JSON object ``payload``, to which ``folder`` is added: a
-    place for what the ranks write, and for their logs. ``threads`` is the number of intra-op threads of each.
+    place for what the ranks write, and for their logs. ``threads`` is the number of intra-op threads of each;
+    ``portable`` gives them the environment of portable bits.
     """
     devices = parse_devices(f"cpu:{ranks}")
-    options = LaunchOptions(devices=devices, threads=threads, log_directory=str(folder / "logs"))
+    options = LaunchOptions(
+        devices=devices, threads=threads, portable=portable, log_directory=str(folder / "logs")
+    )
     outcome = run_world(EntryTarget(entry=entry, payload={**payload, "folder": str(folder)}), options)
     if outcome.asked is not StopReason.NONE:
         raise SystemExit(int(outcome.asked))

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -52,8 +50,6 @@ class FunctionTarget:
     """The script that was started, if the function is defined there."""
     arguments: str = ""
     """Base64 of the pickled ``(args, kwargs)``."""
-    code: str = ""
-    """The same of a function of a notebook, which nobody can import."""
     search_path: tuple[str, ...] = field(default_factory=tuple)
 
     @classmethod
@@ -62,11 +58,8 @@ class FunctionTarget:
     ) -> FunctionTarget:
         """Names a function so that another process can import it; ``ConfigError`` if that is impossible."""
         module, name, main_path = _address(function)
-        is_interactive = module == "__main__" and not main_path
-        dumps = _cloudpickle(name).dumps if is_interactive else pickle.dumps
-        code = base64.b64encode(dumps(function)).decode() if is_interactive else ""
         try:
-            pickled = dumps((args, dict(kwargs)))
+            pickled = pickle.dumps((args, dict(kwargs)))
         except Exception as error:
             raise ConfigError(
                 f"The arguments for {name} cannot be sent to another process: {error}. "
@@ -77,7 +70,6 @@ class FunctionTarget:
             name=name,
             main_path=main_path,
             arguments=base64.b64encode(pickled).decode(),
-            code=code,
             search_path=tuple(sys.path),
         )
 
@@ -104,10 +96,7 @@ def from_json(value: Mapping[str, Any]) -> Target:
 
 
 def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """Returns module, qualified name, and the path of the main script if the function is defined there.
-
-    The path is empty for a function of a notebook or an interactive session.
-    """
+    """Returns module, qualified name, and the path of the main script if the function is defined there."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not module or not name or "<" in name or resolve_name(sys.modules.get(module), name) is not function:
         raise ConfigError(
@@ -119,20 +108,13 @@ def _address(function: Callable[..., Any]) -> tuple[str, str, str]:
     main = sys.modules["__main__"]
     if (spec := getattr(main, "__spec__", None)) is not None:
         return spec.name, name, ""
-    path = Path(getattr(main, "__file__", None) or ".")
-    return "__main__", name, str(path.resolve()) if path.is_file() else ""
-
-
-def _cloudpickle(name: str) -> ModuleType:
-    """The package that sends a function with all that it uses."""
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError as error:
+    path = getattr(main, "__file__", None)
+    if path is None or not Path(path).is_file():
         raise ConfigError(
-            f"{name} is defined in a notebook or an interactive session, from which another process cannot import it. "
-            "Install cloudpickle, which sends it (pip install cloudpickle), or move it into a .py file and import it "
-            "from there."
-        ) from error
+            f"{name} is defined in a notebook or an interactive session, from which another process cannot "
+            "import it. Move it into a .py file and import it from there."
+        )
+    return "__main__", name, str(Path(path).resolve())
 
 
 def resolve_name(module: Any, name: str) -> Any:

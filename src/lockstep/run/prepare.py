@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoint import model_state, parameter_names
 from lockstep.checkpoint.state import encoded_extra_states, tensor_state
 from lockstep.config.options import RunOptions
-from lockstep.core.fingerprint import Context, device_model, digest_tensors
+from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.precision import Precision
@@ -415,7 +415,9 @@ def _local_shard(name: str, value: Any, held: Tensor, parameter: Tensor, strateg
     return value if part is None else part.detach().to(held.device, copy=True).contiguous()
 
 
-def describe(options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer]) -> Context:
+def describe(
+    options: RunOptions, session: RunSession, optimizers: Sequence[Optimizer], *, portable: bool
+) -> Context:
     """The fingerprint's context for a run."""
     return Context(
         global_batch=options.global_batch,
@@ -424,7 +426,8 @@ def describe(options: RunOptions, session: RunSession, optimizers: Sequence[Opti
         precision=options.precision,
         reduce=options.reduce,
         threads=session.threads,
-        device=device_model(session.device),
+        device=device_model(session.device, portable=portable),
+        cpu="" if portable else cpu_of(session.device),
         torch=torch.__version__,
         compiled=options.compile,
         channels_last=options.channels_last,

@@ -20,6 +20,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.images.decoding import decoded_as
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.errors import ConfigError
+from lockstep.numerics.portable import make_portable
 from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
 from lockstep.run import agreement, save
@@ -79,28 +80,27 @@ class Run:
         world = world or World.from_environment()
         self.options = options = timeline.as_launched(options_of_new_run(options), world)
         options = replace(options, timeout=world.patience(options.timeout))
-        devices = devices_per_process(options.mesh)
-        self._session = RunSession(world, options.threads, options.timeout, devices)
+        self._session = RunSession(world, options.threads, options.timeout, devices_per_process(options.mesh))
         self.world, self.device, self._events = world, self._session.device, self._session.events
         self._events.add_observers_of_new_runs()
         if (group := self._session.group) is not None:
             agreement.require_equal_settings(options.as_text(), group, self.device)
         self._precision = Precision.of(options, self.device)
         self._precision.configure_backend()
+        self.is_portable = make_portable(options, world, self.device)
+        """True if the bits do not depend on the CPU; see the option ``portable``."""
         self.strategy: Strategy = open_strategy(options, group, self.device, self._events)
         options.shape.check_holders(self.strategy.share.holders)
-        self._loop = EpochLoop(self._events)
         self.extra: dict[str, Any] = {}
         """Stored in checkpoints and given back on resume; must survive JSON."""
         self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
-        """Of the first steps."""
-        self._loaders = LoaderCache(options, self.strategy)
+        self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._writer = Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
-        self._agreed_data = AgreedData(self._session.group, self.device, self.position)
-        self._skipped = SkippedSamples(self._session.group, self.device, options.seed, self.is_main)
+        self._agreed_data = AgreedData(group, self.device, self.position)
+        self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
         self._session.heartbeat.will_poll()
@@ -140,8 +140,8 @@ class Run:
         if self.is_main:
             save.clean_up(self.options.directory)
             timeline.make_file(self.options)
-        context, group = describe(self.options, self._session, parts.optimizers), self._session.group
-        if group is not None:
+        context = describe(self.options, self._session, parts.optimizers, portable=self.is_portable)
+        if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
         state = RunState(

@@ -219,6 +219,8 @@ class TrainingOutcome:
     skipped_steps: int
     level: Level = Level.BITWISE
     """The level that the strategy promises of the fingerprint."""
+    is_portable: bool = False
+    """True if the fingerprint does not depend on the CPU."""
     bytes_per_step: float = 0.0
     """Bytes of gradients that a rank gave to others in a step, on average; of the rank that gave most."""
     remarks: dict[str, str] = field(default_factory=dict)

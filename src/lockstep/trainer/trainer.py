@@ -252,6 +252,7 @@ class Trainer(Callback):
         run.close()
         return TrainingOutcome(
             fingerprint=fingerprint,
+            is_portable=run.is_portable,
             values=self._values,
             best=self._progress.best,
             best_epoch=self._progress.best_epoch,

@@ -99,7 +99,14 @@ def run_layout(layout: Layout, config: JobConfig, entry: str, folder: Path, **pa
     if problems := machine_problems(job, layout.devices, "cpu"):
         return " ".join(problem.text for problem in problems)
     given = {"config": job.to_json(), **payload}
-    outcome = run_sequentially(entry, given, ranks=layout.ranks, threads=job.run.threads, folder=folder)
+    outcome = run_sequentially(
+        entry,
+        given,
+        ranks=layout.ranks,
+        threads=job.run.threads,
+        portable=bool(job.training.portable),
+        folder=folder,
+    )
     if outcome.code == EXIT_DONE:
         return ""
     return outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"
