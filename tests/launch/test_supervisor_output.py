@@ -1,6 +1,8 @@
 """Runs whose terminal, disk or descriptors are gone, and the processes that their ranks have started."""
 
 import os
+import resource
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -60,6 +62,37 @@ def test_a_failure_without_a_disk_and_without_descriptors_is_told(command):
     assert "could not be written" in lines[1]
 
 
+@pytest.mark.slow
+@pytest.mark.fault("T2")
+def test_a_killed_rank_is_named_by_a_launcher_without_descriptors(command):
+    command.loop()
+    ranks = command.wait_for_mark("running", 3)
+    resource.prlimit(command.process.pid, resource.RLIMIT_NOFILE, (3, 3))
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    code, lines = command.end()
+    assert code == 4, lines
+    assert lines[0].startswith("rank 1 killed by SIGKILL")
+    command.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("T6")
+def test_a_run_goes_on_where_its_files_are_overwritten_and_removed(command):
+    """User code that writes past its memory may do the one; a cleaner of temporary folders does the other."""
+    command.loop()
+    ranks = command.wait_for_mark("running", 3)
+    directory = next((command.folder / "runtime").iterdir())
+    for path in (path for path in directory.iterdir() if path.stat().st_size > 100):
+        with path.open("r+b") as file:
+            file.write(b"\xfe" * 3)
+    shutil.rmtree(directory)
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    code, lines = command.end()
+    assert code == 4, lines
+    assert lines[0].startswith("rank 1 killed by SIGKILL")
+    command.wait_until_nothing_runs()
+
+
 STARTS = """
 import os, pathlib, subprocess, sys, time
 if os.environ["RANK"] == "1":
@@ -106,6 +139,21 @@ def test_three_ctrl_c_end_a_run_whose_fork_server_is_stopped(command):
         wait_until(lambda: not has_pending(command.process.pid), 5, "the signal to be taken")
     code, _ = command.end(10)
     assert code == 130
+    command.wait_until_nothing_runs()
+
+
+@pytest.mark.slow
+@pytest.mark.fault("P12")
+def test_a_stopped_fork_server_whose_ranks_have_ended_is_not_waited_for(command):
+    command.loop(steps=1500, options=("--stall-limit", "1"))
+    ranks = command.wait_for_mark("running", 3)
+    server = command.parent_of(int(ranks[0]))
+    os.kill(server, signal.SIGSTOP)
+    code, lines = command.end()
+    assert code == 4
+    assert lines[0] == (
+        f"lockstep: all ranks have ended, and the process that forked them (pid {server}) is stopped by a signal."
+    )
     command.wait_until_nothing_runs()
 
 

@@ -114,7 +114,10 @@ class ServerProcess:
 
 
 def _ends_within(process: int, seconds: float) -> bool:
-    handle = os.pidfd_open(process)
+    try:
+        handle = os.pidfd_open(process)
+    except OSError:  # no descriptor is left
+        return False
     try:
         return has_ended(handle, seconds)
     finally:

@@ -31,10 +31,12 @@ from lockstep.launch.hosts.coordinator import SharedStepWindows
 from lockstep.launch.options import LaunchOptions
 from lockstep.launch.outcome import MemoryWatch, RankEnd
 from lockstep.launch.stalls import Stall, StallWatch, describe, take_snapshots
+from lockstep.launch.stalls.stall_watch import process_state
 from lockstep.launch.stragglers import SlowRanks, StepWindows
 from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import read_record
 from lockstep.runtime.heartbeat import Beat, Membership, read_beat
+from lockstep.runtime.output import say
 from lockstep.runtime.stop_signals import REASONS, SignalInbox, drain
 from lockstep.text import printable
 
@@ -156,7 +158,7 @@ class Watch:
         self._schedule = TerminationSchedule()
         self._reason = StopReason.NONE
         self._asked_at, self._asked_twice = 0.0, False
-        self._killed_at = float("inf")
+        self._killed_at = self._stopped_since = float("inf")
         self._early_exits = EarlyExitDetector(directory, options.stall_limit)
         self._memory, self._windows = MemoryWatch(), StepWindows(directory)
         self._slow_ranks: SlowRanks | SharedStepWindows = coordinator.windows if coordinator else SlowRanks()
@@ -197,6 +199,7 @@ class Watch:
                     print(printable(slow), end="", file=sys.stderr, flush=True)
                 self._check_early_exits()
                 self._check_stall()
+                self._check_server()
                 self._send_due_signals()
                 if self._server.closed and not self.broken:
                     self._note_lost_ranks()
@@ -278,6 +281,19 @@ class Watch:
             self._schedule.within(0.0, _FORCE)
         else:
             print(printable("\n".join(describe(found.verdict, found.snapshots))), file=sys.stderr, flush=True)
+
+    def _check_server(self) -> None:
+        """Kills a fork server that is stopped (SIGSTOP) while all its ranks have ended, which it cannot report then."""
+        ended = bool(self._running) and all(process_state(pid) in ("Z", "") for pid in self._running.values())
+        if not ended or process_state(self._server.pid) != "T":
+            self._stopped_since = float("inf")
+            return
+        self._stopped_since = min(self._stopped_since, time.monotonic())
+        if 0 < self._options.stall_limit < time.monotonic() - self._stopped_since and not self._server.closed:
+            say(
+                f"all ranks have ended, and the process that forked them (pid {self._server.pid}) is stopped by a signal."
+            )
+            self._server.kill()
 
     def _send_due_signals(self) -> None:
         self._wait_for_saving(time.monotonic())

@@ -250,7 +250,7 @@ def last_lines(end: RankEnd, logs: Path) -> list[str]:
         return list(end.last_lines)
     try:
         lines = log_file(logs, end.rank).read_text(errors="replace").splitlines()
-    except FileNotFoundError:  # rank 0 writes to the terminal
+    except OSError:  # rank 0 writes to the terminal; or the log cannot be read
         return []
     crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
     return lines[-_LAST_LOG_LINES:] if crash is None else lines[crash : crash + _CRASH_LINES]
@@ -288,7 +288,7 @@ class MemoryWatch:
     def look(self, processes: Mapping[int, int]) -> None:
         """Measures the memory of each rank that has not ended; ``processes`` has their process ids."""
         for rank, pid in processes.items():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):  # it has ended, or no descriptor is left
                 self._held[rank] = psutil.Process(pid).memory_info().rss or self._held.get(rank, 0)
 
     def killer_of(self, rank: int, code: int) -> str:

@@ -63,7 +63,7 @@ class Control:
     @property
     def reason(self) -> StopReason:
         """The reason why the ranks are asked to stop."""
-        return _REASONS[self._map[_REASON]]
+        return _REASONS.get(self._map[_REASON], StopReason.NONE)  # user code may have written to the page
 
     def request_stop(self, reason: StopReason) -> None:
         """Asks every rank to stop; an interrupt overrides a preemption, otherwise the first reason is kept."""

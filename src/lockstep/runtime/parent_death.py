@@ -52,7 +52,9 @@ def end_leftovers(run_directory: str, session: int = 0) -> None:
         raise ValueError(f"the run directory is {run_directory!r}, not a path from the root")
     mark = os.fsencode(f"LOCKSTEP_RUN_DIRECTORY={run_directory}")
     for _ in range(_PASSES):  # a process may have been forked while the others were looked at
-        found = list(_belonging(mark, session))
+        found = []
+        with suppress(OSError):  # no descriptor is left, so nobody can be looked at
+            found = list(_belonging(mark, session))
         for handle in found:
             with suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
