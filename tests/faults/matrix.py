@@ -329,7 +329,7 @@ SECTIONS = {
         ),
         Row(
             "T6",
-            "a heartbeat, a note, the flags or a record of a run has been overwritten with other bytes or JSON of any depth",
+            "a heartbeat, a note, the flags or a record of a run is overwritten with other bytes or JSON of any depth",
             "it counts as none",
         ),
         Row(

@@ -151,9 +151,8 @@ def test_a_stopped_fork_server_whose_ranks_have_ended_is_not_waited_for(command)
     os.kill(server, signal.SIGSTOP)
     code, lines = command.end()
     assert code == 4
-    assert lines[0] == (
-        f"lockstep: all ranks have ended, and the process that forked them (pid {server}) is stopped by a signal."
-    )
+    told = f"lockstep: all ranks have ended, and their parent process (pid {server}) is stopped by a signal."
+    assert lines[0] == told
     command.wait_until_nothing_runs()
 
 
