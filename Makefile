@@ -56,7 +56,8 @@ check: $(VENV)/.check
 
 # Known vulnerabilities of what is pinned; a sentence where there is no network.
 audit: $(VENV)/.check
-	-@$(BIN)/python -c "import pip_audit" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	-@$(BIN)/python -c "import pip_audit" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --retries 1 --disable-pip-version-check pip-audit
 	$(BIN)/python tests/audit.py
 
 # Counts what tests/test_house.py holds: files, lines, small files, class names twice, ...; ARGS=-v names the places.
