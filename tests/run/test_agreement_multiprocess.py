@@ -267,14 +267,17 @@ def unseeded(world, evaluated, checks):
     import lockstep
 
     torch.manual_seed(world.rank)  # as unseeded processes have other random numbers
-    own = TensorDataset(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
+    own, common = (
+        TensorDataset(x, torch.zeros(9, dtype=torch.long)) for x in (torch.randn(9, 6), torch.ones(9, 6))
+    )
     run = lockstep.init(global_batch=8, micro_batches=4, checks=checks)
     model, _ = run.prepare(model := nn.Linear(6, 3), torch.optim.SGD(model.parameters(), lr=0.1))
     try:
-        if evaluated:
-            run.evaluate(own, nn.functional.cross_entropy)
-        else:
-            next(run.batches(own))
+        for data in (common, own):  # the second one is of the same size
+            if evaluated:
+                run.evaluate(data, nn.functional.cross_entropy)
+            else:
+                list(run.batches(data))
         return ""
     except ConfigError as error:
         return str(error)

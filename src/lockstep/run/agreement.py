@@ -291,18 +291,19 @@ class AgreedData:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
         self._group, self._device, self._position = group, device, position
-        self._agreed: set[SamplePlan | int] = set()
+        self._agreed: set[tuple[int, SamplePlan | int]] = set()
         self._resumed_samples = 0
 
     def resume(self) -> None:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def require(self, plan: SamplePlan, photos: str = "", digests: Digests = dict) -> None:
+    def require(self, plan: SamplePlan, number: int, photos: str = "", digests: Digests = dict) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
             plan: of the data set.
+            number: of the data set, the same on every rank.
             photos: a hash of what its photos are decoded to; empty for other sets.
             digests: gives those of some samples.
         """
@@ -313,7 +314,7 @@ class AgreedData:
                 f"data set has {plan.samples}. Resume with the data set that the run was trained on."
             )
         self._position.samples = plan.samples
-        if self._group is not None and plan not in self._agreed:
+        if self._group is not None and (number, plan) not in self._agreed:
             seen = {
                 "samples": plan.samples,
                 "shuffle": plan.shuffle,
@@ -322,14 +323,14 @@ class AgreedData:
             }
             require_equal_settings(seen, self._group, self._device)
             require_equal_data(digests(), self._group, self._device)
-            self._agreed.add(plan)
+            self._agreed.add((number, plan))
 
-    def require_evaluated(self, samples: int, digests: Digests) -> None:
+    def require_evaluated(self, samples: int, number: int, digests: Digests) -> None:
         """The same for a data set of so many samples that is evaluated. Collective."""
-        if self._group is not None and samples not in self._agreed:
+        if self._group is not None and (number, samples) not in self._agreed:
             require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
             require_equal_data(digests(), self._group, self._device)
-            self._agreed.add(samples)
+            self._agreed.add((number, samples))
 
 
 @dataclass

@@ -164,7 +164,8 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
-        run._agreed_data.require_evaluated(loader.samples, partial(run._loaders.digests, data, workers))
+        number, digests = run._loaders.number(data), partial(run._loaders.digests, data, workers)
+        run._agreed_data.require_evaluated(loader.samples, number, digests)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
             yield OpenEvaluation(

@@ -30,6 +30,8 @@ class LoaderCache:
     def __init__(self, options: RunOptions, strategy: Strategy) -> None:
         self._options, self._strategy = options, strategy
         self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
+        self._numbers: dict[int, int] = {}
+        self._numbered = 0
         self._plans: dict[_Key, SamplePlan] = {}
         self._training: dict[_Key, StepLoader] = {}
         self._evaluation: dict[_Key, EvaluationLoader] = {}
@@ -42,11 +44,19 @@ class LoaderCache:
         if id(data) not in self._sources:
             source = adopt(data)
             self._warn(*source.notes)
+            known = next((i for i, (each, _) in self._sources.items() if each.dataset is source.dataset), None)
+            self._numbers[id(data)] = self._numbered if known is None else self._numbers[known]
+            self._numbered += known is None
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own
             while len(self._sources) > _MOST_SOURCES:  # a loop may make a new DataLoader in every epoch
                 self._forget(next(iter(self._sources)))
         self._sources.move_to_end(id(data))
         return self._sources[id(data)][0]
+
+    def number(self, data: Any) -> int:
+        """A number for the data set, the same on every rank: that of the first source with this very data set."""
+        self.source(data)
+        return self._numbers[id(data)]
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
@@ -141,7 +151,7 @@ class LoaderCache:
             self._forget(data)
 
     def _forget(self, data: int) -> None:
-        del self._sources[data]
+        del self._sources[data], self._numbers[data]
         for loaders in (self._training, self._evaluation):
             for key in [key for key in loaders if key[0] == data]:
                 loaders.pop(key).close()
