@@ -159,6 +159,64 @@ def test_a_script_under_torchrun_joins_its_world(tmp_path):
     assert sorted(re.findall(r"rank \d done", done.stdout)) == ["rank 0 done", "rank 1 done"]
 
 
+REFUSED = """
+import sys, torch, lockstep
+from torch import nn
+from torch.utils.data import TensorDataset
+
+what, strategy = sys.argv[1:]
+steps = []
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if what == "forward" and len(steps) > 2:
+            raise KeyError("mine")
+        return object() if what == "stage" else super().forward(x)
+
+def loss_fn(output, target):
+    if what == "loss" and len(steps) > 2:
+        return output.detach().sum()
+    return nn.functional.cross_entropy(output, target)
+
+servers = {"parameter_server": {"servers": 1}} if strategy == "parameter_server" else {}
+run = lockstep.init(global_batch=8, micro_batches=4, strategy=strategy, **servers)
+model = nn.Sequential(Layer(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for batch in run.batches(TensorDataset(torch.ones(64, 6), torch.ones(64, dtype=torch.long))):
+    run.backward(batch, loss_fn)
+    optimizer.step()
+    optimizer.zero_grad()
+    steps.append(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "strategy", "said"),
+    [
+        ("loss", "pipeline", "ConfigError: The loss has no gradient"),
+        ("stage", "pipeline", "ConfigError: The stage that ends with '0' returns object"),
+        ("forward", "pipeline", "KeyError: 'mine'"),
+        ("forward", "parameter_server", "KeyError: 'mine'"),
+    ],
+)
+def test_an_error_of_one_rank_in_a_step_ends_the_others_under_torchrun(what, strategy, said, tmp_path):
+    """They wait for what that rank would have sent; its error is the only one that is printed."""
+    (tmp_path / "script.py").write_text(REFUSED)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run(
+        [*agent, str(tmp_path / "script.py"), what, strategy],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    errors = re.findall(r"^\[rank\d\]: (?:lockstep\.errors\.)?(\w+Error: .*)", done.stderr, re.M)
+    assert errors and all(error.startswith(said) for error in errors), done.stderr
+
+
 def test_python_alone_is_a_world_of_one(tmp_path):
     done = subprocess.run(
         [sys.executable, str(LOOP), str(tmp_path), "5"],

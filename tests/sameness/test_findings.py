@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
-from tests.sameness.drawing import SINGLE, plain_program
+from tests.sameness.drawing import SINGLE, plain_program, text_of
 from tests.sameness.programs import judge
-from tests.sameness.trials import Layout
+from tests.sameness.trials import Layout, run_trial
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
@@ -89,3 +89,17 @@ def test_gradients_that_are_kept_as_zeros_are_kept_over_a_restart(phases):
     program = dataclasses.replace(plain_program(), **parts, count=32)
     verdict = judge(program, phases)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        ("weights.sum()", "the global variable 'weights' is not the same on all of them"),
+        ("(1 + int(os.environ['RANK']))", "the forward pass or the loss depends on the process"),
+    ],
+)
+def test_a_loss_that_is_another_one_on_each_rank_is_refused(factor, said):
+    """Each rank drew class weights for itself before the run was opened, which no comparison of replicas can find."""
+    text = text_of(plain_program()).replace("(out, target)", f"(out, target) * {factor}")
+    ended = run_trial(text.replace("def loss_fn", "weights = torch.rand(C)\ndef loss_fn"), [DDP])
+    assert ended.how == "refused" and said in ended.message, ended

@@ -44,7 +44,9 @@ class LoaderCache:
         if id(data) not in self._sources:
             source = adopt(data)
             self._warn(*source.notes)
-            known = next((i for i, (each, _) in self._sources.items() if each.dataset is source.dataset), None)
+            known = next(
+                (i for i, (each, _) in self._sources.items() if each.dataset is source.dataset), None
+            )
             self._numbers[id(data)] = self._numbered if known is None else self._numbers[known]
             self._numbered += known is None
             self._sources[id(data)] = source, data  # the data is kept, so that its id stays its own

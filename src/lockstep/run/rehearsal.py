@@ -2,7 +2,8 @@
 
     state of the model and the loss -> [first micro-batch of each rank] -> state -> [the same again] -> state
                                         losses, gradients                 losses, gradients
-    everything is put back -> the step itself
+    [micro-batch 0 on every rank] -> losses, which must be equal          once for each loss function
+everything is put back -> the step itself
 
 A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. All
 ranks learn what each has found, and raise the same error.
@@ -30,6 +31,7 @@ from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
+from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
@@ -88,6 +90,8 @@ class Findings:
     deviation: str = ""
     """Why the loss is no mean over samples."""
     losses_differ: bool = False
+    by_rank: list[int] = field(default_factory=list)
+    """The bits of the losses of one micro-batch that several processes have computed, if they differ."""
     gradients: list[str] = field(default_factory=list)
     """Parameters whose gradients differ."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -102,6 +106,7 @@ class Findings:
         for each in everyone:
             whole.losses_differ |= each["losses_differ"]
             whole.deviation = whole.deviation or each["deviation"]
+            whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
             for name in ("written", "gradients", "drew"):
@@ -136,6 +141,8 @@ class Rehearsals:
         """How often each was, by its code."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
+        self._places: dict[str, str] = {}
+        self._is_fused = options.sync_batch_norm
         alone = options.micro_batches == 1 and group is None
         self._is_on = options.checks == "always" or (options.checks == "first" and not alone)
         self._warned: set[str] = set()
@@ -231,7 +238,10 @@ class Rehearsals:
             return
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         everyone = gather_records(self._strategy, vars(findings), self._group)
-        self._judge(Findings.of_all(everyone), _words(loss))
+        found = Findings.of_all(everyone)
+        self._judge(found, _words(loss))
+        if found.by_rank:
+            self._refuse_other_ranks()
 
     def _rehearse(
         self,
@@ -270,6 +280,10 @@ class Rehearsals:
                 later = Snapshot(roots, buffers.tensors, restorable=False)
                 is_counting = bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
+                buffers.restore()
+                if deviations is not None and strategy.share.holders > 1 and not self._is_fused:
+                    findings.by_rank = self._pass_of_all(short, rehearsal, scale)
+                    self._places = before.texts
                 if deviations == [] and batch.micro_batches and strategy.replicated:
                     with suppress(Exception):  # micro-batches may not fit together, or their parts the model
                         deviations.append(deviation_of_model(compute, batch.micro_batches))
@@ -324,6 +338,65 @@ class Rehearsals:
             buffers.restore()
             found.append(self._pass(batch, compute, scale))
         return found
+
+    def _pass_of_all(self, batch: Batch, compute: _RehearsalCompute, scale: float) -> list[int]:
+        """The losses of the first micro-batch, computed by every process under the same keys; none if they are equal.
+
+        Nothing is found where its data are no tensors, or not alike on all ranks.
+        """
+        data = self._common_data(batch)
+        if data is None:
+            return []
+        parts = tuple(
+            replace(each, data=data[0], indices=batch.plan.indices[0]) for each in batch.micro_batches
+        )
+        plan = replace(batch.plan, indices=(batch.plan.indices[0],) * batch.plan.leaves)
+        numbers = dict.fromkeys(compute.numbers, compute.numbers[0])
+        losses = self._pass(Batch(plan, parts), replace(compute, plan=plan, numbers=numbers), scale).losses
+        return losses if any(loss != losses[0] for loss in losses) else []
+
+    def _common_data(self, batch: Batch) -> list[Any] | None:
+        """The data of rank 0's first micro-batch in a list, on every rank with one; None where they cannot be sent."""
+        own: list[Any] = [each.data for each in batch.micro_batches]
+        leaves: list[Any] = []
+        shape = repr(map_leaves(own, leaves.append))
+        sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
+        kinds = (
+            [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
+            if sendable
+            else None
+        )
+        everyone = gather_records(self._strategy, [shape, kinds], self._group)
+        shapes = {shape for shape, kinds in everyone if kinds != []}
+        if len(shapes) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
+            return None
+        sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
+        if dist.get_rank(self._group) == 0:
+            sent = [leaf.clone() for leaf in leaves]
+        sent = [each.to(self._strategy.device) for each in sent]
+        assert self._group is not None, "there are several holders"
+        broadcast_tensors(sent, 0, self._group)
+        values = iter(each.cpu() for each in sent)
+        return map_leaves(own, lambda _: next(values)) if own else [None]
+
+    def _refuse_other_ranks(self) -> None:
+        """Raises the error of a loss that depends on the process. Collective."""
+        everyone = gather_records(self._strategy, self._places, self._group)
+        names = [
+            name
+            for name, text in everyone[0].items()
+            if any(each.get(name, text) != text for each in everyone)
+        ]
+        raise ConfigError(
+            "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+            + (
+                f": {shorten(names, _MOST)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
+                if names
+                else ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
+            )
+            + ". Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
+            f"sorted order, and let nothing that is computed depend on the rank. {_OFF}"
+        )
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
