@@ -187,7 +187,14 @@ _NOT_RESUMED |= {
     "annealed_rate",
 }
 _NOT_RESUMED |= {"taken_out", "parameter_taken_out", "moved_between_groups", "plateau", "scheduler_by_epoch"}
-_NOT_RESUMED |= {"last_call_only", "counting_sgd", "state_loaded_by_hand", "norm_momentum", "counted_dict"}
+_NOT_RESUMED |= {
+    "last_call_only",
+    "halved",
+    "counting_sgd",
+    "state_loaded_by_hand",
+    "norm_momentum",
+    "counted_dict",
+}
 """Parts whose state is the program's own: a program that is started again would not have it."""
 
 

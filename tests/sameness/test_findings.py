@@ -73,6 +73,12 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             "refused",
             id="noise on frozen parameters",
         ),
+        pytest.param(
+            {"lines": ("centring_hook",), "blocks": ("squares",), "width": 8},
+            SERVERS,
+            "equal",
+            id="a hook after the step, of a weight that two servers share",
+        ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
     ],
 )

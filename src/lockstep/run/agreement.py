@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from lockstep.core.fingerprint import Context, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
 from lockstep.data import SkipBroken
-from lockstep.data.batch import Batch
+from lockstep.data.batch import Batch, map_leaves
 from lockstep.data.naming import unwrap_subset
 from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, gather_json
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
 from lockstep.run.epoch_loop import Position, Read
 from lockstep.run.optimizer_step import hyperparameters
 from lockstep.run.prepare import Parts
+from lockstep.strategies import Strategy, gather_records
 from lockstep.text import numbered, shorten
 
 logger = logging.getLogger(__name__)
@@ -282,6 +283,52 @@ def _by_rank(values: list[Any]) -> str:
     return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
 
 
+def common_data(own: list[Any], strategy: Strategy, group: dist.ProcessGroup | None) -> list[Any] | None:
+    """The data of rank 0's first micro-batch, on every rank that has one. Collective.
+
+    Args:
+        own: the data of this rank's first micro-batch in a list; empty where it has none.
+        strategy: that trains.
+        group: all ranks.
+
+    Returns:
+        A list of one entry; None where the data are no tensors, or not of one structure on all ranks.
+    """
+    leaves: list[Any] = []
+    structure = repr(map_leaves(own, leaves.append))
+    sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
+    kinds = (
+        [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves] if sendable else None
+    )
+    everyone = gather_records(strategy, [structure, kinds], group)
+    structures = {each for each, kinds in everyone if kinds != []}
+    if len(structures) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
+        return None
+    assert group is not None, "there are several ranks"
+    sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
+    if dist.get_rank(group) == 0:
+        sent = [leaf.clone() for leaf in leaves]
+    sent = [each.to(strategy.device) for each in sent]
+    broadcast_tensors(sent, 0, group)
+    values = iter(each.cpu() for each in sent)
+    return map_leaves(own, lambda _: next(values)) if own else [None]
+
+
+def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
+    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
+    names = [
+        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
+    ]
+    cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
+    if names:
+        cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
+    return ConfigError(
+        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+        f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
+        f"sorted order, and let nothing that is computed depend on the rank. {remedy}"
+    )
+
+
 Digests = Callable[[], Mapping[str, str]]
 """Gives digests of some samples of a data set by name."""
 
@@ -298,13 +345,13 @@ class AgreedData:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def require(self, plan: SamplePlan, number: int, photos: str = "", digests: Digests = dict) -> None:
+    def require(self, plan: SamplePlan, photos: str, number: int, digests: Digests) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
             plan: of the data set.
-            number: of the data set, the same on every rank.
             photos: a hash of what its photos are decoded to; empty for other sets.
+            number: of the data set, the same on every rank.
             digests: gives those of some samples.
         """
         before, self._resumed_samples = self._resumed_samples, 0

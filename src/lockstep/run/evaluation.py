@@ -164,8 +164,7 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
-        number, digests = run._loaders.number(data), partial(run._loaders.digests, data, workers)
-        run._agreed_data.require_evaluated(loader.samples, number, digests)
+        run._agreed_data.require_evaluated(loader.samples, *run._loaders.compared(data, workers))
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
             yield OpenEvaluation(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,10 +56,10 @@ class LoaderCache:
         self._sources.move_to_end(id(data))
         return self._sources[id(data)][0]
 
-    def number(self, data: Any) -> int:
-        """A number for the data set, the same on every rank: that of the first source with this very data set."""
+    def compared(self, data: Any, workers: int | None) -> tuple[int, Callable[[], dict[str, str]]]:
+        """A number for the data set, which is the same on every rank and with other loaders of it; gives digests."""
         self.source(data)
-        return self._numbers[id(data)]
+        return self._numbers[id(data)], partial(self.digests, data, workers)
 
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -281,9 +282,13 @@ class PreparedOptimizer(Optimizer):
         self.wrapped = optimizer
         self._gradients, self._shared = gradients, shared
         self._needs_closure = needs_closure(optimizer)
+        self._late: list[Callable[[], Any]] = []
         if not self._has_all:
-            for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
-                hooks.update({number: self._shown(hook) for number, hook in hooks.items() if is_users(hook)})
+            before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            before.update({number: self._shown(hook) for number, hook in before.items() if is_users(hook)})
+            after.update(
+                {number: self._shown_after(hook) for number, hook in after.items() if is_users(hook)}
+            )
         self.step_was_skipped = False
 
     @property
@@ -307,13 +312,19 @@ class PreparedOptimizer(Optimizer):
 
     def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers a hook that is called after each step, with this optimizer."""
-        return self.wrapped.register_step_post_hook(self._shown(hook))
+        return self.wrapped.register_step_post_hook(self._shown_after(hook))
 
     def _shown(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook, called with this optimizer where the wrapped one holds parts of what the user knows."""
         if self._has_all:
             return hook
         return lambda _, args, kwargs: hook(self, args, kwargs)
+
+    def _shown_after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a hook after the step; where values are whole, it waits for those that others have stepped."""
+        if self._has_all or self._shared is None or not self._shared.has_values:
+            return self._shown(hook)
+        return lambda _, args, kwargs: self._late.append(partial(hook, self, args, kwargs))
 
     @property
     def _has_all(self) -> bool:
@@ -338,6 +349,9 @@ class PreparedOptimizer(Optimizer):
                 "closure(): optimizer.zero_grad(); return run.backward(batch, loss)."
             )
         self.step_was_skipped = not self._gradients.step(self.wrapped)
+        late, self._late = self._late, []
+        for call in late:
+            call()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

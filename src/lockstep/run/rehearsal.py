@@ -31,9 +31,9 @@ from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
-from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
+from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
@@ -241,7 +241,8 @@ class Rehearsals:
         found = Findings.of_all(everyone)
         self._judge(found, _words(loss))
         if found.by_rank:
-            self._refuse_other_ranks()
+            everyone = gather_records(self._strategy, self._places, self._group)
+            raise other_on_ranks(everyone, _OFF)
 
     def _rehearse(
         self,
@@ -344,7 +345,8 @@ class Rehearsals:
 
         Nothing is found where its data are no tensors, or not alike on all ranks.
         """
-        data = self._common_data(batch)
+        own: list[Any] = [each.data for each in batch.micro_batches]
+        data = common_data(own, self._strategy, self._group)
         if data is None:
             return []
         parts = tuple(
@@ -354,49 +356,6 @@ class Rehearsals:
         numbers = dict.fromkeys(compute.numbers, compute.numbers[0])
         losses = self._pass(Batch(plan, parts), replace(compute, plan=plan, numbers=numbers), scale).losses
         return losses if any(loss != losses[0] for loss in losses) else []
-
-    def _common_data(self, batch: Batch) -> list[Any] | None:
-        """The data of rank 0's first micro-batch in a list, on every rank with one; None where they cannot be sent."""
-        own: list[Any] = [each.data for each in batch.micro_batches]
-        leaves: list[Any] = []
-        shape = repr(map_leaves(own, leaves.append))
-        sendable = all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves)
-        kinds = (
-            [[list(leaf.shape), str(leaf.dtype).removeprefix("torch.")] for leaf in leaves]
-            if sendable
-            else None
-        )
-        everyone = gather_records(self._strategy, [shape, kinds], self._group)
-        shapes = {shape for shape, kinds in everyone if kinds != []}
-        if len(shapes) != 1 or not everyone[0][1] or None in (kinds for _, kinds in everyone):
-            return None
-        sent = [torch.empty(size, dtype=getattr(torch, dtype)) for size, dtype in everyone[0][1]]
-        if dist.get_rank(self._group) == 0:
-            sent = [leaf.clone() for leaf in leaves]
-        sent = [each.to(self._strategy.device) for each in sent]
-        assert self._group is not None, "there are several holders"
-        broadcast_tensors(sent, 0, self._group)
-        values = iter(each.cpu() for each in sent)
-        return map_leaves(own, lambda _: next(values)) if own else [None]
-
-    def _refuse_other_ranks(self) -> None:
-        """Raises the error of a loss that depends on the process. Collective."""
-        everyone = gather_records(self._strategy, self._places, self._group)
-        names = [
-            name
-            for name, text in everyone[0].items()
-            if any(each.get(name, text) != text for each in everyone)
-        ]
-        raise ConfigError(
-            "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
-            + (
-                f": {shorten(names, _MOST)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
-                if names
-                else ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
-            )
-            + ". Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
-            f"sorted order, and let nothing that is computed depend on the rank. {_OFF}"
-        )
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""

@@ -209,8 +209,7 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        number, digests = self._loaders.number(data), partial(self._loaders.digests, data, workers)
-        self._agreed_data.require(plan, number, photos, digests)
+        self._agreed_data.require(plan, photos, *self._loaders.compared(data, workers))
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform

@@ -39,6 +39,8 @@ class SharedGroups:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self.is_whole = strategy.replicated
         """True if the optimizer holds the very parameters that the user sees."""
+        self.has_values = all(type(each) is nn.Parameter for each in parameters.values())
+        """True if every process has the values of all parameters between steps."""
 
     @classmethod
     def of(
