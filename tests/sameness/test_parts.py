@@ -70,6 +70,8 @@ UNDER_FSDP = {
     **dict.fromkeys(("parametrized_after", "new_gradient", "penalty_gradient"), ABSENT),
 }
 """Refused by another sentence than elsewhere."""
+IN_STAGES = dict.fromkeys(("parametrized_after", "new_gradient", "penalty_gradient"), ABSENT)
+"""The same for stages in several processes."""
 MIXED = {"doubles": "stores values of one number type"}
 
 NAMES = {
@@ -138,7 +140,9 @@ def program(field, *names):
 
 def refusal(field, name, layout):
     """The words of a refusal; None where the end is to be equal."""
-    tables = [UNDER_FSDP] * (layout is FSDP) + [EVERYWHERE[field]]
+    tables = (
+        [UNDER_FSDP] * (layout is FSDP) + [IN_STAGES] * (layout in (PIPELINE, SHARDED)) + [EVERYWHERE[field]]
+    )
     if layout not in (DDP, SINGLE):
         tables.append(SHARED[field])
     if layout in (FSDP, PIPELINE, SHARDED):

@@ -132,9 +132,19 @@ def is_watched(module: nn.Module) -> bool:
 class _OneLevel(fx.Tracer):
     """Reads one forward; its children stay calls, which must be made as the forward itself is called."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._conditions = _conditions()
+        self._children = dict(module.named_children())
+        self._kept, self._tensors = Snapshot(self._children, restorable=False), self._tensors_now()
+
+    def _tensors_now(self) -> list[tuple[int, bool]]:
+        """The parameters and buffers of the children, and which require gradients."""
+        return [
+            (id(each), each.requires_grad)
+            for child in self._children.values()
+            for each in (*child.parameters(), *child.buffers())
+        ]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -142,6 +152,11 @@ class _OneLevel(fx.Tracer):
     def create_proxy(self, kind: str, *args: Any, **kwargs: Any) -> fx.Proxy:
         if kind in ("call_module", "call_function", "call_method") and _conditions() != self._conditions:
             raise fx.proxy.TraceError("a context manager is around a part of this forward")
+        if kind == "call_module" and (
+            self._tensors_now() != self._tensors
+            or self._kept.changed(Snapshot(self._children, restorable=False))
+        ):
+            raise fx.proxy.TraceError("this forward changes a child before it calls one")
         return super().create_proxy(kind, *args, **kwargs)
 
 
@@ -179,7 +194,7 @@ def _traced(module: nn.Module, *, training: bool) -> list[ChainLink] | None:
     legacy = np.random.get_state(legacy=False)
     module.training = training
     try:
-        nodes = list(_OneLevel().trace(module).nodes)
+        nodes = list(_OneLevel(module).trace(module).nodes)
     except Exception:
         # The user's forward may fail in any way when it is read with stand-ins; it is then no chain.
         return None
