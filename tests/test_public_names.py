@@ -94,6 +94,7 @@ RUN_OPTIONS = {
     "threads": None,
     "channels_last": False,
     "compile": False,
+    "deterministic": True,
     "sync_batch_norm": False,
     "running_buffers": (),
     "strategy": "ddp",
@@ -310,6 +311,7 @@ training.checkpoint_activations = ()
 training.checks = 'first'
 training.clip_norm = None
 training.compile = False
+training.deterministic = True
 training.drop_last = False
 training.early_stop = 0
 training.ema_decay = None

@@ -6,6 +6,7 @@
 // take tensors in the operator library "simcuda".
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -434,6 +435,13 @@ static const std::set<std::string> kWaits{  // their results have a size, or are
 static const std::set<std::string> kMixes{  // take indices on the CPU for a tensor on a device
     "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_foreach_copy_"};
 
+static const std::map<std::string, const char*> kUnordered{  // alert in deterministic mode, by this name
+    {"aten::_adaptive_avg_pool2d_backward", "adaptive_avg_pool2d_backward_cuda"},
+    {"aten::upsample_bilinear2d_backward", "upsample_bilinear2d_backward_out_cuda"},
+    {"aten::reflection_pad2d_backward", "reflection_pad2d_backward_cuda"},
+    {"aten::grid_sampler_2d_backward", "grid_sampler_2d_backward_cuda"},
+    {"aten::nll_loss2d_forward", "nll_loss2d_forward_out_cuda_template"}};
+
 // Lets the CPU's generator draw what the device's would.
 class Drawing {
  public:
@@ -476,6 +484,8 @@ class Call {
         host_.empty() || given_.empty() || kMixes.count(schema_.name()),
         "Expected all tensors to be on the same device, but found at least two devices, ", device, " and cpu! (",
         name_, "; on the cpu: ", host_, ")");
+    if (auto found = kUnordered.find(schema_.name()); found != kUnordered.end())
+      at::globalContext().alertNotDeterministic(found->second);
     DeviceGuard guard(device);
     {
       Locked locked(timeline().lock);

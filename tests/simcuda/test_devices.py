@@ -6,6 +6,8 @@ from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import require
 from tests.simcuda.trainings import train
 
+from lockstep.errors import ConfigError
+
 
 def on_another_stream(world, waits, records):
     """Writes on one stream what another reads, and frees memory that it still uses; returns what was seen."""
@@ -128,8 +130,11 @@ def settings(world):
 
     from tests.simcuda.trainings import open_run
 
+    from lockstep.core.fingerprint import device_model
+
     open_run(world, "single").close()
     filled = torch.utils.deterministic.fill_uninitialized_memory
+    assert "(132 multiprocessors) CUDA 13.0" in device_model(torch.device("cuda", 0))
     return torch.are_deterministic_algorithms_enabled(), filled, "torch._inductor" in sys.modules
 
 
@@ -158,3 +163,44 @@ def test_dp_copies_a_micro_batch_straight_to_the_device_of_its_replica(machine):
     (found,) = machine.run(train, 1, "perceptron", "dp", {"dp": {"replicas": 2}}, True)
     for device in ("cuda:0", "cuda:1"):
         assert any(name.startswith(f"copy_ to the device on {device}") for name in found.order)
+
+
+class Pooled(torch.nn.Sequential):
+    """Pools to 2 x 2, which adds in no fixed order on CUDA."""
+
+    def __init__(self):
+        layers = (
+            torch.nn.Conv2d(1, 2, 3),
+            torch.nn.AdaptiveAvgPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8, 5),
+        )
+        super().__init__(*layers)
+
+
+def pooling(world, deterministic):
+    """One step of a model whose gradient has no fixed order; returns the level."""
+    from tests.simcuda.trainings import job_of, open_run
+
+    run = open_run(world, "single", deterministic=deterministic)
+    _, data, loss_fn = job_of("convolutions")
+    own = Pooled()
+    _, optimizer = run.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    for batch in run.batches(data):
+        run.backward(batch, loss_fn)
+        optimizer.step()
+    run.close()
+    return run.strategy.level.name
+
+
+def test_an_operator_without_a_fixed_order_is_named_with_its_layer_and_what_to_do(machine):
+    with pytest.raises(ConfigError) as caught:
+        machine.run(pooling, 1, True)
+    for words in (
+        "adaptive_avg_pool2d_backward_cuda",
+        "'1' (AdaptiveAvgPool2d)",
+        "nn.AvgPool2d",
+        "deterministic=False",
+    ):
+        assert words in str(caught.value)
+    assert machine.run(pooling, 1, False) == ["STATISTICAL"]

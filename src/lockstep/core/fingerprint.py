@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -128,12 +130,27 @@ class Context:
 
 
 def device_model(device: torch.device, *, portable: bool = False) -> str:
-    """The model of a device, as far as bits may depend on it: the GPU's name, or the CPU's vector instructions."""
+    """The model of a device, as far as bits may depend on it.
+
+    Of a GPU its name, the number of its multiprocessors, and the versions of CUDA, cuBLAS and cuDNN; of a CPU its
+    vector instructions.
+    """
     if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's stub
+        versions = f"CUDA {torch.version.cuda} cuBLAS {_cublas()} cuDNN {cudnn}"
+        return f"{torch.cuda.get_device_name(device)} ({count} multiprocessors) {versions}"
     if portable:
         return "any x86_64 with AVX2"
     return " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *_matrix_instructions()])
+
+
+def _cublas() -> str:
+    """The version of cuBLAS, where it was installed as a package of its own; else that of CUDA stands for it."""
+    for name in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "of CUDA"
 
 
 def cpu_of(device: torch.device) -> str:

@@ -35,6 +35,8 @@ class Precision:
         if name == "tf32" and device.type != "cuda":
             raise ConfigError("precision 'tf32' exists on CUDA devices only; on a CPU use 'fp32' or 'bf16'.")
         self.name = name
+        self.is_deterministic = True
+        """False lets operators of CUDA run that add in no fixed order."""
         self._device = device
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.forward: Callable[[], AbstractContextManager[object]] = (
@@ -58,7 +60,9 @@ class Precision:
             "backoff_factor": options.loss_scale_backoff_factor,
             "growth_interval": options.loss_scale_growth_interval,
         }
-        return cls(options.precision, device, options.shape.micro_batch_size, **scaling)
+        made = cls(options.precision, device, options.shape.micro_batch_size, **scaling)
+        made.is_deterministic = options.deterministic
+        return made
 
     def prepare(self, model: nn.Module) -> None:
         """Lets every layer of a model run in this number format; ``ConfigError`` names a parameter that cannot.
@@ -83,7 +87,9 @@ class Precision:
         torch.backends.cuda.matmul.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.allow_tf32 = self.name == "tf32"
         torch.backends.cudnn.benchmark = False
-        if not torch.are_deterministic_algorithms_enabled():
+        if not self.is_deterministic:
+            torch.set_deterministic_debug_mode("default")
+        elif not torch.are_deterministic_algorithms_enabled():
             # The same switch as torch.use_deterministic_algorithms, which imports the compiler; and with it torch would
             # also fill memory that is written anyway.
             torch.set_deterministic_debug_mode("error")

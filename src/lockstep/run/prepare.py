@@ -432,6 +432,6 @@ def describe(
         compiled=options.compile,
         channels_last=options.channels_last,
         sync_batch_norm=options.sync_batch_norm,
-        deterministic=session.device.type == "cuda",
+        deterministic=session.device.type == "cuda" and options.deterministic,
         optimizers=tuple(implementation(each) for each in optimizers),
     )

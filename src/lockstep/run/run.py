@@ -312,9 +312,9 @@ class Run:
                 begins(batch, opened.scale)
             yield opened
         except Exception as error:
-            note_data(error, batch, prepared.compute.model)
             if self._session.group is not None:
                 gradients.fail(plan.step, error)
+            note_data(error, batch, prepared.compute.model)
             raise
         for ends in events.backward_end:
             ends(batch, opened.result)

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError, LockstepError
+from lockstep.runtime.torch_internals import NOT_DETERMINISTIC
+from lockstep.text import shorten
 
 _MOST_VALUES = 6
 _OF_CLASSES = (F.cross_entropy.__code__, F.nll_loss.__code__)
@@ -38,8 +40,56 @@ def shown(data: Any) -> str:
     return type(data).__name__
 
 
+_UNORDERED: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {
+    "adaptive_avg_pool": (
+        (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        "an output size of 1, or nn.AvgPool2d with a fixed size",
+    ),
+    "adaptive_max_pool": ((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), "nn.MaxPool2d with a fixed size"),
+    "upsample": ((nn.Upsample,), "mode='nearest', or nn.ConvTranspose2d"),
+    "reflection_pad": (
+        (nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d),
+        "nn.ZeroPad2d, or padding_mode='zeros'",
+    ),
+    "replication_pad": ((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), "nn.ZeroPad2d"),
+    "ctc_loss": ((nn.CTCLoss,), "the loss of output.cpu() and target.cpu()"),
+    "grid_sampler": ((), "another way of resampling, or resample in the data set"),
+    "nll_loss2d": (
+        (nn.NLLLoss, nn.CrossEntropyLoss),
+        "the loss of output.movedim(1, -1).flatten(0, -2) and target.flatten()",
+    ),
+    "max_pool3d": ((nn.MaxPool3d,), "nn.AvgPool3d, or a stride in nn.Conv3d"),
+    "cumsum": ((), "torch.cumsum of integers, or on the CPU"),
+    "histc": ((), "torch.bincount of integers, or torch.histc on the CPU"),
+}
+"""By a part of the operator's name in CUDA's sources: layers that call it, and what to use instead."""
+
+
+def explain_operator(error: Exception, model: nn.Module) -> None:
+    """Raises ``ConfigError`` in place of an error about an operator that adds in no fixed order; else nothing."""
+    before, found, _ = str(error).partition(NOT_DETERMINISTIC.texts[0])
+    if not found:
+        return
+    operator = before.split()[-1] if before.split() else "an operator"
+    classes, instead = next(
+        (each for part, each in _UNORDERED.items() if part in operator), ((), "another operator there")
+    )
+    found_in = [(name, type(module)) for name, module in model.named_modules() if isinstance(module, classes)]
+    layers = [f"{name!r} ({kind.__name__})" for name, kind in found_in]
+    where = f", which {shorten(layers, 4)} may have called," if layers else ""
+    raise ConfigError(
+        f"{operator}{where} adds in no fixed order on CUDA, so its bits differ from run to run. Use {instead}; or set "
+        "deterministic=False (training.deterministic = false in a job file), which lets it run at level C."
+    ) from error
+
+
 def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
-    """Adds what the micro-batches of a step hold to an error of the user's code."""
+    """Adds what the micro-batches of a step hold to an error of the user's code.
+
+    Raises:
+        ConfigError: instead, for an operator that adds in no fixed order.
+    """
+    explain_operator(error, model)
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
     data = batch.micro_batches[0].data

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.config.options import RunOptions
 from lockstep.config.rules import AvailableDevices, require_rules
-from lockstep.config.strategy_options import ONE_PROCESS, devices_per_process, mesh_of
+from lockstep.config.strategy_options import ONE_PROCESS, Level, devices_per_process, mesh_of
 from lockstep.core.world import shared_devices
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
@@ -52,6 +52,8 @@ def open_strategy(
     mesh = mesh_of(options.strategy, options.mesh, world_size)
     strategy = _OPEN[options.strategy](options, Groups.open(mesh, group), device)
     strategy.events = events
+    if device.type == "cuda" and not options.deterministic:
+        strategy.level = Level.STATISTICAL
     return strategy
 
 
