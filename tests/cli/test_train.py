@@ -234,6 +234,6 @@ def test_only_the_devices_that_share_the_batch_count_for_it(command, started):
 def test_the_proof_asks_for_no_gpu_that_the_host_has_not(monkeypatch, gpus, ranks, place):
     monkeypatch.setattr(train, "visible_gpus", lambda: gpus)
     given = dict.fromkeys(("data", "precision", "epochs", "threads", "per_device_batch"))
-    arguments = argparse.Namespace(job="digits", set=[], **given)
+    arguments = argparse.Namespace(job="digits", set=[], portable=False, **given)
     found = train.proof(load_job("digits", [parse_set("run.devices=auto")]), arguments, ranks, "cuda")
     assert found == f"lockstep train digits {place}"

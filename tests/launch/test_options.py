@@ -97,7 +97,7 @@ def test_of_mig_instances_one_is_visible(tmp_path, monkeypatch):
     (tmp_path / "driver/capabilities/gpu0/mig/gi1").mkdir(parents=True)
     assert visible_gpus({}, tmp_path, tmp_path / "driver") == ("0",)
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1a,MIG-2b"}) == ("MIG-1a",)
-    with pytest.raises(ConfigError, match=r"1 GPU is visible .MIG-1a; of MIG instances a process sees one\."):
+    with pytest.raises(ConfigError, match=r"1 GPU is visible .MIG-1a; of MIG instances a process sees one\)"):
         parse_devices("2", gpus=("MIG-1a",))
 
 

@@ -55,7 +55,15 @@ def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **o
     settings = type(
         "Settings",
         (),
-        {"epochs": epochs, "clip_norm": 0.1, "drop_last": False, "evaluate_every": 1, "early_stop": 0},
+        {
+            "epochs": epochs,
+            "max_steps": None,
+            "clip_norm": 0.1,
+            "drop_last": False,
+            "evaluate_every": 1,
+            "evaluate_every_steps": None,
+            "early_stop": 0,
+        },
     )
     parts = TrainingParts(
         model=model,

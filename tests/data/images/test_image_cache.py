@@ -2,6 +2,7 @@ import os
 import pickle
 import pwd
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,8 +85,10 @@ def test_large_photos_are_kept_at_every_scale_that_is_asked_for(photos, tmp_path
 
     dataset = ImageFolder(photos, transform=RandomResizedCrop(16)).use_cache(tmp_path)
     asked = []
-    opened = image_cache.open_photo
-    monkeypatch.setattr(image_cache, "open_photo", lambda path: asked.append(path.name) or opened(path))
+    read = image_cache.read_photo
+    monkeypatch.setattr(
+        image_cache, "read_photo", lambda path, most: asked.append(Path(path).name) or read(path, most)
+    )
     for epoch in range(3):
         pictures(dataset, epoch=epoch)
     assert set(asked) == {"broken.jpg"}
