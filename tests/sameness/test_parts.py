@@ -33,7 +33,6 @@ EVERYWHERE = {
         "temporary": "is not part of the model that run.prepare was given",
         "cached_rotation": "The forward pass changes the buffer",
         "scripted": "was compiled by torch.jit",
-        "compiled": "",
     },
     "lines": {"parametrized_after": "was replaced, added or taken out after run.prepare"},
     "loss": {"inner_backward": "must not call backward()", "huge": "The loss of step"},
@@ -88,7 +87,7 @@ NAMES = {
         *("forked", "threaded", "forward_mode", "func_jvp", "func_vjp", "functional_vhp", "jacobian"),
         *("ensemble", "inference", "inner_loop", "data_class", "delegating", "always_eval", "state_hooks"),
         *("hook_with_all", "backward_pre_hook", "old_weight_norm", "doubles", "integer_table", "many_dims"),
-        *("transposed_view", "raised", "generator_of_layers", "set_attribute", "own_checkpoint"),
+        *("transposed_view", "raised", "compiled", "generator_of_layers", "set_attribute", "own_checkpoint"),
     ),
     "lines": (
         *("step_post_hook", "centring_hook", "stepped_with", "listed_parameters", "pickled_state", "moved"),
@@ -140,9 +139,8 @@ def program(field, *names):
 
 def refusal(field, name, layout):
     """The words of a refusal; None where the end is to be equal."""
-    tables = (
-        [UNDER_FSDP] * (layout is FSDP) + [IN_STAGES] * (layout in (PIPELINE, SHARDED)) + [EVERYWHERE[field]]
-    )
+    tables = [UNDER_FSDP] * (layout in (FSDP, SHARDED)) + [IN_STAGES] * (layout is PIPELINE)
+    tables.append(EVERYWHERE[field])
     if layout not in (DDP, SINGLE):
         tables.append(SHARED[field])
     if layout in (FSDP, PIPELINE, SHARDED):

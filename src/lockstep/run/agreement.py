@@ -46,7 +46,7 @@ _MOST_CHARACTERS = 60
 _SOURCE = "source of"
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 """Folders of installed packages, which two hosts may have under paths of their own."""
-_OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_OF_TORCH = vars(nn.Module()).keys() - {"training"} | {"_torchdynamo_wrapper_id"}  # an address
 _COMPOSABLE = "__composable_api_state_key"
 """Begins the random names of the attributes of torch's activation checkpointing."""
 """Attributes in which every module keeps its parameters, buffers, children and hooks."""
