@@ -195,3 +195,15 @@ def test_gradients_of_the_other_network_are_saved(tmp_path, clears):
 def test_gradients_of_the_other_network_are_refused_where_no_process_has_them_whole(tmp_path):
     for found in run_ranks(adversarial, 2, tmp_path, 1, True, "fsdp"):
         assert "would lose gradients" in found and "zero_grad()" in found, found
+
+
+def test_a_gradscaler_of_the_scripts_own_is_refused_and_one_that_is_switched_off_steps():
+    run, _, optimizer = begin()
+    (batch, *_) = run.batches(dataset())
+    loss = run.backward(batch, nn.CrossEntropyLoss())
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss)
+    with pytest.raises(ConfigError, match=r"write lockstep\.init\(precision='fp16'\)"):
+        scaler.step(optimizer)
+    run.close()

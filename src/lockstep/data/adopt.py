@@ -139,6 +139,28 @@ class Stream(Dataset[Any]):
         return sample
 
 
+class Indexed(Dataset[Any]):
+    """Reads by number what can be iterated over too, as a ``StreamingDataset`` of MosaicML: its shards have an index.
+
+    Its own order, and the way it shares itself out over processes, are not used.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return int(self.dataset.size)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    @staticmethod
+    def is_possible(dataset: Any) -> bool:
+        """True for an iterable data set with a number of samples, ``size``, and entries."""
+        has_entries = type(dataset).__getitem__ is not Dataset.__getitem__
+        return isinstance(getattr(dataset, "size", None), int) and has_entries
+
+
 class SideBySide(Dataset[Any]):
     """Reads several data sets side by side: a sample is a tuple with one of each.
 
@@ -201,7 +223,7 @@ def adopt(source: Any) -> Source:
     if isinstance(source, DataLoader):
         return _adopt_loader(source)
     if isinstance(source, IterableDataset):
-        source = Stream(source)
+        source = Indexed(source) if Indexed.is_possible(source) else Stream(source)
     if isinstance(source, Sampler):
         raise ConfigError(
             f"run.batches needs a data set and got a {type(source).__name__}. "
@@ -218,6 +240,11 @@ def adopt(source: Any) -> Source:
 
 def _adopt_loader(loader: DataLoader[Any]) -> Source:
     collate = None if loader.collate_fn is default_collate else loader.collate_fn
+    if isinstance(loader.dataset, IterableDataset) and Indexed.is_possible(loader.dataset):
+        size, drop_last, indexed = loader.batch_size, loader.drop_last, Indexed(loader.dataset)
+        return Source(
+            dataset=indexed, collate=collate, batch_size=size, evaluation_batch=size, drop_last=drop_last
+        )
     if isinstance(loader.dataset, IterableDataset):
         stream = Stream(loader.dataset, collate=collate)
         size, drop_last = loader.batch_size, loader.drop_last

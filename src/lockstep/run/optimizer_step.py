@@ -331,6 +331,9 @@ class PreparedOptimizer(Optimizer):
         """True where the wrapped optimizer holds the parameters that the user sees."""
         return self._shared is None or self._shared.is_whole
 
+    _step_supports_amp_scaling = True
+    """Has a GradScaler leave the gradients alone, and set ``grad_scale`` while it calls ``step``."""
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step from the reduced gradients. Every rank must call this.
 
@@ -341,6 +344,12 @@ class PreparedOptimizer(Optimizer):
         Returns:
             What the optimizer returns of the closure; None without one.
         """
+        if hasattr(self, "grad_scale"):
+            raise ConfigError(
+                "A GradScaler of the script's own steps the optimizer, and would divide the gradients of run.backward "
+                "by a scale that they do not have. Leave it out, or write lockstep.init(precision='fp16'), which "
+                "scales the loss."
+            )
         if closure is not None:
             return self._gradients.step_by(self.wrapped, closure)
         if self._needs_closure:

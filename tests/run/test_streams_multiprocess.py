@@ -1,0 +1,94 @@
+"""A stream that was stopped within an epoch and goes on on another number of processes ends in the same bits."""
+
+import io
+import os
+import tarfile
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import IterableDataset
+
+from lockstep.data import Stream
+from lockstep.run import Run, RunOptions
+
+SAMPLES = 20
+
+
+class Lines(IterableDataset):
+    """Lines of files behind fsspec, with noise that torch draws."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def __len__(self):
+        return SAMPLES
+
+    def __iter__(self):
+        import fsspec
+
+        for file in self.files:
+            with fsspec.open(file, "rt") as lines:
+                for line in lines:
+                    x = torch.full((3,), float(line)) / SAMPLES
+                    yield x + 0.1 * torch.rand(3), x[:1]
+
+
+def lines(folder):
+    for number in range(2):
+        rows = range(number * 10, number * 10 + 10)
+        (folder / f"{number}.txt").write_text("".join(f"{row}\n" for row in rows))
+    return Lines([(folder / f"{number}.txt").as_uri() for number in range(2)])
+
+
+def web_shards(folder):
+    import webdataset
+
+    for number in range(2):
+        with tarfile.open(folder / f"{number}.tar", "w") as tar:
+            for row in range(10):
+                found = tarfile.TarInfo(f"{number}-{row}.cls")
+                content = str(number * 10 + row).encode()
+                found.size = len(content)
+                tar.addfile(found, io.BytesIO(content))
+    files = [str(folder / f"{number}.tar") for number in range(2)]
+    shards = webdataset.WebDataset(files, shardshuffle=False, nodesplitter=None)
+    return Stream(shards.map(pair_of), samples=SAMPLES)
+
+
+def pair_of(sample):
+    x = torch.full((3,), float(sample["cls"])) / SAMPLES
+    return x + 0.1 * torch.rand(3), x[:1]
+
+
+KINDS = {"fsspec": lines, "webdataset": web_shards}
+
+
+def train(world, folder, kind, stop):
+    run = Run(RunOptions.of(global_batch=6, micro_batches=3, directory=folder / "run", resume="auto"), world)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    (folder / f"data-{os.getpid()}").mkdir()
+    data = KINDS[kind](folder / f"data-{os.getpid()}")
+    for _ in run.epochs(2):
+        for batch in run.batches(data):
+            run.backward(batch, mse_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if batch.plan.step + 1 == stop:
+                run.save(wait=True)
+                return ""
+    return run.fingerprint()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_goes_on_on_another_number_of_processes_has_the_same_bits(kind, tmp_path):
+    pytest.importorskip(kind)
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    (whole,) = run_ranks(train, 1, tmp_path / "whole", kind, 0)
+    run_ranks(train, 3, tmp_path / "cut", kind, 6)
+    assert run_ranks(train, 2, tmp_path / "cut", kind, 0) == [whole] * 2
