@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COLUMNS = "{:28} {:>6} {:>8} {:>5}  {}"
+OURS = ("lockstep", "adapter")
+"""Folders of patches: with ``lockstep.init``, and with ``lockstep.integrations``."""
+OTHERS = ("accelerate", "fabric")
+"""The same scripts by other libraries, for comparison; they run on one process."""
+COLUMNS = "{:26} {:10} {:>5} {:>7} {:>5}  {}"
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,19 @@ class Port:
     needs: tuple[str, ...] = ()
     cwd: str | None = None
     """The folder in which the script runs, ``folder`` by default."""
+    metric: str = ""
+    """A pattern of the last number that the script prints about its test set."""
 
 
 PORTS = {
-    "mnist": Port("examples", "mnist", "main.py --epochs 2 --lr 0.3", "mnist", ("torchvision",)),
+    "mnist": Port(
+        "examples",
+        "mnist",
+        "main.py --epochs 2 --lr 0.3",
+        "mnist",
+        ("torchvision",),
+        metric=r"Average loss: ([\d.]+)",
+    ),
     "imagenet": Port(
         "examples",
         "imagenet",
@@ -55,6 +69,7 @@ PORTS = {
         "word_language_model",
         "main.py --epochs 2 --emsize 16 --nhid 16 --bptt 10 --lr 5",
         "words",
+        metric=r"test ppl +([\d.]+)",
     ),
     "dcgan": Port(
         "examples",
@@ -64,7 +79,9 @@ PORTS = {
         "photos",
         ("torchvision",),
     ),
-    "vae": Port("examples", "vae", "main.py --epochs 2", "mnist", ("torchvision",)),
+    "vae": Port(
+        "examples", "vae", "main.py --epochs 2", "mnist", ("torchvision",), metric=r"Test set loss: ([\d.]+)"
+    ),
     "siamese_network": Port(
         "examples", "siamese_network", "main.py --epochs 1 --lr 0.1", "few_digits", ("torchvision",)
     ),
@@ -75,8 +92,14 @@ PORTS = {
         "bsds",
         ("torchvision", "six"),
     ),
-    "gcn": Port("examples", "gcn", "main.py --epochs 20 --val-every 5", "cora"),
-    "gat": Port("examples", "gat", "main.py --epochs 5 --val-every 1 --hidden-dim 8", "cora"),
+    "gcn": Port("examples", "gcn", "main.py --epochs 20 --val-every 5", "cora", metric=r"accuracy ([\d.]+)"),
+    "gat": Port(
+        "examples",
+        "gat",
+        "main.py --epochs 5 --val-every 1 --hidden-dim 8",
+        "cora",
+        metric=r"accuracy ([\d.]+)",
+    ),
     "fast_neural_style": Port(
         "examples",
         "fast_neural_style/neural_style",
@@ -110,6 +133,15 @@ PORTS = {
         "--trainer.num_workers=0 --data.block_size=32",
         "characters",
         cwd="projects/chargpt",
+    ),
+    "timm": Port(
+        "pytorch-image-models",
+        "",
+        "train.py --data-dir photos --train-split train --val-split val --model resnet10t --num-classes 2 --epochs 1 "
+        "--img-size 64 -b 16 -j 0 --no-prefetcher --device cpu --lr 0.05 --warmup-epochs 0 --model-ema --clip-grad 1 "
+        "--mixup 0.2",
+        "photos",
+        ("timm", "torchvision"),
     ),
     "nlp_example": Port(
         "accelerate",
@@ -227,41 +259,80 @@ def missing(port: Port, scripts: Path) -> str:
     return "" if (scripts / port.repository / port.folder).is_dir() else f"not run: no {port.repository}"
 
 
+def check(
+    name: str, patches: str, scripts: Path, processes: list[int], timeout: float, verbose: bool
+) -> bool:
+    """Runs one port and prints its line; False if it failed or its fingerprints differ."""
+    patch = HERE / patches / f"{name}.patch"
+    added, removed = count(patch)
+    if verdict := missing(PORTS[name], scripts):
+        print(COLUMNS.format(name, patches, added, removed, "", verdict), flush=True)
+        return True
+    share = f"{kept(patch, scripts / PORTS[name].repository):.0%}"
+    worlds: list[int | None] = [*processes] if patches in OURS else [None]
+    try:
+        outputs = [run(name, scripts, patches, number, timeout) for number in worlds]
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        print(COLUMNS.format(name, patches, added, removed, share, error), flush=True)
+        return False
+    if verbose:
+        print(outputs[0])
+    found = [re.findall(r"\b[0-9a-f]{64}\b", output)[-1:] for output in outputs]
+    equal = patches not in OURS or all(each and each == found[0] for each in found)
+    verdict = (
+        "ran" if patches not in OURS else f"{found[0][0][:16]} equal" if equal else f"DIFFERENT: {found}"
+    )
+    print(COLUMNS.format(name, patches, added, removed, share, verdict), flush=True)
+    return equal
+
+
+def compare(name: str, scripts: Path, seeds: list[int], timeout: float) -> None:
+    """Prints what the script and its port on two processes say about the test set, for some seeds."""
+    values = []
+    for patches, processes in (("", None), ("lockstep", 2)):
+        found = []
+        for seed in seeds:
+            output = run(name, scripts, patches, processes, timeout, f"--seed {seed}")
+            found.append(float(re.findall(PORTS[name].metric, output)[-1]))
+        values += [
+            ", ".join(f"{value:g}" for value in found),
+            statistics.mean(found),
+            statistics.stdev(found),
+        ]
+    print(
+        "{:22} script {} (mean {:.4g}, sd {:.2g})  port {} (mean {:.4g}, sd {:.2g})".format(name, *values),
+        flush=True,
+    )
+
+
 def main() -> int:
     """Runs what was asked for; 1 if a port failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("scripts", type=Path, metavar="DIR", help="the folder with the clones")
     parser.add_argument("--only", nargs="+", choices=PORTS, default=list(PORTS), metavar="NAME")
+    parser.add_argument("--patches", nargs="+", choices=[*OURS, *OTHERS], default=list(OURS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each run")
     parser.add_argument("-v", "--verbose", action="store_true", help="print what the scripts print")
-    arguments = parser.parse_args()
-    failed = 0
-    print(
-        COLUMNS.format(
-            "script", "added", "removed", "kept", "fingerprint on " + str(arguments.processes)[1:-1]
-        )
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[], help="compare numbers of the test set instead"
     )
-    for name in arguments.only:
-        scripts, patch = arguments.scripts.resolve(), HERE / "lockstep" / f"{name}.patch"
-        added, removed = count(patch)
-        if verdict := missing(PORTS[name], scripts):
-            print(COLUMNS.format(name, added, removed, "", verdict), flush=True)
-            continue
-        share = f"{kept(patch, scripts / PORTS[name].repository):.0%}"
-        try:
-            outputs = [run(name, scripts, "lockstep", n, arguments.timeout) for n in arguments.processes]
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            verdict, failed = str(error), failed + 1
-        else:
-            if arguments.verbose:
-                print(outputs[0])
-            found = [re.findall(r"\b[0-9a-f]{64}\b", output)[-1:] for output in outputs]
-            equal = all(each and each == found[0] for each in found)
-            verdict = f"{found[0][0][:16]} equal" if equal else f"DIFFERENT: {found}"
-            failed += not equal
-        print(COLUMNS.format(name, added, removed, share, verdict), flush=True)
-    return int(failed > 0)
+    arguments = parser.parse_args()
+    if arguments.seeds:
+        for name in arguments.only:
+            if PORTS[name].metric and not missing(PORTS[name], arguments.scripts):
+                compare(name, arguments.scripts.resolve(), arguments.seeds, arguments.timeout)
+        return 0
+    verdict = "fingerprint on " + ", ".join(map(str, arguments.processes))
+    print(COLUMNS.format("script", "patches", "added", "removed", "kept", verdict), flush=True)
+    how = arguments.scripts.resolve(), arguments.processes, arguments.timeout, arguments.verbose
+    passed = [
+        check(name, patches, *how)
+        for name in arguments.only
+        for patches in arguments.patches
+        if (HERE / patches / f"{name}.patch").is_file()
+    ]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":

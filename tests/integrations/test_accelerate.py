@@ -115,6 +115,18 @@ def twice(world):
             accelerator.backward(model(x).mean())
 
 
+def without_gradients(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with torch.no_grad():
+        return sum(len(model(x)) for x, _ in loader)
+
+
+def test_a_loop_without_gradients_is_an_evaluation_of_all_samples():
+    assert run_ranks(without_gradients, 2) == [24, 24]
+
+
 def accumulating(world):
     model, optimizer, _, loader = parts()
     accelerator = Accelerator(global_batch=12, micro_batches=4)

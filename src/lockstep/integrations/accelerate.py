@@ -6,7 +6,8 @@
 The rest of the script stays: ``prepare``, the loop, ``accelerator.backward(loss)``, ``optimizer.step()``. The body of
 the training loop runs once for each micro-batch of this process. Optimizers and schedulers step with the last one, as
 under Accelerate's ``accumulate``, and gradients are cleared before each step. So a loss that the loop prints is that of
-a micro-batch. Evaluations (loops over a prepared DataLoader after ``model.eval()``) run in full on every process.
+a micro-batch. Evaluations (loops over a prepared DataLoader after ``model.eval()``, or without gradients) run in full
+on every process.
 
 What the body of the loop keeps from one micro-batch to the next is not looked for: a body that carries a hidden state
 over, or counts calls, gives other bits on other numbers of processes. ``run.backward(batch, loss)`` does look.
@@ -163,7 +164,7 @@ class Batches:
         accelerator = self._accelerator
         run = accelerator.run
         to_device = DeviceTransfer(run.device)
-        if not accelerator.model.training:
+        if not (accelerator.model.training and torch.is_grad_enabled()):
             accelerator.passes = None
             yield from map(to_device, self.loader)
             return

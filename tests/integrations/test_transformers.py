@@ -1,0 +1,161 @@
+"""Scripts for the Trainer of transformers, PEFT, and folders of the hub: one fingerprint on 1, 2, 3 processes."""
+
+import os
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+
+import lockstep
+from lockstep.errors import ConfigError
+
+transformers = pytest.importorskip("transformers", exc_type=ImportError)
+pytest.importorskip("accelerate", exc_type=ImportError)
+VOCABULARY = 37
+
+
+def causal_model():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def sentences(count=26):
+    """Rows of equal length, of which different numbers of tokens count."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for number in range(count):
+        tokens = torch.randint(0, VOCABULARY, (12,), generator=generator)
+        labels = tokens.clone()
+        labels[: number % 9] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    return rows
+
+
+def accuracy(prediction):
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
+
+
+def trainer_of(run, folder, model, **settings):
+    from lockstep.integrations.transformers import TransformersTrainer
+
+    settings = {
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+    } | settings
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **settings
+    )
+    data = sentences()
+    return TransformersTrainer(
+        run, model=model, args=args, train_dataset=data, eval_dataset=data[:7], compute_metrics=accuracy
+    )
+
+
+def begin(micro_batches=4):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # as launchers set it; accelerate wants to read it
+    run = lockstep.init(global_batch=8, micro_batches=micro_batches, seed=3)
+    torch.manual_seed(0)
+    return run
+
+
+def train(world, folder, micro_batches=4):
+    run = begin(micro_batches)
+    trainer = trainer_of(run, folder, causal_model(), eval_strategy="epoch")
+    done = trainer.train()
+    trainer.save_model()
+    return run.fingerprint(), done.global_step, done.training_loss, trainer.state.log_history
+
+
+def test_the_trainer_gives_one_fingerprint_and_a_folder_that_loads(tmp_path):
+    answers = [answer for ranks in (1, 2, 3) for answer in run_ranks(train, ranks, tmp_path / f"w{ranks}")]
+    assert all(answer == answers[0] for answer in answers)
+    _, steps, loss, history = answers[0]
+    assert steps == 8 and loss > 0
+    assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, 9))
+    assert sum("eval_accuracy" in entry for entry in history) == 2
+    texts = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"w{ranks}") for ranks in (1, 3)]
+    for one, other in zip(texts[0].parameters(), texts[1].parameters()):
+        assert torch.equal(one, other)
+
+
+def one_step(world, folder, micro_batches):
+    """The loss of the first step over eight rows; by the Trainer of transformers for None."""
+    run = begin(micro_batches or 1)
+    model = causal_model()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    settings = {"max_steps": 1, "per_device_train_batch_size": 8}
+    trainer = trainer_of(run, folder, model, **settings)
+    if micro_batches is None:
+        trainer = transformers.Trainer(model=model, args=trainer.args, train_dataset=sentences()[:8])
+    trainer.train_dataset = sentences()[:8]
+    return trainer.train().training_loss
+
+
+def test_the_loss_is_the_mean_over_all_tokens_of_the_global_batch(tmp_path):
+    """Micro-batches have other numbers of tokens each, so that the mean of their means would be another number."""
+    expected, one, four = (run_ranks(one_step, 1, tmp_path, pieces)[0] for pieces in (None, 1, 4))
+    assert one == pytest.approx(expected, rel=1e-6) and four == pytest.approx(expected, rel=1e-6)
+
+
+def lora(world, folder):
+    import peft
+
+    run = begin()
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(causal_model(), config)
+    trainer = trainer_of(run, folder, model)
+    trainer.train()
+    fingerprint = run.fingerprint()
+    trainer.save_model()
+    if run.is_main:
+        torch.manual_seed(0)
+        again = peft.PeftModel.from_pretrained(causal_model(), folder).state_dict()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, again[name]), name
+    return fingerprint, sum(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_adapter_of_peft_trains_to_one_fingerprint_and_loads_again(tmp_path):
+    pytest.importorskip("peft", exc_type=ImportError)
+    answers = [answer for ranks in (1, 2, 3) for answer in run_ranks(lora, ranks, tmp_path / f"w{ranks}")]
+    assert len(set(answers)) == 1 and answers[0][1] == 4
+
+
+def own_loop(world, folder):
+    run = begin()
+    model = causal_model()
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for batch in run.batches(sentences()):
+        run.backward(batch, lambda output, data: (output.loss, (data["labels"][:, 1:] != -100).sum()))
+        optimizer.step()
+        optimizer.zero_grad()
+    if run.is_main:
+        model.save_pretrained(folder)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters()))
+    return run.fingerprint()
+
+
+def test_a_prepared_model_is_exported_as_a_folder_of_the_hub(tmp_path):
+    answers = [answer for ranks in (1, 2) for answer in run_ranks(own_loop, ranks, tmp_path / f"w{ranks}")]
+    assert len(set(answers)) == 1
+
+
+def refused(world, folder):
+    run = begin()
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        trainer_of(run, folder, causal_model(), gradient_accumulation_steps=2)
+    trainer = trainer_of(run, folder, causal_model())
+    with pytest.raises(ConfigError, match="resume='auto'"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"run\.predict"):
+        trainer.predict(sentences())
+
+
+def test_what_the_trainer_does_not_have_ends_in_a_sentence(tmp_path):
+    run_ranks(refused, 1, tmp_path)
