@@ -190,8 +190,12 @@ class RunState:
         kept = {name: p.grad for name, p in self.strategy.trainable().items() if p.grad is not None}
         zeros = {name for name, gradient in kept.items() if not gradient.any()}
         if self.strategy.replicated:
-            left = {f"{_GRADIENT}{name}": gradient for name, gradient in kept.items() if name not in zeros}
-            state.optimizer.update(left)
+            groups = (group for optimizer in self.parts.optimizers for group in optimizer.param_groups)
+            stepped = {
+                id(p.grad) for group in groups for p in group["params"]
+            }  # no optimizer ever clears the others
+            left = {n: gradient for n, gradient in kept.items() if n not in zeros and id(gradient) in stepped}
+            state.optimizer.update({f"{_GRADIENT}{name}": gradient for name, gradient in left.items()})
         elif self.group is not None:
             zeros = {
                 n for names in gather_json(sorted(zeros), self.group, self.strategy.device) for n in names
