@@ -12,7 +12,7 @@ PINS := pyproject.toml constraints.txt
 # files of its own.
 HASHES ?= yes
 HASHED = $(if $(filter-out no,$(HASHES)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	--require-hashes -r hashes/$(1).txt || { echo "The packages of hashes/$(1).txt were not installed, see above. If your index \
+	--require-hashes -r hashes/$(1).txt || { echo "The packages of hashes/$(1).txt were not installed (see above). If your index \
 	builds packages itself: make HASHES=no" >&2; exit 1; })
 JOB ?= digits
 ARGS ?=
