@@ -80,6 +80,8 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             id="a hook after the step, of a weight that two servers share",
         ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
+        pytest.param({"lines": ("set_buffer",)}, FSDP, "refused", id="a buffer registered late, fsdp"),
+        pytest.param({"lines": ("set_buffer",)}, SERVER, "equal", id="a buffer registered late, server"),
     ],
 )
 def test_it_ends_as_it_should(parts, layout, what):

@@ -266,6 +266,25 @@ class PreparedModel:
             "(parameter.copy_ under torch.no_grad)."
         )
 
+    def with_all_buffers(self, digests: dict[str, str]) -> dict[str, str]:
+        """The digests of what a strategy gave of the model; ``ConfigError`` names a buffer that is missing there."""
+        if late := sorted(_saved_buffers(self.module) - digests.keys()):
+            raise ConfigError(
+                f"The buffer {late[0]!r} was registered after run.prepare, where no process holds the whole model, so "
+                "it would be missing in fingerprint and checkpoint. Register it before run.prepare, or with "
+                "persistent=False."
+            )
+        return digests
+
+
+def _saved_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that are part of the model's ``state_dict``."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._buffers.keys() - module._non_persistent_buffers_set
+    }
+
 
 class PreparedAverage(AveragedModel):
     """Stands for the user's ``AveragedModel`` where no process holds the model whole; it shares its tensors.

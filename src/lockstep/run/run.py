@@ -453,7 +453,7 @@ class Run:
         """The digests of the model's state, after checking that all ranks agree on them. Collective."""
         (state := self.require_prepared().state).model.require_own_parameters()
         with self.span("fingerprint"):
-            found = digests(self.strategy.state())
+            found = state.model.with_all_buffers(digests(self.strategy.state()))
             if (group := self._session.group) is not None:
                 everything, step = {**found, **state.parts.digests()}, self.position.step
                 agreement.require_equal_replicas(everything, step, group, self.device)
