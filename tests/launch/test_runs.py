@@ -49,7 +49,10 @@ def test_a_folder_stays_while_a_process_of_its_run_is_left(tmp_path):
     abandoned.mkdir()
     (abandoned / "lock").touch()
     environment = {"LOCKSTEP_RUN_DIRECTORY": str(abandoned)}
-    with subprocess.Popen(["sleep", "60"], env=environment) as left:
+    with subprocess.Popen(["cat"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as left:
+        left.stdin.write(b"ready\n")
+        left.stdin.flush()
+        left.stdout.readline()  # /proc shows its environment only when it has begun to run
         with run_directory(tmp_path):
             assert abandoned.exists()
         left.kill()
