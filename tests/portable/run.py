@@ -7,7 +7,6 @@ which runs torch under other CPU models, with AVX2 at most.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import os
 import platform
@@ -16,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,41 +53,40 @@ def python(model: str, script: str, *arguments: str, portable: bool) -> str:
     return done.stdout.strip()
 
 
-def operators(model: str, *, portable: bool) -> dict[str, str]:
-    """The digest of each operator's results."""
+def operators(model: str) -> dict[str, str]:
+    """The digest of each operator's results, with ``portable``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "digests.json"
-        python(model, "operators.py", str(out), portable=portable)
+        python(model, "operators.py", str(out), portable=True)
         found: dict[str, str] = json.loads(out.read_text())
         return found
 
 
-def differing(runs: list[dict[str, str]]) -> list[str]:
-    """The names whose digests are not equal in all runs."""
-    return [name for name in runs[0] if len({run[name] for run in runs}) > 1]
+def program(name: str, model: str, *, portable: bool) -> str:
+    """The fingerprint of a program."""
+    return python(model, "programs.py", name, str(STEPS), portable=portable)
 
 
-def operator_lines(models: tuple[str, ...]) -> list[str]:
-    lines = ["| | operators that differ |", "|---|---|"]
-    for portable in (False, True):
-        runs = [operators(model, portable=portable) for model in ("", *(models if portable else models[:1]))]
-        names = differing(runs)
-        kinds = collections.Counter(name.split(" ")[0] for name in names)
-        listed = ", ".join(f"`{name}`" + f" ({number})" * (number > 1) for name, number in kinds.items())
-        count = f"{len(names)} of {len(runs[0])}"
-        lines.append(f"| {'`portable`' if portable else 'without'} | {count}{': ' * bool(names)}{listed} |")
-        print(lines[-1], flush=True)
+def operator_lines(models: tuple[str, ...], pool: ThreadPoolExecutor) -> list[str]:
+    """A table of the operators whose results are not those of this CPU, with ``portable``."""
+    lines = ["| emulated CPU | operators that differ from this CPU, with `portable` |", "|---|---|"]
+    here, *there = pool.map(operators, ("", *models))
+    for model, found in zip(models, there, strict=True):
+        names = [f"`{name}`" for name in here if found[name] != here[name]]
+        lines.append(f"| {model} | {len(names)} of {len(here)}{': ' * bool(names)}{', '.join(names)} |")
+    print("\n".join(lines), flush=True)
     return lines
 
 
-def program_lines(models: tuple[str, ...]) -> tuple[list[str], bool]:
+def program_lines(models: tuple[str, ...], pool: ThreadPoolExecutor) -> tuple[list[str], bool]:
     """A table of fingerprints, and whether ``portable`` made them equal where they were not."""
     lines = [f"| program | | this CPU | {' | '.join(models)} |", f"|---|---|---|{'---|' * len(models)}"]
     good = True
     for name in PROGRAMS:
         for portable in (False, True):
             asked = ("", *(models if portable else models[:1]))
-            prints = [python(model, "programs.py", name, str(STEPS), portable=portable) for model in asked]
+            run = partial(program, name, portable=portable)
+            prints = list(pool.map(run, asked))
             good = good and (len(set(prints)) == 1) is portable
             cells = " | ".join([f"`{each[:12]}`" for each in prints] + [""] * (len(models) + 1 - len(asked)))
             lines.append(f"| {name} | {'`portable`' if portable else 'without'} | {cells} |")
@@ -106,8 +106,9 @@ def main() -> None:
         f"This CPU: {cpu_of(cpu)}, {device_model(cpu)}; torch {torch.__version__.partition('+')[0]}, Python "
         f"{platform.python_version()}. Emulated: {', '.join(models)} of qemu."
     )
-    by_operator = operator_lines(models)
-    by_program, good = program_lines(models)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        by_operator = operator_lines(models, pool)
+        by_program, good = program_lines(models, pool)
     print(f"{time.monotonic() - begun:.0f} s")
     if given.write:
         before, _, rest = PAGE.read_text().partition(MARKS[0])

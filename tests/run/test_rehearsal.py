@@ -2,6 +2,7 @@
 
 import io
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.utils.data import TensorDataset
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
+from lockstep.run.rehearsal import Rehearsals
 from lockstep.runtime import Callback
+from lockstep.runtime.events import StepEvents
 
 
 def model():
@@ -192,3 +195,12 @@ def test_input_that_is_written_to_is_read_once():
     first = train(Writes())
     torch.manual_seed(2)
     assert first == train(Writes(), checks="off")
+
+
+@pytest.mark.parametrize(("device", "is_compared"), [("cpu", True), ("cuda", False)])
+def test_kernels_without_a_fixed_order_are_not_compared(device, is_compared):
+    """With ``deterministic=False``, two forward passes on a GPU may differ though nothing was kept between them."""
+    options = RunOptions.of(global_batch=8, deterministic=False)
+    strategy = SimpleNamespace(device=torch.device(device))
+    rehearsals = Rehearsals(options, strategy, None, StepEvents(), is_main=True)
+    assert rehearsals.is_new_evaluation(model(), None) is is_compared

@@ -51,7 +51,7 @@ class Recipe(CheckedOptions):
     """The same bits on every x86-64 CPU with AVX2; CPU only. "auto": where this machine can give them."""
     deterministic: bool = True
     """Refuses operators of CUDA that add in no fixed order, such as the gradient of bilinear interpolation; false lets
-    them run (level C)."""
+    them run (level C), without ``checks`` on CUDA, which compare bits."""
     sync_batch_norm: bool = False
     """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()
