@@ -58,7 +58,7 @@ check: $(VENV)/.check
 audit: $(VENV)/.check
 	-@$(BIN)/python -c "import pip_audit" 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --retries 1 --disable-pip-version-check pip-audit
-	$(BIN)/python tests/audit.py
+	$(BIN)/python tests/pins.py
 
 # Counts what tests/test_house.py holds: files, lines, small files, class names twice, ...; ARGS=-v names the places.
 house: $(VENV)/.train

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
 LAYERS = (
     {"cli"},
-    {"debug", "lint", "doctor", "verify", "replay", "explain", "scale"},
+    {"debug", "lint", "doctor", "verify", "replay", "audit", "explain", "scale"},
     {"job", "trainer", "integrations"},
     {"run"},
     {"strategies", "checkpoint", "loggers", "profile"},

@@ -225,6 +225,7 @@ COMMANDS = {
     "download": """set --to --mirror""",
     "predict": """run --data --devices --strategy --mesh --out --best""",
     "replay": """run --step --micro-batch --debug --trust --force-context""",
+    "audit": """run --checks --seed --head --sign --signer --trust --force-context""",
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit
 --rendezvous""",
     "debug": """--devices --rank --port --folder --attach target arguments""",
@@ -333,6 +334,7 @@ training.portable = False
 training.powersgd_rank = 4
 training.precision = 'fp32'
 training.record_micro_batches = False
+training.audit = False
 training.reduce = 'ordered'
 training.running_buffers = ()
 training.seed = 0

@@ -112,6 +112,7 @@ def single_process_config(job: JobConfig, *, resume: str = "", force_context: bo
             fingerprint_every=0,
             gradients_every=0,
             record_micro_batches=False,
+            audit=False,
         ),
         run=RunConfig(threads=job.run.threads),
         checkpoint=CheckpointConfig(resume=resume, force_context=force_context),
@@ -177,11 +178,11 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
     """
     resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
     config = single_process_config(origin.start.job, resume=resume, force_context=request.force_context)
-    trainer = assemble(config, World())
+    trainer = assemble(config, World.alone())
     try:
         run = trainer.run
         if not request.force_context:
-            _require_context(run, origin)
+            require_context(run, origin)
         _require_step(trainer, request, config.training.epochs)
         comparer = GradientComparer(run, request)
         run.add_callback(comparer)
@@ -310,7 +311,7 @@ def _require_step(trainer: Trainer, request: ReplayRequest, epochs: int) -> None
         require_separate_micro_batches(trainer.run)
 
 
-def _require_context(run: Run, origin: Origin) -> None:
+def require_context(run: Run, origin: Origin) -> None:
     """Raises ``CheckpointMismatch`` where software, device or threads differ from those of the run."""
     differences = run.require_prepared().state.context.differences(origin.start.context)
     if differences:

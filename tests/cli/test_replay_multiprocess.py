@@ -2,6 +2,7 @@
 
 import bdb
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -368,3 +369,26 @@ def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
         assert found.stdout.count(f"# in the {place}\n") == 1, "one micro-batch is computed, and once"
     assert "record    matches" in found.stdout
     assert (found.returncode, without_imports(found.stderr)) == (0, "")
+
+
+def test_a_run_with_portable_bits_is_replayed_and_audited_with_them(tmp_path):
+    def run(*arguments):
+        done = subprocess.run(
+            [*LOCKSTEP, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    settings = (
+        "--set",
+        "training.audit=true",
+        "--set",
+        "training.gradients_every=1",
+        "--set",
+        "run.name=run",
+    )
+    status, told, errors = run("train", "digits", "--epochs", "1", "--devices", "cpu:2", *settings)
+    assert status == 0, errors
+    assert "(on every x86-64 CPU with AVX2)" in told or platform.machine() != "x86_64"
+    assert "record    matches" in run("replay", "runs/run", "--step", "3")[1]
+    status, told, errors = run("audit", "runs/run", "--checks", "0", "--seed", "1")
+    assert (status, told.splitlines()[-1][:16]) == (0, "result    equal:"), errors

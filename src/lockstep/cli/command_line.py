@@ -65,6 +65,7 @@ _COMMANDS = {
     "download": ("lockstep.cli.data", "download a published data set, checked: cifar10 or mnist"),
     "predict": ("lockstep.cli.predict", "write a run's output for every sample of a data set as a table"),
     "replay": ("lockstep.cli.replay", "recompute a step of a run on one device and compare it bit for bit"),
+    "audit": ("lockstep.cli.audit", "recompute some intervals of a recorded run and check all it claims"),
     "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),
     "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
     "compare": ("lockstep.cli.explain", "draw loss, accuracy and learning rate of several runs"),

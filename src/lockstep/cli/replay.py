@@ -10,8 +10,9 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options, print_origins
+from lockstep.core.world import make_environment_portable
 from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
-from lockstep.job.run_folder import FILE
+from lockstep.job.run_folder import FILE, Start, read_starts
 from lockstep.runtime.output import log_to_terminal
 
 
@@ -32,16 +33,15 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Replays the step and prints the comparison; returns 1 if it differs, 130 if the debugger was quit, else 0."""
+    folder = Path(arguments.run)
+    if not arguments.trust:
+        refuse_folder_of_others(folder)
+    prepare_process(read_starts(folder)[-1])
     from lockstep.replay import ReplayRequest, describe, find_origin, replay
 
     log_to_terminal(logging.WARNING)
-    folder = Path(arguments.run)
-    if not arguments.trust:
-        _refuse_others(folder)
     origin = find_origin(folder, arguments.step)
     print_origins(origin.start.job)
-    if origin.start.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     asked = ReplayRequest(
         folder=folder,
         step=arguments.step,
@@ -57,7 +57,15 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if report.differs else EXIT_DONE
 
 
-def _refuse_others(folder: Path) -> None:
+def prepare_process(start: Start) -> None:
+    """Prepares this process, which has not imported torch, to compute what a run computed on its kind of device."""
+    if start.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if start.job.training.portable:
+            make_environment_portable()
+
+
+def refuse_folder_of_others(folder: Path) -> None:
     """Raises ``ConfigError`` for a run folder that another user may have written."""
     for path in (folder, folder / FILE):
         if path.exists() and path.stat().st_uid != os.getuid():

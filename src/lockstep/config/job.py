@@ -168,6 +168,8 @@ class TrainingConfig(Recipe):
     ``fingerprint_every``; 0: never."""
     record_micro_batches: bool = False
     """Records the gradient of each micro-batch beside that of the step."""
+    audit: bool = False
+    """Records every step in a chain of hashes, with which ``lockstep audit`` checks the run."""
 
     def steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run."""

@@ -151,6 +151,11 @@ class World:
         )
 
     @classmethod
+    def alone(cls) -> World:
+        """This process by itself, whatever launcher started it; portable where its environment is."""
+        return cls(is_portable=bool(os.environ.get(_PORTABLE)))
+
+    @classmethod
     def _of_launcher(cls, variables: Mapping[str, str]) -> World:
         read = _Reader(variables)
         if "RANK" in variables:

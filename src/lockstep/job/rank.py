@@ -18,18 +18,28 @@ from lockstep.core.world import World
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.job.assemble import assemble
-from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, run_folder, with_start
+from lockstep.job.run_folder import (
+    FILE,
+    Start,
+    one_recipe,
+    read_starts,
+    recipe_digest,
+    run_folder,
+    with_start,
+)
 from lockstep.run import Run
 from lockstep.runtime.output import log_to_terminal
 from lockstep.text import format_bytes
 from lockstep.trainer import Trainer, TrainingOutcome
+from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientRecorder
 
 
-def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
-    """Writes the job into the run folder, and has digests of gradients written there. Collective.
+def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder | None:
+    """Writes the job into the run folder, and has digests of gradients and the audit chain written there. Collective.
 
-    Gradients are recorded where their bits depend on the recipe alone, which level A promises.
+    Gradients are recorded where their bits depend on the recipe alone, which level A promises. Returns what records
+    the audit chain, where the job asks for one.
 
     Args:
         trainer: ready to run.
@@ -37,7 +47,8 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
         folder: of the run.
 
     Raises:
-        ConfigError: gradients of micro-batches are asked for where there are none, or the folder cannot be written.
+        ConfigError: gradients of micro-batches or an audit chain are asked for where there are none, or the folder
+            cannot be written.
     """
     run, training = trainer.run, config.training
     every = training.gradients_every
@@ -49,9 +60,19 @@ def record(trainer: Trainer, config: JobConfig, folder: Path) -> None:
             "training.record_micro_batches is true, but gradients are recorded at level A only, and strategy "
             f"{run.strategy.name!r} promises level {run.strategy.level.value} here. Leave it out."
         )
+    if training.audit and run.strategy.level is not Level.BITWISE:
+        raise ConfigError(
+            f"training.audit is true, but only runs of level A can be audited, and strategy {run.strategy.name!r} "
+            f"promises level {run.strategy.level.value} here. Leave it out."
+        )
     shares = _shares(run)
     if run.is_main:
         _note_start(run, config, folder, shares)
+    if not training.audit:
+        return None
+    recorder = AuditRecorder(run, folder, recipe_digest(config))
+    run.add_callback(recorder)
+    return recorder
 
 
 def _shares(run: Run) -> list[Share]:
@@ -92,9 +113,11 @@ def main(payload: Any) -> None:
     trainer = assemble(config, world, profile=payload["profile"])
     if world.is_main:
         mention_unused_options(trainer.run.options)
-    record(trainer, config, run_folder(config))
+    recorder = record(trainer, config, run_folder(config))
     starts = read_starts(run_folder(config)) if world.is_main else []
     outcome = trainer.fit()
+    if recorder is not None:
+        recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
     if world.is_main:
         bitwise = (
             outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)

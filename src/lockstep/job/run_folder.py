@@ -14,6 +14,7 @@ A resumed run may have another layout, or other settings, than before; a step be
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -110,13 +111,26 @@ def one_recipe(starts: Sequence[Start]) -> bool:
     return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
 
 
+def recipe_digest(job: JobConfig) -> str:
+    """SHA-256 of the settings that the result depends on, in hexadecimal."""
+    return hashlib.sha256(_recipe(job).encode()).hexdigest()
+
+
 def _recipe(job: JobConfig) -> str:
     """The settings that the result depends on."""
     table = json.loads(job.to_json())
     table["threads"] = job.run.threads
     for section in ("run", "checkpoint", "log", *STRATEGIES):
         table.pop(section, None)
-    for key in ("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches"):
+    for key in (
+        "strategy",
+        "mesh",
+        "fingerprint_every",
+        "checks",
+        "gradients_every",
+        "record_micro_batches",
+        "audit",
+    ):
         table.get("training", {}).pop(key, None)
     return json.dumps(table, sort_keys=True)
 

@@ -1,4 +1,4 @@
-"""Looks up the pinned packages in the database of known vulnerabilities: ``python tests/audit.py``.
+"""Looks up the pinned packages in the database of known vulnerabilities: ``python tests/pins.py``.
 
 Ends with 1 if one of them has a vulnerability. Where pip-audit is missing or reaches no database, it says so and ends
 with 0.
