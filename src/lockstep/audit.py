@@ -62,7 +62,7 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class AuditFinding:
     """A place where the run is not what it claims to be."""
 
     where: str
@@ -85,7 +85,7 @@ class AuditReport:
     checked: Sequence[Interval]
     """Those that were recomputed, in order."""
     seed: int
-    findings: Sequence[Finding]
+    findings: Sequence[AuditFinding]
     """Empty where all that was checked has the recorded bits."""
     context: Mapping[str, Any]
     """The conditions under which the run was trained."""
@@ -163,7 +163,7 @@ def audit(
     except ConfigError as error:
         if not (folder / FILE).is_file():
             raise
-        broken = Finding(where="chain", what=str(error))
+        broken = AuditFinding(where="chain", what=str(error))
         return AuditReport(
             folder=folder,
             chain=Chain((), ()),
@@ -177,7 +177,7 @@ def audit(
     found = [*_recipe_findings(folder, chain), *_checkpoint_findings(folder, chain)]
     if head and head not in chain.hashes:
         what = f"none of its hashes is {head}, so it is not the chain that was published"
-        found.append(Finding(where="chain", what=what))
+        found.append(AuditFinding(where="chain", what=what))
     every = intervals(folder, chain)
     chosen = choose(every, seed, checks)
     for interval in chosen if not found else ():
@@ -197,50 +197,54 @@ def audit(
     )
 
 
-def _recipe_findings(folder: Path, chain: Chain) -> Iterator[Finding]:
+def _recipe_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
     """Starts whose recorded recipe is another than that of ``job.json``, and recorded steps that are missing."""
     recorded = chain.last("start")
     starts = read_starts(folder)
     for start in starts:
         entry = recorded.get(start.step)
         if entry is None:
-            yield Finding(where=f"step {start.step}", what="job.json has a start here that the chain has not")
+            yield AuditFinding(
+                where=f"step {start.step}", what="job.json has a start here that the chain has not"
+            )
         elif entry["recipe"] != recipe_digest(start.job):
             what = "job.json has another recipe than the one the run recorded when it started here"
-            yield Finding(where=f"step {start.step}", what=what)
+            yield AuditFinding(where=f"step {start.step}", what=what)
     steps = chain.last("step")
     missing = sorted(set(range(starts[0].step, max(steps, default=-1) + 1)) - set(steps))
     if missing:
-        yield Finding(
+        yield AuditFinding(
             where=f"step {missing[0]}", what=f"the chain has no line for {plural(len(missing), 'step')}"
         )
 
 
-def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[Finding]:
+def _checkpoint_findings(folder: Path, chain: Chain) -> Iterator[AuditFinding]:
     """Checkpoints and weights that are left and are not those that the run recorded."""
     recorded = {str(entry["name"]): entry for entry in chain.entries if entry["kind"] == "checkpoint"}
     for path in checkpoint.committed(folder):
         entry = recorded.get(path.name)
         if entry is None:
-            yield Finding(where=path.name, what="the chain has no line for this checkpoint")
+            yield AuditFinding(where=path.name, what="the chain has no line for this checkpoint")
             continue
         try:
             same = digest_file(path / MANIFEST) == entry["manifest"]
             checkpoint.verify(path)
         except (CheckpointError, OSError) as error:
-            yield Finding(where=path.name, what=f"it is not what the run wrote: {error}")
+            yield AuditFinding(where=path.name, what=f"it is not what the run wrote: {error}")
         else:
             if not same:
-                yield Finding(where=path.name, what="its files are not those whose digests the run recorded")
+                yield AuditFinding(
+                    where=path.name, what="its files are not those whose digests the run recorded"
+                )
     weights = folder / WEIGHTS
     recorded_weights = chain.end["weights"] if chain.end is not None else ""
     if recorded_weights and not (weights.is_file() and digest_file(weights) == recorded_weights):
-        yield Finding(where=WEIGHTS, what="the file is not the one that the run wrote at its end")
+        yield AuditFinding(where=WEIGHTS, what="the file is not the one that the run wrote at its end")
 
 
 def recompute(
     folder: Path, chain: Chain, interval: Interval, *, force_context: bool = False
-) -> Finding | None:
+) -> AuditFinding | None:
     """Trains an interval again on one device; the first difference, or None. Raises as ``audit`` does."""
     origin = find_origin(folder, interval.first)
     resume = str(origin.checkpoint) if origin.checkpoint is not None else ""
@@ -248,7 +252,7 @@ def recompute(
     try:
         trainer = assemble(config, World.alone())
     except CheckpointError as error:
-        return Finding(where=origin.label, what=f"it cannot be loaded: {error}")
+        return AuditFinding(where=origin.label, what=f"it cannot be loaded: {error}")
     try:
         if not force_context:
             require_context(trainer.run, origin)
@@ -258,7 +262,7 @@ def recompute(
             _train(trainer, interval.end, config.training.epochs, comparer)
         except LockstepError as error:
             what = f"it cannot be computed again: {error}"
-            return comparer.finding or Finding(where=f"step {comparer.step}", what=what)
+            return comparer.finding or AuditFinding(where=f"step {comparer.step}", what=what)
         return comparer.finding or _state_finding(folder, trainer.run, chain, interval)
     finally:
         trainer.run.close()
@@ -278,7 +282,7 @@ class _Comparer(Callback):
 
     def __init__(self, run: Run, chain: Chain) -> None:
         self._run, self._steps = run, chain.last("step")
-        self.finding: Finding | None = None
+        self.finding: AuditFinding | None = None
         self.step = run.position.step
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
@@ -314,16 +318,16 @@ class _Comparer(Callback):
 
     def _note(self, what: str) -> None:
         if self.finding is None:
-            self.finding = Finding(where=f"step {self.step}", what=what)
+            self.finding = AuditFinding(where=f"step {self.step}", what=what)
 
 
-def _state_finding(folder: Path, run: Run, chain: Chain, interval: Interval) -> Finding | None:
+def _state_finding(folder: Path, run: Run, chain: Chain, interval: Interval) -> AuditFinding | None:
     """Compares the state at the end of an interval with its checkpoint, or with the recorded last fingerprint."""
     fingerprint = run.fingerprint()
     end = chain.end if chain.end is not None and chain.end["step"] == interval.end else None
     if end is not None and end["fingerprint"] != fingerprint:
         what = f"the run ends with the fingerprint {fingerprint}, and {end['fingerprint']} was recorded"
-        return Finding(where=f"the end of step {interval.end - 1}", what=what)
+        return AuditFinding(where=f"the end of step {interval.end - 1}", what=what)
     weights = folder / WEIGHTS
     if end is not None and weights.is_file():
         names = differing(
@@ -331,7 +335,7 @@ def _state_finding(folder: Path, run: Run, chain: Chain, interval: Interval) -> 
         )
         if names:
             what = f"the trained weights are not those of the file: {shorten(names, _MOST_NAMES)}"
-            return Finding(where=WEIGHTS, what=f"{what} ({len(names)} in all)")
+            return AuditFinding(where=WEIGHTS, what=f"{what} ({len(names)} in all)")
     if interval.checkpoint is None:
         return None
     mine = run.require_prepared().state.capture(fingerprint, keep=True)
@@ -339,7 +343,7 @@ def _state_finding(folder: Path, run: Run, chain: Chain, interval: Interval) -> 
     if not names:
         return None
     what = f"the state after it is not that of {interval.checkpoint.name}: {shorten(names, _MOST_NAMES)}"
-    return Finding(where=f"step {interval.end - 1}", what=f"{what} ({len(names)} in all)")
+    return AuditFinding(where=f"step {interval.end - 1}", what=f"{what} ({len(names)} in all)")
 
 
 _PROGRESS = ("scaler", "schedulers", "zero_gradients", "fingerprint")
