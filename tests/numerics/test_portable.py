@@ -1,5 +1,6 @@
 """Portable bits: replaced operators are right, everything that cannot give such bits is refused."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from lockstep.config.options import RunOptions
 from lockstep.core.world import PORTABLE_VARIABLES, World
 from lockstep.errors import ConfigError
 from lockstep.numerics.portable import make_portable
+
+PROGRAMS = Path(__file__).parents[1] / "portable"
+RECORDED = json.loads((PROGRAMS / "fingerprints.json").read_text())
 
 RIGHT = """
 import math, sys
@@ -130,6 +134,22 @@ def test_portable_bits_are_the_same_however_they_are_asked_for(tmp_path):
     where_possible = script_run(tmp_path, "{'portable': 'auto'}", variables=True)
     assert launched.stdout.split()[1:] == ["True"], launched.stderr
     assert launched.stdout == by_hand.stdout == where_possible.stdout
+
+
+@needs_such_a_cpu
+@pytest.mark.parametrize("name", ["digits", "resnet18", "decoder", "lstm"])
+def test_this_cpu_computes_the_fingerprints_that_others_did(name):
+    """They were recorded on an AMD EPYC; an Intel Xeon has the same, resnet18 aside, which it has not run."""
+    if torch.__version__.partition("+")[0] != RECORDED["torch"]:
+        pytest.skip(f"recorded with torch {RECORDED['torch']}")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", PROGRAMS / "programs.py", name, "12", "--portable"],
+        env={**os.environ, **PORTABLE_VARIABLES, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip() == RECORDED[name], done.stderr
 
 
 @needs_such_a_cpu
