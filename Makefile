@@ -87,7 +87,7 @@ curves: $(VENV)/.train
 	$(BIN)/lockstep compare $(addprefix $(RUNS)/,one batchnorm sync) --svg "$(RUNS)/curves.svg" \
 		--labels "one device,BatchNorm on 16,SyncBatchNorm on 16"
 
-# Compares this CPU with three that qemu emulates (Debian: qemu-user), in about half an hour, and writes docs/portable.md.
+# Compares this CPU with three that qemu emulates (Debian: qemu-user), in about ten minutes, and writes docs/portable.md.
 portable: $(VENV)/.train
 	$(BIN)/python tests/portable/run.py --write $(ARGS)
 
