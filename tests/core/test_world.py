@@ -69,6 +69,40 @@ def test_rank_and_world_size_alone_mean_one_host():
     assert world.is_one_host and not world.is_main
 
 
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "::1", "[::1]"])
+def test_ranks_that_meet_at_a_loopback_address_are_of_one_host(address):
+    ranks = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert World.from_environment(ranks | {"MASTER_ADDR": address}).is_one_host
+    assert World.from_environment(ranks | {"LOCKSTEP_RENDEZVOUS": f"tcp://{address}:29500"}).is_one_host
+    assert World.from_environment(
+        ranks | {"LOCKSTEP_RENDEZVOUS": "file:///x", "MASTER_ADDR": "10.0.0.1"}
+    ).is_one_host
+
+
+def test_plain_python_in_a_pod_of_kubernetes_is_one_rank_on_its_host():
+    pod = {
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "job-master-0",
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    }
+    world = World.from_environment(pod)
+    assert (world.rank, world.local_rank, world.local_world_size, world.node, world.nodes) == (2, 0, 1, 2, 3)
+    inside = World.from_environment(pod | {"MASTER_ADDR": "127.0.0.1"})
+    assert (inside.local_rank, inside.local_world_size, inside.nodes) == (2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "place", [{"MASTER_ADDR": "10.0.0.1"}, {"LOCKSTEP_RENDEZVOUS": "tcp://fa:29500"}], ids=("env", "tcp")
+)
+def test_an_unknown_number_of_ranks_on_this_host_is_refused(place):
+    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is missing.*Set LOCAL_WORLD_SIZE and LOCAL_RANK"):
+        World.from_environment({"RANK": "0", "WORLD_SIZE": "2"} | place)
+    assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1"} | place).world_size == 1
+    known = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert World.from_environment(known | place).node == 1
+
+
 def test_a_slurm_step_is_read():
     assert World.from_environment(SLURM) == World(
         rank=3,

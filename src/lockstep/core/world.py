@@ -140,6 +140,10 @@ class World:
         Known are Lockstep's own launcher and torchrun (``RANK``), SLURM (``SLURM_PROCID``, inside a step) and
         Open MPI (``OMPI_COMM_WORLD_RANK``); none of them means a world of one. ``LOCKSTEP_RENDEZVOUS`` comes before
         the meeting place that any of them names. ``ConfigError`` names a variable that is missing or not a number.
+
+        ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_WORLD_SIZE`` mean processes of one host, where they meet at a
+        loopback address or by a file. In Kubernetes they mean one process in each pod, as Kubeflow's PyTorchJob starts
+        them. Anywhere else the number cannot be known, and a ``ConfigError`` says what to set.
         """
         variables = os.environ if environment is None else environment
         world = cls._of_launcher(variables)
@@ -160,13 +164,16 @@ class World:
         read = _Reader(variables)
         if "RANK" in variables:
             world_size = read.size("WORLD_SIZE")
-            local_world_size = read.size("LOCAL_WORLD_SIZE", default=world_size)
+            told = "LOCAL_WORLD_SIZE" in variables
+            local_world_size = (
+                read.size("LOCAL_WORLD_SIZE") if told else _processes_of_this_host(variables, world_size)
+            )
             return cls(
                 rank=read.number("RANK"),
                 world_size=world_size,
                 local_rank=read.number("LOCAL_RANK", default=read.number("RANK") % local_world_size),
                 local_world_size=local_world_size,
-                node=read.number("GROUP_RANK", default=0),
+                node=read.number("GROUP_RANK", default=read.number("RANK") // local_world_size),
                 nodes=read.number("GROUP_WORLD_SIZE", default=max(1, world_size // local_world_size)),
                 launcher="torchrun" if "TORCHELASTIC_RUN_ID" in variables else "lockstep",
                 rendezvous=variables.get(RENDEZVOUS, "env://"),
@@ -179,6 +186,31 @@ class World:
         if "OMPI_COMM_WORLD_RANK" in variables:
             return _from_open_mpi(variables, read)
         return cls()
+
+
+def _processes_of_this_host(variables: Mapping[str, str], world_size: int) -> int:
+    """The number of ranks on this host, where the launcher does not tell it."""
+    rendezvous = variables.get(RENDEZVOUS, "env://")
+    if rendezvous == "env://":
+        address = variables.get("MASTER_ADDR", "")
+    else:
+        scheme, _, place = rendezvous.partition("://")
+        address = place.rpartition(":")[0] if scheme == "tcp" else ""
+    if world_size == 1 or not address or _is_loopback(address):
+        return world_size
+    if "KUBERNETES_SERVICE_HOST" in variables:
+        return 1
+    raise ConfigError(
+        f"The environment has RANK and WORLD_SIZE={world_size}, and the ranks meet at {address}, but LOCAL_WORLD_SIZE "
+        "is missing, so the number of ranks on this host cannot be known. Set LOCAL_WORLD_SIZE and LOCAL_RANK (1 and 0 for "
+        "one rank on each host), or start the ranks with torchrun or lockstep run."
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    """True for localhost and the addresses that never leave a host; a name is not resolved."""
+    plain = address.strip("[]")
+    return plain in ("localhost", "::1") or plain.startswith("127.")
 
 
 @dataclass(frozen=True)
