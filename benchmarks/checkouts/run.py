@@ -98,7 +98,7 @@ def row(title: str, measured: dict[str, list[float]]) -> list[str]:
 
 def claim(rows: list[list[str]]) -> str:
     """Says which rows are slower in every alternation, whose ratios have no spread around 1."""
-    slower = [f"{cells[0]}, {cells[3]}" for cells in rows if float(re.split("[;–]", cells[3])[2]) > 1]
+    slower = [f"{cells[0]}, {cells[3]}" for cells in rows if float(re.split(r"[;–]", cells[3])[2]) > 1]
     if not slower:
         return "This checkout is as fast as the other one: the ratios of no row are above 1 in every alternation."
     return "This checkout is slower than the other one, in every alternation, in: " + "; ".join(slower) + "."

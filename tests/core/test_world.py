@@ -96,7 +96,9 @@ def test_plain_python_in_a_pod_of_kubernetes_is_one_rank_on_its_host():
     "place", [{"MASTER_ADDR": "10.0.0.1"}, {"LOCKSTEP_RENDEZVOUS": "tcp://fa:29500"}], ids=("env", "tcp")
 )
 def test_an_unknown_number_of_ranks_on_this_host_is_refused(place):
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE is missing.*Set LOCAL_WORLD_SIZE and LOCAL_RANK"):
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_WORLD_SIZE is missing.*Set LOCAL_WORLD_SIZE and LOCAL_RANK"
+    ):
         World.from_environment({"RANK": "0", "WORLD_SIZE": "2"} | place)
     assert World.from_environment({"RANK": "0", "WORLD_SIZE": "1"} | place).world_size == 1
     known = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}

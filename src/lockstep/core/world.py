@@ -202,8 +202,8 @@ def _processes_of_this_host(variables: Mapping[str, str], world_size: int) -> in
         return 1
     raise ConfigError(
         f"The environment has RANK and WORLD_SIZE={world_size}, and the ranks meet at {address}, but LOCAL_WORLD_SIZE "
-        "is missing, so the number of ranks on this host cannot be known. Set LOCAL_WORLD_SIZE and LOCAL_RANK (1 and 0 for "
-        "one rank on each host), or start the ranks with torchrun or lockstep run."
+        "is missing. The number of ranks on this host cannot be known. Set LOCAL_WORLD_SIZE and LOCAL_RANK (1 and 0 "
+        "for one rank on each host), or start the ranks with torchrun or lockstep run."
     )
 
 
