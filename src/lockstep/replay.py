@@ -309,6 +309,12 @@ def _require_step(trainer: Trainer, request: ReplayRequest, epochs: int) -> None
                 f"Micro-batch {request.micro_batch} does not exist: the micro-batches of a step are 0 to {most}."
             )
         require_separate_micro_batches(trainer.run)
+        if trainer.run.options.sync_batch_norm:
+            raise ConfigError(
+                "With training.sync_batch_norm the statistics of a micro-batch are those of its whole step, so none is "
+                "computed alone. Leave --micro-batch out: the step is computed, and with "
+                "training.record_micro_batches=true each of its micro-batches is compared."
+            )
 
 
 def require_context(run: Run, origin: Origin) -> None:

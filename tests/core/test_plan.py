@@ -205,5 +205,12 @@ def test_shares_in_rounds_are_equally_long_and_their_surplus_are_spares(items, h
         assert together == tuple(range(round_number * holders, (round_number + 1) * holders))
 
 
+@pytest.mark.parametrize("holders", [1, 2, 3, 5])
+def test_a_spare_is_given_to_a_process_without_an_item_and_to_no_other(holders):
+    share, plain = Share(holders=holders, spare=True), Share(holders=holders)
+    for holder in range(holders):
+        assert list(share.of(2, holder)) == (list(plain.of(2, holder)) or [2])
+
+
 def test_a_process_that_computes_nothing_takes_nothing():
     assert list(Share(holders=2, holder=None).of(8)) == []

@@ -1,5 +1,8 @@
 """Random numbers of a model depend on where they are drawn, never on what was drawn before."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -201,6 +204,29 @@ def test_draws_around_the_model_and_in_the_loss_are_keyed_by_the_micro_batch():
         randomness.remove()
     assert same(drawn[:4], drawn[4:])
     assert len({tuple(numbers.tolist()) for numbers in drawn}) == 4
+
+
+def test_a_micro_batch_that_is_left_anywhere_draws_on_as_if_no_other_had_come():
+    model, alone, together = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), {}, {}
+    randomness = KeyedRandomness(model, 0, CPU)
+    randomness.key_global_generators()
+    resume, found = {}, {1: [], 2: []}
+
+    def draws():
+        return [model(ONES), torch.rand(3), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+    for k in (1, 2):
+        randomness.begin_micro_batch(0, k)
+        alone[k] = [*draws(), *draws()]
+    for k in (1, 2):
+        randomness.begin_micro_batch(0, k)
+        found[k] += draws()
+        resume[k] = randomness.pause()
+    for k in (1, 2):
+        resume[k]()
+        together[k] = [*found[k], *draws()]
+    randomness.remove()
+    assert all(same(alone[k], together[k]) for k in (1, 2))
 
 
 def test_a_model_called_twice_in_one_forward_has_two_masks():

@@ -150,14 +150,14 @@ def plain_program():
 def layouts(program, count=3):
     """Some layouts of a program's seed, each a list of phases; more than one where it is resumed."""
     r = random.Random(f"layouts {program.seed}")
-    k, exact = dict(program.recipe)["micro_batches"], not dict(program.recipe).get("sync_batch_norm")
+    k = dict(program.recipe)["micro_batches"]
     chosen, names = [], set()
     while len(chosen) < count:
         layout = _layout(r, k)
         if layout is None or layout.name in names:
             continue
         names.add(layout.name)
-        chosen.append([layout if exact else dataclasses.replace(layout, exact=False)])
+        chosen.append([layout])
     if (
         program.epochs > 1
         and r.random() < 0.5

@@ -43,6 +43,7 @@ CASES = [
     Case("digits_adamw", (3,), {"precision": "bf16", "channels_last": True}),
     Case("resnet", (2,), {"precision": "bf16", "channels_last": True}),
     Case("resnet_frozen", (3,)),
+    Case("resnet", (3,), {"sync_batch_norm": True}),
     Case("attention", (2,), {"precision": "fp16"}),
     Case("recurrent", (3,), {"precision": "bf16"}),
     Case("experts", (3,)),

@@ -91,6 +91,28 @@ def test_one_device_gives_the_sum_written_by_hand(rows, size, k):
     assert len(result.losses) == batch.plan.leaves
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_gradients_of_micro_batches_that_take_turns_are_added_in_their_order(order):
+    """A parameter that one of them does not use gets its zeros in that one's place."""
+    torch.manual_seed(0)
+    used, model = {0: "ab", 1: "a", 2: "b"}, nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(3)})
+    values = {k: torch.randn(3) for k in used}
+    tree = GradientTree(dict(model.items()), None)
+    tree.begin(0, 3, 3)
+    for name in "ba":
+        for k in order:
+            tree.go_on_with(k)
+            if name in used[k]:
+                (model[name] * values[k]).sum().backward()
+    for k in order:
+        tree.go_on_with(k)
+        tree.end_micro_batch()
+    tree.finish(tree.used(), torch.ones(()))
+    for name in "ab":
+        leaves = [values[k] if name in used[k] else torch.zeros(3) for k in range(3)]
+        assert torch.equal(model[name].grad, tree_sum(leaves))
+
+
 def test_a_gradient_that_was_there_is_added_to():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

@@ -172,9 +172,9 @@ def planned_shares(options: RunSettings, count: int) -> list[Share]:
         return [Share(holders=workers, holder=n if 0 <= n < workers else None) for n in numbers]
     is_sharded, is_piped = mesh.size("fsdp") > 1, mesh.size("pipeline") > 1
     axis = "fsdp" if is_sharded else "data"
-    rounds = (is_sharded and not is_piped) or (options.sync_batch_norm and mesh.size("data") > 1)
+    rounds, spare = is_sharded and not is_piped, options.sync_batch_norm and mesh.size("data") > 1
     return [
-        Share(holders=mesh.size(axis), holder=mesh.coordinate(axis, rank), rounds=rounds)
+        Share(holders=mesh.size(axis), holder=mesh.coordinate(axis, rank), rounds=rounds, spare=spare)
         for rank in range(mesh.ranks)
     ]
 
@@ -301,12 +301,12 @@ def _workers_find_no_scale(options: RunSettings, machine: AvailableDevices) -> I
         )
 
 
-@_rule(RULES, "SyncBatchNorm has whole shares", "sync_batch_norm")
-def _shares_run_at_once(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+@_rule(RULES, "SyncBatchNorm has whole models", "sync_batch_norm")
+def _micro_batches_meet(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     if options.sync_batch_norm and options.strategy not in SYNC_BATCH_NORM:
         yield (
-            "is true: a process would run its whole share of a step in one forward pass, which strategy "
-            f"{options.strategy!r} does not. Use strategy 'ddp'."
+            "is true: the micro-batches of a process would run side by side and meet at every BatchNorm, and strategy "
+            f"{options.strategy!r} runs one after the other. Use strategy 'ddp'."
         )
     elif options.sync_batch_norm and options.compile:
         yield "is true: statistics are exchanged inside the model, where compile cannot go. Use one of the two."
@@ -329,12 +329,7 @@ def _parts_are_stepped_alone(job: JobConfig, machine: AvailableDevices) -> Itera
 def _micro_batches_have_a_record(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     training = job.training
     every = training.fingerprint_every if training.gradients_every is None else training.gradients_every
-    if training.record_micro_batches and training.sync_batch_norm:
-        yield (
-            "is true, but with sync_batch_norm a process computes its micro-batches in one pass, and none has a "
-            "gradient of its own. Leave one of the two out."
-        )
-    elif training.record_micro_batches and not every:
+    if training.record_micro_batches and not every:
         yield "is true, but no step is recorded. Set gradients_every to 1 or more, or leave it out."
 
 

@@ -24,7 +24,7 @@ REDUCERS = ("ordered", "ring", "bf16", "powersgd")
 """Every way to sum gradients over ranks."""
 
 SYNC_BATCH_NORM = ("single", "ddp")
-"""The strategies in which a process runs its whole share of a step in one forward pass if asked to."""
+"""The strategies in which the micro-batches of a process run side by side if asked to."""
 
 
 class Level(enum.Enum):

@@ -133,12 +133,15 @@ class Share:
     """This process's number among them; None for one that computes nothing, such as a parameter server."""
     interleaved: bool = False
     """Take every ``holders``-th item instead of a run of consecutive ones."""
+    spare: bool = False
+    """Give a holder without an item one spare: the number ``items``, which is run on the samples of item 0 and counts
+    for nothing."""
     rounds: bool = False
     """Give every holder the same number of items, for strategies whose forward pass is collective. The surplus numbers
     are spares: they are run on the samples of item 0 and count for nothing. Implies ``interleaved``."""
 
     def of(self, items: int, holder: int | None = None) -> range:
-        """The items of a holder, by default of this process; with ``rounds``, numbers from ``items`` on are spares."""
+        """The items of a holder, by default of this process; numbers from ``items`` on are spares."""
         holder = self.holder if holder is None else holder
         if holder is None:
             return range(0)
@@ -146,7 +149,8 @@ class Share:
             return range(holder, -(-items // self.holders) * self.holders, self.holders)
         if self.interleaved:
             return range(holder, items, self.holders)
-        return share(items, self.holders, holder)
+        own = share(items, self.holders, holder)
+        return own if own or not self.spare else range(items, items + 1)
 
     def longest(self, items: int) -> int:
         """The most items of any holder."""

@@ -76,7 +76,7 @@ def _level(config: JobConfig) -> str:
     training = config.training
     if training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous":
         return "C (statistical)"
-    exact = "B (tolerance)" if training.sync_batch_norm else "A (bitwise)"
+    exact = "A (bitwise)"
     if not training.deterministic:
         exact = "C (statistical) on CUDA: deterministic = false"
     return _LEVELS.get(training.reduce, exact)

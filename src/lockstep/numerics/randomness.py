@@ -198,6 +198,26 @@ class KeyedRandomness:
         self._calls, self._entered = self._begun[step, k]
         self._begin("<forward>")
 
+    def pause(self) -> Callable[[], None]:
+        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on exactly there.
+
+        In between, others may be begun and gone on with.
+        """
+        kept = {name: vars(self)[name] for name in _OF_A_MICRO_BATCH}
+        states = [generator.get_state() for generator in self._generators]
+        others = (np.random.get_state(), random.getstate()) if self.keys_global_generators else None
+        self._interrupted = []
+
+        def resume() -> None:
+            vars(self).update(kept)
+            for generator, state in zip(self._generators, states):
+                generator.set_state(state)
+            if others is not None:
+                np.random.set_state(others[0])
+                random.setstate(others[1])
+
+        return resume
+
     def end_inputs(self) -> None:
         """Goes on with the keys of the model, after a transform of the inputs may have drawn."""
         if self._units_only:
@@ -299,6 +319,13 @@ class KeyedRandomness:
         if self.keys_global_generators:
             np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
             random.seed(seed)
+
+
+_OF_A_MICRO_BATCH = (
+    *("_frames", "_calls", "_entered", "_where", "_interrupted"),
+    *("_outermost_seed", "_phase", "_replays"),
+)
+"""What ``KeyedRandomness`` notes of the micro-batch that is under way."""
 
 
 class OwnHook:

@@ -270,6 +270,15 @@ class RunningBuffers:
             for location, before in zip(self._summed, self._old_summed):
                 location.buffer.copy_(before)
 
+    def leave(self) -> list[Tensor]:
+        """Returns copies of the values in the middle of a micro-batch, for ``resume``."""
+        return [each.clone() for each in self.tensors()] if self._locations else []
+
+    def resume(self, values: Sequence[Tensor]) -> None:
+        """Puts back what ``leave`` returned, where the forward passes of others came between."""
+        for each, value in zip(self.tensors() if values else [], values):
+            each.copy_(value)
+
     def take(self) -> tuple[Tensor, Tensor]:
         """Returns copies of a forward pass's values (numel,), and how often each group was used (counters,)."""
         self._take_back(keep=True)

@@ -1,18 +1,20 @@
-"""BatchNorm modules that compute their statistics over all ranks, made from torch's own by changing their class.
+"""BatchNorm modules with statistics over all parts of a batch, made from torch's own by changing their class.
 
-Moments are combined in rank order (T. F. Chan, G. H. Golub, R. J. LeVeque: Updating Formulae and a Pairwise Algorithm
-for Computing Sample Variances, 1979). With n rows, mean m and sum of squared deviations s of each rank, per channel:
+A part is what one forward pass is given: a micro-batch, or a rank's rows. The moments of the parts are combined in the
+summation tree (T. F. Chan, G. H. Golub, R. J. LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample
+Variances, 1979). With n rows, mean m and sum of squared deviations s of each part, per channel:
 
     N = sum n        M = sum n m / N        S = sum s + sum n (m - M)^2
 
-Nothing here is the small difference of large numbers, as ``E[x^2] - E[x]^2`` is. A rank without rows has n = m = s = 0
-and changes nothing. The sums over ranks are explicit adds in float64, so every rank gets the same bits.
+Nothing here is the small difference of large numbers, as ``E[x^2] - E[x]^2`` is. A part without rows has n = m = s = 0
+and changes nothing. The sums over parts are explicit adds in float64, so every rank gets the same bits, and they depend
+on the parts alone.
 
-With x' = (x - M) / sqrt(V + e) over the N values of a channel on all ranks, and g the gradient of y = w x' + b:
+With x' = (x - M) / sqrt(V + e) over the N values of a channel in all parts, and g the gradient of y = w x' + b:
 
-    gradient of b    sum g                      of this rank's rows: the strategy sums it like any other gradient
+    gradient of b    sum g                      of this part: the strategy sums it like any other gradient
     gradient of w    sum g x'                   as well
-    gradient of x    w / sqrt(V + e) * (g - A - x' B)        A = sum g / N,  B = sum g x' / N over all ranks
+    gradient of x    w / sqrt(V + e) * (g - A - x' B)        A = sum g / N,  B = sum g x' / N over all parts
 
 So backward is one exchange of two numbers per channel. The passes over the data are torch's own fused kernels, called
 with the statistics as constants, on CPU and CUDA, in any memory format.
@@ -20,8 +22,9 @@ with the statistics as constants, on CPU and CUDA, in any memory format.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,8 +40,21 @@ from lockstep.reduce import SharedMemoryReducer
 from lockstep.reduce.shared_memory import can_share_memory
 
 
+class Rows(Protocol):
+    """Gathers a row of numbers of each part of a batch."""
+
+    def make_room(self, width: int) -> None:
+        """Makes room for rows of up to ``width`` numbers. Collective; needed before ``gather``."""
+
+    def at(self, name: str) -> Rows:
+        """The same, for the BatchNorm of this name."""
+
+    def gather(self, row: Tensor) -> Tensor:
+        """The rows of all parts in order, shape (parts, n), from one of shape (n,), float64. Waits for all parts."""
+
+
 class RankRows:
-    """Gathers rows over a process group, or through memory that CPU ranks of one host share.
+    """Gathers rows over a process group, or through memory that CPU ranks of one host share: a part is a rank's.
 
     A model's copies share the object: process groups cannot be copied.
 
@@ -67,6 +83,10 @@ class RankRows:
         if self._memory is not None:
             self._row = torch.zeros(width, dtype=torch.float64)
             self._memory.allocate([], width, 1)
+
+    def at(self, name: str) -> RankRows:
+        """The same: all ranks call the same BatchNorm."""
+        return self
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of all ranks, shape (ranks, n), from one of shape (n,), float64. Collective; waits for all ranks.
@@ -104,7 +124,7 @@ class RankRows:
 
 @dataclass(frozen=True)
 class Moments:
-    """Statistics of each channel over the rows of all ranks."""
+    """Statistics of each channel over all parts of a batch."""
 
     mean: Tensor
     """Shape (channels,), float64."""
@@ -119,13 +139,13 @@ class Moments:
         return self.variance * (self.count / (self.count - 1))
 
 
-def gather_moments(x: Tensor, rows: RankRows, counts: bool = True) -> Moments:
-    """The moments over all ranks' values. Collective: every rank must call this, with or without values.
+def gather_moments(x: Tensor, rows: Rows, counts: bool = True) -> Moments:
+    """The moments over the values of all parts. Collective: every rank must call this, with or without values.
 
     Args:
-        x: this rank's values, shape (n, channels, ...); n may be 0.
-        rows: exchanges with the other ranks.
-        counts: whether this rank's values are part of the batch; without, it only joins.
+        x: this part's values, shape (n, channels, ...); n may be 0.
+        rows: exchanges with the other parts.
+        counts: whether these values are part of the batch; without, they only join.
     """
     channels = x.shape[1]
     row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
@@ -148,7 +168,7 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 class NormaliseByAll(torch.autograd.Function):
-    """``w (x - mean) / sqrt(variance + eps) + b`` where mean and variance are functions of the x of all ranks."""
+    """``w (x - mean) / sqrt(variance + eps) + b`` where mean and variance are functions of the x of all parts."""
 
     @staticmethod
     def forward(
@@ -160,13 +180,13 @@ class NormaliseByAll(torch.autograd.Function):
         variance: Tensor,
         count: Tensor,
         eps: float,
-        rows: RankRows,
+        rows: Rows,
         counts: bool,
     ) -> Tensor:
         """The normalised x, of its type, memory format and shape (n, channels, ...), where n may be 0.
 
         Weight and bias have the shape (channels,); mean, biased variance and count are those of ``gather_moments``.
-        Without ``counts``, this rank's values are not in them, and x gets no gradient.
+        Without ``counts``, this part's values are not in them, and x gets no gradient.
         """
         dtype = statistics_dtype(x)
         mean, variance = mean.to(dtype), variance.to(dtype)
@@ -180,7 +200,8 @@ class NormaliseByAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias. Collective: every rank must run its backward pass."""
-        x, weight, mean, variance, count = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: activation checkpointing gives them no second time
+        x, weight, mean, variance, count = saved
         channels, dtype = x.shape[1], statistics_dtype(x)
         sums = torch.zeros(2 * channels, dtype=torch.float64, device=x.device)
         if ctx.counts and x.numel():
@@ -188,15 +209,17 @@ class NormaliseByAll(torch.autograd.Function):
         of_all = (fold_rows(ctx.rows.gather(sums)) / count).to(dtype)
         needs_x = ctx.needs_input_grad[0]
         return (
-            _gradient_of_x(ctx, gradient, of_all[:channels], of_all[channels:]) if needs_x else None,
+            _gradient_of_x(ctx, saved, gradient, of_all[:channels], of_all[channels:]) if needs_x else None,
             sums[channels:].to(weight.dtype) if ctx.needs_input_grad[1] else None,
             sums[:channels].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
             *[None] * 6,
         )
 
 
-def _gradient_of_x(ctx: Any, gradient: Tensor, mean_gradient: Tensor, mean_product: Tensor) -> Tensor:
-    x, weight, mean, variance, _ = ctx.saved_tensors
+def _gradient_of_x(
+    ctx: Any, saved: Sequence[Tensor], gradient: Tensor, mean_gradient: Tensor, mean_product: Tensor
+) -> Tensor:
+    x, weight, mean, variance, _ = saved
     if not (ctx.counts and x.numel()):
         return torch.zeros_like(x)
     scale = (variance + ctx.eps).rsqrt()
@@ -217,7 +240,7 @@ def _normalise(
 
 
 def _sums(gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sums of g and of g x' over this rank's rows, each of shape (channels,)."""
+    """The sums of g and of g x' over this part's rows, each of shape (channels,)."""
     ones = torch.ones_like(mean)
     wide, wide_gradient = x.to(mean.dtype), gradient.to(mean.dtype)
     _, product, total = torch.ops.aten.native_batch_norm_backward(
@@ -229,22 +252,22 @@ def _sums(gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, eps: floa
 class SyncBatchNorm(_BatchNorm):
     """The base of the three modules below. Made by ``convert_sync_batch_norm``.
 
-    In training mode, statistics are those of the rows of all ranks and every rank must call the module, also one
+    In training mode, statistics are those of all parts of the batch, and every rank must call the module, also one
     without rows. In evaluation mode it is torch's BatchNorm. Parameters, buffers, their names in a ``state_dict``,
     hooks and options are those of the module it was made from.
     """
 
-    rows: RankRows
-    """Exchanges with the other ranks."""
+    rows: Rows
+    """Exchanges with the other parts."""
     counts: bool = True
     """True if the rows that this rank gives belong to the batch; without, it joins the others and is normalised as
     they are, but changes no statistics and no gradient."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        """Normalises ``input``, shape (n, channels, ...). Collective in training mode; waits for all ranks.
+        """Normalises ``input``, shape (n, channels, ...). Collective in training mode; waits for all parts.
 
         Raises:
-            ConfigError: all ranks together have one value per channel, which has no variance (told on a CPU only: on
+            ConfigError: all parts together have one value per channel, which has no variance (told on a CPU only: on
                 CUDA, asking would hold up the device, and the running variance is infinite).
         """
         if not self.training:
@@ -254,7 +277,7 @@ class SyncBatchNorm(_BatchNorm):
             moments = gather_moments(input, self.rows, self.counts)
             if input.device.type == "cpu" and moments.count < 2:
                 raise ConfigError(
-                    f"A synchronised BatchNorm got {int(moments.count)} value(s) per channel over all ranks, but "
+                    f"A synchronised BatchNorm got {int(moments.count)} value(s) per channel over the whole batch, but "
                     "training mode needs at least two. Use a larger batch, or drop_last=True."
                 )
             self._track(moments.mean, moments.unbiased)
@@ -279,15 +302,15 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
-    """``nn.BatchNorm1d`` over all ranks."""
+    """``nn.BatchNorm1d`` over all parts of a batch."""
 
 
 class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
-    """``nn.BatchNorm2d`` over all ranks."""
+    """``nn.BatchNorm2d`` over all parts of a batch."""
 
 
 class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
-    """``nn.BatchNorm3d`` over all ranks."""
+    """``nn.BatchNorm3d`` over all parts of a batch."""
 
 
 _SYNCHRONISED: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -316,8 +339,8 @@ def convert_sync_batch_norm(model: nn.Module, group: dist.ProcessGroup | None = 
     return model
 
 
-def synchronise(model: nn.Module, rows: RankRows) -> list[SyncBatchNorm]:
-    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does, and returns them. Collective."""
+def synchronise(model: nn.Module, rows: Rows) -> dict[str, SyncBatchNorm]:
+    """Converts every BatchNorm of a model, as ``convert_sync_batch_norm`` does; returns them by name. Collective."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not found:
         raise ConfigError(
@@ -331,7 +354,7 @@ def synchronise(model: nn.Module, rows: RankRows) -> list[SyncBatchNorm]:
                 "pass is not that of nn.BatchNorm1d, 2d or 3d. Build the model with those."
             )
     rows.make_room(max(2 * module.num_features + 1 for module in found.values()))
-    for module in found.values():
+    for name, module in found.items():
         module.__class__ = _SYNCHRONISED.get(type(module), type(module))
-        module.rows = rows  # type: ignore[assignment]  # torch takes every attribute for a tensor or module
-    return [module for module in found.values() if isinstance(module, SyncBatchNorm)]
+        module.rows = rows.at(name)  # type: ignore[assignment]  # torch takes every attribute for a tensor or module
+    return {name: module for name, module in found.items() if isinstance(module, SyncBatchNorm)}

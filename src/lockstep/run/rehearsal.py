@@ -5,8 +5,9 @@
     [micro-batch 0 on every rank] -> losses, which must be equal          once for each loss function
     everything is put back -> the step itself
 
-A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. All
-ranks learn what each has found, and raise the same error.
+A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. It
+has two where micro-batches run side by side, and the second time they take turns in the other order: one that reads
+what another has kept gets other bits. All ranks learn what each has found, and raise the same error.
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
@@ -34,6 +33,7 @@ from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
+from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
@@ -66,6 +66,9 @@ class _RehearsalCompute(StepCompute):
 
     def resume(self, micro_batch: MicroBatch, phase: str) -> None:
         super().resume(self._numbered(micro_batch), phase)
+
+    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
+        return super().pause(self._numbered(micro_batch))
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         result = super().loss(output, target, micro_batch)
@@ -142,7 +145,7 @@ class Rehearsals:
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
-        self._is_fused = options.sync_batch_norm
+        self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and group is None
         repeats = (
             options.deterministic or strategy.device.type == "cpu"
@@ -265,8 +268,8 @@ class Rehearsals:
         if compute.forward is not None:
             roots["forward="] = compute.forward
         before = Snapshot(roots, buffers.tensors)
-        called, findings = _CalledModules(prepared, before, roots), Findings()
-        short, rehearsal = _shortened(batch, compute, strategy.share)
+        called, findings = CalledModules(prepared, before, roots), Findings()
+        short, rehearsal = _shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
         for parameter in prior:
             parameter.grad = None
@@ -280,15 +283,16 @@ class Rehearsals:
                 ] + sorted(written)
                 after = Snapshot(roots, buffers.tensors, restorable=False)
                 buffers.restore()  # the next step would begin from new running statistics
-                second = self._pass(short, replace(rehearsal, deviations=deviations), scale)
+                second = self._pass(_turned(short), replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
                 is_counting = bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
-                if deviations is not None and strategy.share.holders > 1 and not self._is_fused:
+                if deviations is not None and strategy.share.holders > 1:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
-                if deviations == [] and batch.micro_batches and strategy.replicated:
+                is_called_alone = strategy.replicated and not self._are_concurrent
+                if deviations == [] and batch.micro_batches and is_called_alone:
                     with suppress(Exception):  # micro-batches may not fit together, or their parts the model
                         deviations.append(deviation_of_model(compute, batch.micro_batches))
                     compute.randomness.leave()
@@ -438,52 +442,6 @@ class _Result:
     gradients: dict[str, int | None]
 
 
-class _CalledModules:
-    """The modules that are called and do not belong to the prepared model."""
-
-    def __init__(self, prepared: PreparedRun, before: Snapshot, roots: dict[str, Any]) -> None:
-        parts = prepared.state.parts
-        own = (parts.model, prepared.compute.model)
-        self._own = {id(module) for each in own for module in each.modules()}
-        self._kept = {id(module) for each in parts.modules for module in each.modules()}
-        self._before, self._roots = before, roots
-        self._is_compiled = any("forward" in vars(module) for each in own for module in each.modules())
-        self._seen: dict[int, nn.Module] = {}
-        self.wrong: dict[str, str] = {}
-        """Those that cannot be right, by name, with the reason."""
-
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Notes them inside; not where modules are compiled, as torch's compiler reads such hooks too."""
-        if self._is_compiled:
-            yield
-            return
-        handle = register_module_forward_pre_hook(self._note)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _note(self, module: nn.Module, _: object) -> None:
-        if id(module) in self._own or id(module) in self._seen:
-            return
-        self._seen[id(module)] = module
-        name = self._before.name_of(module)
-        if not name:
-            name = f"a {type(module).__qualname__}"
-            self._before.add(name, module)
-            self._roots[name] = module
-        if isinstance(module, _NormBase) and module.training and module.running_mean is not None:
-            self.wrong[name] = (
-                f"changes its running statistics (a {type(module).__qualname__} in training mode)"
-            )
-        trained = [key for key, each in module.named_parameters(recurse=False) if each.requires_grad]
-        if trained and torch.is_grad_enabled() and id(module) not in self._kept:
-            self.wrong[name] = (
-                f"has parameters that require gradients ({trained[0]}), which nobody sums or updates"
-            )
-
-
 class _Buffers:
     """The buffers of some models, and what puts them back."""
 
@@ -516,15 +474,26 @@ def _values_of(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None or isinstance(buffer, AbsentTensor) or buffer.is_meta else buffer.clone()
 
 
-def _shortened(batch: Batch, compute: StepCompute, share: Share) -> tuple[Batch, _RehearsalCompute]:
-    """A step of the first micro-batch of each holder, as this process sees it, and what computes it."""
+def _shortened(
+    batch: Batch, compute: StepCompute, share: Share, most: int
+) -> tuple[Batch, _RehearsalCompute]:
+    """A step of the first micro-batches of each holder, ``most`` at most, as this process sees it; what computes it."""
     plan = batch.plan
-    first = [share.of(plan.leaves, holder)[0] for holder in range(min(share.holders, plan.leaves))]
+    firsts = [share.of(plan.leaves, holder)[:most] for holder in range(min(share.holders, plan.leaves))]
+    first = [k for held in firsts for k in held]
     short = replace(plan, indices=tuple(plan.indices[k] for k in first))
-    own = tuple(replace(each, k=share.holder or 0) for each in batch.micro_batches[:1])
+    own = tuple(
+        replace(each, k=k)
+        for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False)
+    )
     given = {each.name: getattr(compute, each.name) for each in fields(compute)}
     rehearsal = _RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
     return Batch(short, own), rehearsal
+
+
+def _turned(batch: Batch) -> Batch:
+    """The same, its micro-batches in the other order: those that run side by side find what others keep."""
+    return replace(batch, micro_batches=batch.micro_batches[::-1])
 
 
 def _words(function: Any) -> str:

@@ -24,7 +24,7 @@ from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.precision import Precision
-from lockstep.numerics.randomness import KeyedRandomness
+from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.events import NO_EVENTS, StepEvents
@@ -302,6 +302,19 @@ class StepCompute:
         self.heartbeat.enter(PHASES.index(phase), micro_batch.k, micro_batch.indices)
         self.randomness.resume_micro_batch(self.plan.step, micro_batch.k + self.first_key, phase)
 
+    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
+        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on there."""
+        phase = BACKWARD if in_backward() else FORWARD
+        restore = self.randomness.pause()
+
+        def resume() -> None:
+            for call in self.events.micro_batch_resume:
+                call(micro_batch, PHASES[phase])
+            self.heartbeat.enter(phase, micro_batch.k, micro_batch.indices)
+            restore()
+
+        return resume
+
     def exchange(self) -> None:
         """Notes that this rank waits for the others."""
         self.heartbeat.enter(REDUCE)
@@ -317,8 +330,8 @@ class StepCompute:
         if self.forward is not None:
             raise ConfigError(
                 "run.backward was given a forward of your own, which calls the whole model for one micro-batch; here "
-                "the model is run in parts, or for several micro-batches at once. Give the model a forward(input), or "
-                "use strategy 'ddp' without sync_batch_norm."
+                "the model is run in parts, or in several copies. Give the model a forward(input), or use strategy "
+                "'ddp'."
             )
         found = self.compute.inputs(micro_batch.data, self.compute.device_transform, device)
         self.randomness.end_inputs()

@@ -40,7 +40,7 @@ def require_whole_models(strategy: Strategy, *, sync_batch_norm: bool) -> None:
     if sync_batch_norm:
         raise ConfigError(
             "whole_batch=True runs the model on one micro-batch after the other, and sync_batch_norm on all of them "
-            "at once. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
+            "side by side. Leave one of them out; LayerNorm and GroupNorm need no statistics of the batch."
         )
 
 

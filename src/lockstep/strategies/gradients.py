@@ -111,13 +111,17 @@ class StepHeader:
 class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
-    __slots__ = ("bucket", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used")
+    __slots__ = (
+        *("bucket", "early", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used"),
+    )
 
     def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter | None = None) -> None:
         self.name, self.parameter = name, parameter
         self.held = parameter if held is None else held
         self.stack: list[Tensor] = []
         self.pushed = 0
+        self.early: dict[int, Tensor] = {}
+        """Leaves that came before one to the left of them."""
         self.used = 0
         self.bucket = -1
         self.staging: list[list[Tensor]] = []
@@ -194,23 +198,30 @@ class GradientTree:
                 held += slot.held.numel()
 
     def begin(self, start: int, stop: int, leaves: int) -> None:
-        """Starts a step in which this rank runs the micro-batches ``start <= k < stop`` of ``leaves``."""
+        """Starts a step in which this rank runs the micro-batches ``start <= k < stop`` of ``leaves``.
+
+        They run one after the other, unless ``go_on_with`` says which one runs.
+        """
         self._merges = merges_after_leaf(start, stop, leaves)
         self._leaf = 0
         self._waiting = [len(members) for members in self._members]
         self._started = 0
         self._prior = []
         for slot in self.slots:
-            slot.stack, slot.pushed, slot.used = [], 0, 0
+            slot.stack, slot.pushed, slot.used, slot.early = [], 0, 0, {}
             if slot.held.grad is not None:
                 self._prior.append((slot.held, slot.held.grad.clone()))
                 slot.held.grad = None
 
+    def go_on_with(self, number: int) -> None:
+        """Makes the gradients that come next those of this rank's micro-batch ``number``, counted from 0."""
+        self._leaf = number
+
     def end_micro_batch(self) -> None:
         """Ends the backward pass of one micro-batch: a parameter it did not reach gets a leaf of zeros."""
         for slot in self.slots:
-            if slot.pushed == self._leaf:
-                self._push(slot, torch.zeros_like(slot.parameter))
+            if self._lacks_leaf(slot):
+                self._add_leaf(slot, torch.zeros_like(slot.parameter))
         self._leaf += 1
 
     def used(self) -> list[int]:
@@ -249,20 +260,29 @@ class GradientTree:
     def end(self) -> None:
         """Ends a step: gradients of other backward passes are left where they are."""
         for slot in self.slots:
-            slot.stack = []
+            slot.stack, slot.early = [], {}
         self._merges = ()
 
     def _take(self, slot: Slot, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is None or not self._merges or parameter is not slot.parameter:
             return
-        gradient = one_dense(slot.name, gradient, is_first=slot.pushed <= self._leaf)
+        gradient = one_dense(slot.name, gradient, is_first=self._lacks_leaf(slot))
         parameter.grad = None
         slot.used += 1
-        self._push(slot, gradient)
+        self._add_leaf(slot, gradient)
+
+    def _lacks_leaf(self, slot: Slot) -> bool:
+        return slot.pushed <= self._leaf and self._leaf not in slot.early
+
+    def _add_leaf(self, slot: Slot, gradient: Tensor) -> None:
+        """Pushes the current micro-batch's gradient, in order: at once, or when those to the left of it are there."""
+        slot.early[self._leaf] = gradient
+        while slot.pushed in slot.early:
+            self._push(slot, slot.early.pop(slot.pushed))
 
     def _push(self, slot: Slot, gradient: Tensor) -> None:
-        push_leaf(slot.stack, gradient, self._merges[self._leaf])
+        push_leaf(slot.stack, gradient, self._merges[slot.pushed])
         slot.pushed += 1
         if self._reducer is not None and slot.pushed == len(self._merges):
             self._hand_over(slot, self._reducer)
@@ -347,16 +367,13 @@ class StepSums:
         """Ends the backward pass of a micro-batch; they run in order of ``k``."""
         self.tree.end_micro_batch()
 
-    def reduce(
-        self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int, leaves: int | None = None
-    ) -> StepResult:
+    def reduce(self, losses: Sequence[Tensor], weights: Sequence[Tensor], stop: int) -> StepResult:
         """Reduces over the holders, and sets the gradients of the mean and the new buffers. Collective.
 
         Args:
             losses: sums of this holder's micro-batches, 0-dim.
             weights: of them, 0-dim.
             stop: see ``Strategy.backward``.
-            leaves: micro-batches of the step, where they are not the leaves of the tree.
         """
         running = list(self._running.take().values())
         header = self._header.pack(losses, weights, self.tree.used(), self._advanced, [stop])
@@ -364,7 +381,7 @@ class StepSums:
         if self._reducer is not None:
             headers = self._exchange(self._reducer, header, running)
             running = [self._reducer.total(self._buffer_bucket)] if self._buffers.numel else []
-        sums, weight, used, advanced = self._header.unpack(headers, leaves or self._leaves)
+        sums, weight, used, advanced = self._header.unpack(headers, self._leaves)
         if running:
             self._buffers.finish_step(running[0], self._leaves, advanced)
         parts = self.tree.finish(self._used(used), weight.float())

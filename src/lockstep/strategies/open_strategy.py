@@ -15,9 +15,9 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import RankRows
 from lockstep.reduce import Reducer, open_reducer
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.concurrent_micro_batches import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.ddp import DistributedDataParallel, Single
 from lockstep.strategies.dp import DataParallel
-from lockstep.strategies.fused_forward import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.hybrid import OrderedRowReducer, ShardedPipeline
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.parameter_server import ParameterServer

@@ -60,6 +60,12 @@ class Compute(Protocol):
             phase: what this rank is at: ``forward`` of further units, or ``backward``.
         """
 
+    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
+        """Leaves a micro-batch anywhere in its forward or backward pass; what is returned goes on exactly there.
+
+        Random numbers go on where they were, and it is noted that this rank is at it again.
+        """
+
     def exchange(self) -> None:
         """Notes that this rank has computed its part of the step, and from here on waits for the others."""
 

@@ -312,11 +312,6 @@ class GradientRecorder(Callback):
 
 def require_separate_micro_batches(run: Run) -> None:
     """Raises ``ConfigError`` where no single micro-batch's gradient is to be had from a run."""
-    if run.options.sync_batch_norm:
-        raise ConfigError(
-            "With training.sync_batch_norm a process computes its micro-batches in one pass, so none has a gradient of "
-            "its own. Leave training.record_micro_batches and --micro-batch out."
-        )
     if run.strategy.name in _IN_REPLICAS:
         raise ConfigError(
             f"Strategy {run.strategy.name!r} computes micro-batches with parts or copies of the model, whose gradients "

@@ -5,6 +5,7 @@ import logging
 import torch
 from tests.strategies.jobs import photos, sgd
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -46,9 +47,35 @@ class Net(nn.Sequential):
         )
 
 
-def network(dropout=0.0):
+class Checkpointed(Block):
+    """The same block, computed again in backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Drawing(Block):
+    """A block that draws random numbers by itself, and whose running buffers are not BatchNorm's alone."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.instance = nn.InstanceNorm2d(width, track_running_stats=True)
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x):
+        self.seen.mul_(0.9).add_(x.detach().mean((0, 2, 3)), alpha=0.1)
+        y = nn.functional.dropout(super().forward(self.instance(x)), 0.1, self.training)
+        return self.norm(y) + 0.1 * torch.rand_like(y)
+
+
+def network(dropout=0.0, block=Block):
     torch.manual_seed(4)
-    return Net(dropout)
+    model = Net(dropout)
+    for module in model:
+        module.__class__ = block if type(module) is Block else type(module)
+    if block is Drawing:
+        model[3], model[5] = Drawing(8), Drawing(8)
+    return model
 
 
 def adamw(model):
@@ -92,6 +119,8 @@ WAYS = {
     "fp16": {"precision": "fp16", "loss": small_loss},
     "double": {"dtype": torch.float64},
     "collectives": {"shared_memory": False},
+    "checkpointed": {"dropout": 0.3, "block": Checkpointed},
+    "drawing": {"block": Drawing, "running_buffers": ("*.seen",)},
     "bf16 sums": {"reduce": "bf16"},
     "powersgd": {"reduce": "powersgd"},
 }
@@ -104,7 +133,7 @@ def train_ways(world, names):
     found = {}
     for name in names:
         options = dict(WAYS[name])
-        model = network(options.pop("dropout", 0.0))
+        model = network(options.pop("dropout", 0.0), options.pop("block", Block))
         found[name] = train(model.to(options.pop("dtype", torch.float32)), **options)
     return found if world.rank == 0 else None
 
