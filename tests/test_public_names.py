@@ -347,7 +347,6 @@ weights.path = ''
 SEED_PURPOSES = [
     "bucketed",
     "buckets",
-    "dropout",
     "erasing",
     "loop",
     "mixed",

@@ -73,7 +73,7 @@ BROKEN = {
         ],
         "Use bf16 or fp32, or parameter_server.mode='synchronous'.",
     ),
-    "SyncBatchNorm has whole shares": (
+    "SyncBatchNorm has whole models": (
         ["training.sync_batch_norm=true", "training.compile=true"],
         "where compile cannot go. Use one of the two.",
     ),

@@ -63,7 +63,7 @@ def test_inputs_of_other_dimensions_are_refused_as_torch_does(module, shape):
 
 
 def test_one_value_per_channel_has_no_variance():
-    with pytest.raises(ConfigError, match=r"1 value\(s\) per channel over all ranks.*drop_last=True"):
+    with pytest.raises(ConfigError, match=r"1 value\(s\) per channel over the whole batch.*drop_last=True"):
         convert_sync_batch_norm(nn.BatchNorm1d(3))(torch.randn(1, 3))
 
 
