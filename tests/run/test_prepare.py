@@ -2,6 +2,7 @@ import torch
 from torch import nn
 
 from lockstep.config.options import RunOptions
+from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.precision import Precision
 from lockstep.run.prepare import Parts, prepare_model
 from lockstep.strategies.ddp import Single
@@ -11,7 +12,9 @@ CPU = torch.device("cpu")
 
 def prepared(model, *optimizers):
     options = RunOptions(global_batch=8, strategy="single")
-    return prepare_model(Parts.of(model, optimizers), options, Single(CPU, 8), Precision("fp32", CPU), CPU)
+    return prepare_model(
+        Parts.of(model, optimizers, InitialValues(0)), options, Single(CPU, 8), Precision("fp32", CPU), CPU
+    )
 
 
 def test_shapes_and_names_of_the_whole_model_are_kept_without_its_values():

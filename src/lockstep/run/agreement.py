@@ -62,7 +62,7 @@ def agree(
     values_from_main: bool,
 ) -> None:
     """Compares settings, code, structure and values over the ranks; gives all of them rank 0's values. Collective."""
-    settings = {**context.as_dict(), **hyperparameters(parts.optimizers)}
+    settings = {**context.as_dict(), **hyperparameters(parts.optimizers), "initial values": parts.start}
     require_equal_settings(settings, group_of_ranks, device)
     for module in (parts.model, *parts.modules):
         require_equal_structure(module, group_of_ranks, device)
@@ -219,7 +219,7 @@ def share_start(
 
     A difference is warned about unless it is ``expected``, as where rank 0 alone has read a file of weights.
     """
-    tensors = _named_tensors(model)
+    tensors = {name: each for name, each in _named_tensors(model).items() if not each.is_meta}
     mine = digest_tensors(tensors)
     everyone = gather_json(mine, group, device)
     different = sorted({name for each in everyone for name in differing(each, everyone[0])})

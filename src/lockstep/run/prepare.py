@@ -24,6 +24,7 @@ from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import draws_globally
+from lockstep.numerics.initial_values import InitialValues, empty_tensors
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.numerics.running_buffers import explain_single_values
@@ -46,12 +47,22 @@ class Parts:
     """Not trained by gradients but kept beside the model, such as a moving average of its weights."""
     frozen: frozenset[str] = frozenset()
     """The names of the model's parameters that required no gradient."""
+    start: str = ""
+    """Digest of how the values of a model without values will be made; empty where the model has some."""
 
     @classmethod
-    def of(cls, model: Any, others: Sequence[Any]) -> Parts:
-        """The parts in the order in which they were given; ``ConfigError`` names what is none."""
+    def of(
+        cls, model: Any, others: Sequence[Any], initial_values: InitialValues, *, keep_empty: bool = False
+    ) -> Parts:
+        """The parts in the order in which they were given; ``ConfigError`` names what is none.
+
+        A model that was built without values gets them here, unless the strategy does it: ``keep_empty``.
+        """
         _require_plain_model(model)
-        _require_own_memory(model)
+        if not keep_empty:
+            initial_values.fill(empty_tensors(model), torch.device("cpu"))
+        for module in (model, *(each for each in others if isinstance(each, nn.Module))):
+            _require_own_memory(module, initial_values if module is model else None)
         optimizers = tuple(each for each in others if isinstance(each, Optimizer))
         modules = tuple(each for each in others if isinstance(each, nn.Module))
         schedulers = tuple(each for each in others if not isinstance(each, Optimizer | nn.Module))
@@ -65,7 +76,8 @@ class Parts:
         _require_trainable(model, optimizers)
         _require_own_optimizers(schedulers, optimizers)
         frozen = frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
-        return cls(model, optimizers, schedulers, modules, frozen)
+        start = initial_values.digest() if any(True for _ in empty_tensors(model)) else ""
+        return cls(model, optimizers, schedulers, modules, frozen, start)
 
     def digests(self) -> dict[str, str]:
         """Digests of what replicas must agree on beside the model, each name in angle brackets."""
@@ -105,7 +117,7 @@ def _require_plain_model(model: Any) -> None:
         )
 
 
-def _require_own_memory(model: nn.Module) -> None:
+def _require_own_memory(model: nn.Module, initial_values: InitialValues | None) -> None:
     """Raises ``ConfigError`` naming a parameter that has no shape or values yet, or whose elements share memory.
 
     Modules that torch.jit has compiled are refused too.
@@ -127,10 +139,10 @@ def _require_own_memory(model: nn.Module) -> None:
                     "compares shapes over the ranks. Run the model once before run.prepare: with torch.no_grad(): "
                     "model(example_input)."
                 )
-            if tensor.is_meta:
+            if tensor.is_meta and not (initial_values is not None and initial_values.knows(tensor)):
                 raise ConfigError(
-                    f"{name!r} is on the device 'meta' and has no values. Give it some before run.prepare: "
-                    "model.to_empty(device='cpu'), and then initialise it or load its weights."
+                    f"{name!r} is on the device 'meta' and has no values. Build the model under `with "
+                    "run.empty_model():` instead, which notes how each value is made; run.prepare then makes them."
                 )
             if isinstance(tensor, nn.Parameter) and any(
                 stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())
@@ -367,6 +379,8 @@ def prepare_model(
     if isinstance(strategy, IndependentStrategy):
         strategy.check_optimizers(parts.optimizers)
     if options.channels_last:
+        if strategy.initial_values is not None:  # another order of the numbers in memory needs the numbers
+            strategy.initial_values.fill(empty_tensors(model), torch.device("cpu"))
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
     smallest = smallest_micro_batch(model)
     if options.shape.micro_batch_size < smallest and not options.sync_batch_norm:

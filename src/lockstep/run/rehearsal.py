@@ -42,7 +42,7 @@ from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
-    from lockstep.run.run import PreparedRun
+    from lockstep.run.state import PreparedRun
 
 logger = logging.getLogger(__name__)
 _MOST = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -20,6 +20,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.images.decoding import decoded_as
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.errors import ConfigError
+from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.portable import make_portable
 from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
@@ -34,7 +35,7 @@ from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
-from lockstep.run.state import RunState
+from lockstep.run.state import PreparedRun, RunState
 from lockstep.run.step import (
     BackwardPass,
     DeferredResults,
@@ -54,18 +55,6 @@ from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_
 _LOOK_EVERY = 16
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """All that exists of a run once ``prepare`` was called."""
-
-    state: RunState
-    """All that a checkpoint covers: the user's objects, the model as it is trained, and where the run stands."""
-    compute: ForwardPass
-    gradients: GradientState
-    wrapped_optimizers: dict[int, PreparedOptimizer]
-    """The wrapper of each optimizer, by the id of the user's own, in their order."""
 
 
 class Run:
@@ -96,6 +85,7 @@ class Run:
         self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
+        self._initial_values = InitialValues(options.seed)
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._writer = Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
@@ -119,6 +109,15 @@ class Run:
         """Calls the methods of ``callback`` from the next event on; ``remove()`` of what it returns ends that."""
         return self._events.add(callback)
 
+    def empty_model(self) -> AbstractContextManager[None]:
+        """A context in which a model is built without values, which it gets in ``prepare``.
+
+        Under ``fsdp`` a process then never holds more than its part of the model and one whole parameter, so the model
+        may be larger than its memory. Build and initialise it inside. The values follow from ``seed``, the same under
+        every strategy and on any number of processes; a model that is built outside has others.
+        """
+        return self._initial_values.recording()
+
     def prepare(self, model: nn.Module, *others: Any, values_from_main: bool = False) -> Any:
         """Places the model and takes charge of optimizers and schedulers. Collective.
 
@@ -133,7 +132,7 @@ class Run:
         Returns:
             The model and the wrapped others, in the order of the arguments; the model alone if it was alone.
         """
-        parts = Parts.of(model, others)
+        parts = Parts.of(model, others, self._initial_values, keep_empty=self.strategy.fills_model)
         if self._prepared is not None:
             raise ConfigError("run.prepare was called twice. Put several models into one nn.ModuleDict.")
         self._session.heartbeat.mark("prepare")
@@ -143,6 +142,7 @@ class Run:
         context = describe(self.options, self._session, parts.optimizers, portable=self.is_portable)
         if (group := self._session.group) is not None:
             agreement.agree(parts, context, group, self.device, values_from_main)
+        self.strategy.initial_values = self._initial_values
         placed = prepare_model(parts, self.options, self.strategy, self._precision, self.device)
         state = RunState(
             parts, placed, self.strategy, group, self._precision, self.position, context, self.world.run_id

@@ -25,7 +25,9 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.run.epoch_loop import Position
+from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
+from lockstep.run.step import ForwardPass
 from lockstep.strategies import Strategy, gather_records
 from lockstep.strategies.sharding import is_elementwise
 
@@ -333,3 +335,15 @@ def _like(own: Any, stored: Any) -> Any:
     if isinstance(own, dict) and isinstance(stored, dict):
         return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
     return stored
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """All that exists of a run once ``prepare`` was called."""
+
+    state: RunState
+    """All that a checkpoint covers: the user's objects, the model as it is trained, and where the run stands."""
+    compute: ForwardPass
+    gradients: GradientState
+    wrapped_optimizers: dict[int, PreparedOptimizer]
+    """The wrapper of each optimizer, by the id of the user's own, in their order."""

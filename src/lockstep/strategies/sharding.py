@@ -141,11 +141,7 @@ def require_separate_memory(model: nn.Module, strategy: str) -> None:
     """Raises ``ConfigError`` where a parameter shares memory with another, or with a buffer, so that one moves both."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kept = {name: each for name, each in named.items() if each.layout is torch.strided and each.numel()}
-    extents = sorted(
-        (each.untyped_storage().data_ptr(), each.data_ptr(), each.data_ptr() + _extent(each), name)
-        for name, each in kept.items()
-        if not each.is_meta
-    )
+    extents = sorted((*_extent(each), name) for name, each in kept.items())
     for (memory, _, end, name), (other_memory, start, _, other) in itertools.pairwise(extents):
         is_parameter = any(isinstance(kept[each], nn.Parameter) for each in (name, other))
         if memory == other_memory and start < end and is_parameter:
@@ -168,10 +164,12 @@ def require_plain_state(model: nn.Module, strategy: str) -> None:
             )
 
 
-def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to behind its last."""
+def _extent(tensor: Tensor) -> tuple[int, int, int]:
+    """Where a tensor lies: its memory, which has an identity even without values, its first byte and its end."""
+    storage = tensor.untyped_storage()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return (steps + 1) * tensor.element_size()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return storage.data_ptr() or storage._cdata, start, start + (steps + 1) * tensor.element_size()
 
 
 def _has_no_gaps(tensor: Tensor) -> bool:

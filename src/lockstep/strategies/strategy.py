@@ -30,6 +30,7 @@ from lockstep.core.summation_tree import sum_of_squares
 from lockstep.core.world import World
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
+from lockstep.numerics.initial_values import InitialValues
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.optimizer_trial import Unit
 
@@ -121,6 +122,10 @@ class Strategy(ABC):
     """True if parameters of optimizers that have to see them whole can be kept so: see ``whole_parameters``."""
     whole_parameters: frozenset[str] = frozenset()
     """Trained parameters that are not to be cut, by name; set before ``setup_model``."""
+    fills_model: bool = False
+    """True if ``setup_model`` gives values to a model without, as far as this process holds it: ``initial_values``."""
+    initial_values: InitialValues | None = None
+    """Of the tensors of the model that have no values yet; set before ``setup_model``."""
     draws_in_step: bool = False
     """True if an optimizer draws random numbers in its step, which not all processes take; set before the first one."""
     separates_units: bool = False

@@ -140,7 +140,7 @@ class ShardedBlock:
         self._merges: Iterator[int] = iter(())
         self._skipped: list[int] = []
         self.bytes_sent = 0
-        self.is_whole = True
+        self.is_whole = False
         self.written: set[str] | None = None
         """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
 

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows, exchange_device
 from lockstep.errors import ConfigError
+from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.randomness import OwnHook, in_backward
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
 from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
@@ -50,6 +51,7 @@ class Gathering:
         dtype: to gather, and compute, floating-point parameters in; None for their own.
         offload: True to keep rows in the CPU's memory.
         whole: parameters that one rank holds, the one that has least of them so far.
+        initial_values: of parameters that have no values yet.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Gathering:
         dtype: torch.dtype | None = None,
         offload: bool = False,
         whole: Collection[str] = (),
+        initial_values: InitialValues | None = None,
     ) -> None:
         self._group, self._keep, self._dtype = group, keep, dtype
         self._host = exchange_device(group, device)
@@ -78,9 +81,12 @@ class Gathering:
                 owner = loads.index(min(loads))
                 loads[owner] += parameter.numel()
                 rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
+            if initial_values is not None:
+                initial_values.fill([(name, parameter)], device)
             each = ShardedParameter(
                 *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
             )
+            each.free()
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
         self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
@@ -90,8 +96,6 @@ class Gathering:
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
         self._where = _OUTSIDE
-        for block in self.blocks:
-            block.free()
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
             for inner in _inner_entrances(module):

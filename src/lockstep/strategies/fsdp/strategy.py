@@ -25,6 +25,7 @@ from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.errors import ConfigError, RankError
+from lockstep.numerics.initial_values import move_model
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
@@ -56,6 +57,7 @@ class FullyShardedDataParallel(Strategy):
     replicated = False
     steps = Unit.ELEMENT
     keeps_whole = True
+    fills_model = True
     _gathered: Sequence[object] = ()
 
     def __init__(
@@ -78,7 +80,7 @@ class FullyShardedDataParallel(Strategy):
         """Shares the parameters out and frees the rest. Collective."""
         require_rows(model, self.name, permuted=True)
         require_plain_state(model, self.name)
-        self._model = model.to(self.device)
+        self._model = move_model(model, self.initial_values, self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
         self._buffers = RunningBuffers(model, self._declared)
@@ -96,6 +98,7 @@ class FullyShardedDataParallel(Strategy):
             dtype=_TYPES.get(options.mixed_precision),
             offload=options.cpu_offload,
             whole=self.whole_parameters,
+            initial_values=self.initial_values,
         )
         self._gathered = (self._gathering, *self._gathering.blocks)
         self._parameters = self._gathering.parameters

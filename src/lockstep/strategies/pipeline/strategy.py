@@ -36,6 +36,7 @@ from lockstep.numerics.hooks import (
     hooks_made,
     is_hooked,
 )
+from lockstep.numerics.initial_values import empty_tensors, give_values
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.gradients import StepSums
@@ -71,6 +72,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _empty(module: nn.Module, names: Mapping[int, str], absence: Absence) -> None:
     """Takes the values of a module's parameters, and puts tensors without values in place of its buffers."""
+    for _, tensor in empty_tensors(module):
+        give_values(tensor, torch.empty_like(tensor, device="cpu"))
     for inner in module.modules():
         for parameter in inner._parameters.values():
             if parameter is not None and not isinstance(parameter, AbsentParameter):
@@ -204,6 +207,7 @@ class Pipeline(Strategy):
     replicated = False
     steps = Unit.PARAMETER
     separates_units = True
+    fills_model = True
     axis = "data"
     """The axis of the mesh over which micro-batches are shared out."""
 
@@ -250,7 +254,10 @@ class Pipeline(Strategy):
         self._trainable: dict[str, nn.Parameter] = {}
         self._answers = channels.answers(names[-1])
         for local, number in enumerate(mine):
-            stage = Stage(parts[number]).to(self.device)
+            stage = Stage(parts[number])
+            if self.initial_values is not None:
+                self.initial_values.fill(empty_tensors(stage), self.device)
+            stage = stage.to(self.device)
             self._passes[number] = Passes(stage, channels.neighbours(number, names), parts[number][0].name)
             self._sums[number] = self._make_sums(stage, local)
             self._held |= self._held_of(stage)
