@@ -78,11 +78,8 @@ def test_a_loss_without_a_gradient_tells_whose_fault_it_is():
     [
         (0.5, "without item()"),
         (None, "line with return"),
-        ({"loss": 1}, "run.backward(batch, lambda output, target: f(output, target)['loss']) where"),
-        (
-            {"accuracy": 1, "loss": 1},
-            "f(output, target)['loss'], also={'accuracy': lambda output, target: f(output, target)['accuracy']})",
-        ),
+        ({"total": 1}, "run.backward(batch, lambda output, target: f(output, target)['total']), where"),
+        ({"accuracy": 1, "loss": 1}, "loss, numbers = run.backward(batch, f, also=['accuracy']), where"),
         ([1], "not list"),
     ],
 )

@@ -247,6 +247,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         super().__init__()  # type: ignore[no-untyped-call]  # torch's stub
         self._note = note
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Of torch: whether to import its compiler, only to keep it out of here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._note(func, args, kwargs or {}, result)

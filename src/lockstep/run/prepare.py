@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
 from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
-from lockstep.run.session import RunSession
+from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
@@ -399,7 +400,8 @@ def prepare_model(
     randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices, apart)
     if draws_globally(model):
         randomness.key_global_generators()
-    trained = strategy.setup_model(model)
+    with returning_freed_memory(device) if parts.start else nullcontext():
+        trained = strategy.setup_model(model)
     for module in parts.modules:
         module.to(device)
     for optimizer, own in zip(parts.optimizers, members):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -227,7 +227,7 @@ class Run:
         loss: Callable[..., Any] | None = None,
         *,
         forward: Callable[[Any], Any] | None = None,
-        also: Mapping[str, Metric] | None = None,
+        also: Mapping[str, Metric] | Collection[str] | None = None,
         whole_batch: bool = False,
     ) -> Any:
         """Sets the gradient of the mean loss over the global batch on the parameters. Collective.
@@ -239,7 +239,7 @@ class Run:
             forward: gives the output from a micro-batch's data, if ``model(input)`` does not; ``loss`` is then called
                 with (output, data).
             also: functions like those of ``evaluate``, by name, which are computed from the same outputs without
-                gradients, such as an accuracy or the parts of a loss.
+                gradients, such as an accuracy; or names of entries beside "loss" of the dict that ``loss`` returns.
             whole_batch: ``loss`` compares the samples of the global batch with each other, as contrastive losses do.
                 It is called once, on every rank, with the outputs and targets of all samples in their order (with
                 ``forward``, or a dict as a batch, the target is None). The model runs twice on each micro-batch, first
@@ -255,11 +255,10 @@ class Run:
         """
         if also is None:
             return self.backward_by(self.strategy.backward, batch, loss, forward, whole_batch=whole_batch)
-        unchecked = {name for name, each in also.items() if self.rehearsals.is_new_metric(each)}
-        metrics = StepMetrics(also, unchecked)
-        value = self.backward_by(
-            self.strategy.backward, batch, loss, forward, metrics, whole_batch=whole_batch
-        )
+        loss = required_loss(batch, loss)
+        metrics = StepMetrics.of(also, loss, self.rehearsals.is_new_metric, whole_batch=whole_batch)
+        compute = self.strategy.backward
+        value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
         return value, metrics.means(self.strategy, self._session.group, batch.plan)
 
     def backward_by(
@@ -298,8 +297,9 @@ class Run:
         key = self._loop.backward_passes * self.options.micro_batches
         rows, own = len(plan.indices[0]), len(batch.micro_batches)
         heartbeat.begin_step(plan.epoch, plan.step, plan.packed, rows, own)
+        function = exact(loss) if metrics is None else metrics.loss_of(loss)
         compute = StepCompute(
-            prepared.compute, randomness, heartbeat, events, plan, exact(loss), forward, key, metrics
+            prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
         opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
         try:

@@ -21,6 +21,7 @@ from lockstep.core.world import World
 from lockstep.distributed.collectives import drop_process_groups, gather_json
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, LockstepError
+from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 
@@ -114,11 +115,14 @@ def resume(
         found = find(options.resume, options.directory)
     if found is None:
         return False
-    path, stored = found
-    written, position = _restore(state, path, stored, options.force_context), state.position
+    path, position = found.path, state.position
+    with returning_freed_memory(state.strategy.device):
+        written = _restore(state, path, found.state, options.force_context)
+        del found  # its files are mapped into memory
+        is_equal = fingerprint() == written
     if not position.inside and position.done:
         position.epoch, position.done = position.epoch + 1, 0
-    if fingerprint() != written:
+    if not is_equal:
         raise CheckpointError(
             f"{path} was loaded, but its parameters do not have the fingerprint that it records. Use "
             "another checkpoint."

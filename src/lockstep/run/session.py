@@ -10,8 +10,8 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -33,20 +33,37 @@ from lockstep.runtime.torch_internals import LOST_PEER
 logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Numbers of two settings of glibc's ``mallopt``, from ``malloc.h``."""
+_MOST_MAPPED = 1 << 16
+"""Blocks that glibc maps on their own at a time, as it does by default."""
 _SMALL_SEED = 2**32
 """Seeds that people choose are smaller. A process that nobody seeded has 53 random bits, and Lockstep plants 63."""
 
 
 def keep_freed_memory() -> bool:
     """Asks glibc to hold on to what this process frees, up to its end; False beside another C library."""
+    # No block is mapped on its own, which would be unmapped when freed; and the end of the heap is never cut off.
+    return _set_malloc(_M_MMAP_MAX, 0) and _set_malloc(_M_TRIM_THRESHOLD, -1)
+
+
+@contextmanager
+def returning_freed_memory(device: torch.device) -> Iterator[None]:
+    """A context in which large blocks are given back when they are freed, so that they leave no holes in the heap.
+
+    For large tensors one after the other, of each of which a part stays.
+    """
+    keeps = device.type == "cpu" and _set_malloc(_M_MMAP_MAX, _MOST_MAPPED)
+    yield
+    if keeps:
+        _set_malloc(_M_MMAP_MAX, 0)
+
+
+def _set_malloc(setting: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # musl has no such setting
+        return bool(ctypes.CDLL(None).mallopt(setting, value))
+    except AttributeError:  # musl has no such settings
         return False
-    # No block is mapped on its own, which would be unmapped when freed; and the end of the heap is never cut off.
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def seed_generators(seed: int) -> WeakSet[nn.Module]:

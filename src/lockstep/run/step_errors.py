@@ -144,14 +144,17 @@ def no_value(value: Any) -> ConfigError:
         remedy = "Return the tensor itself, without item() or float(), or the pair (sum, weight)."
     elif value is None:
         remedy = "It returned None: is there a line with return?"
-    elif isinstance(value, Mapping):
-        keys = [repr(key) for key in list(value)[:_MOST_VALUES]]
-        first = "'loss'" if "loss" in value else keys[0] if keys else "'loss'"
-        others = [f"{key}: lambda output, target: f(output, target)[{key}]" for key in keys if key != first]
-        also = f", also={{{', '.join(others)}}}" if others else ""
+    elif isinstance(value, Mapping) and "loss" in value:
+        others = [key for key in list(value)[: _MOST_VALUES + 1] if key != "loss"]
         remedy = (
-            f"It returned a dict. Give each number a function: "
-            f"run.backward(batch, lambda output, target: f(output, target)[{first}]{also}) where it is called f."
+            "It returned a dict. For its 'loss' and the means of its other entries: "
+            f"loss, numbers = run.backward(batch, f, also={others!r}), where it is called f."
+        )
+    elif isinstance(value, Mapping):
+        first = repr(next(iter(value), "loss"))
+        remedy = (
+            "It returned a dict without 'loss'. Name the entry that is trained so, or return it alone: "
+            f"run.backward(batch, lambda output, target: f(output, target)[{first}]), where it is called f."
         )
     return ConfigError(
         f"A loss or metric function should return a tensor or the pair (sum, weight). {remedy}"

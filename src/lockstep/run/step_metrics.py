@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +20,61 @@ from lockstep.run.step import exact, sum_and_weight
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 
 
+class LossEntries:
+    """A loss function that returns a dict, as one that returns its entry ``"loss"`` and keeps the others.
+
+    Args:
+        function: of (output, target), as the user gave it.
+        names: of the other entries.
+    """
+
+    def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
+        self._function, self.names = function, names
+        self._kept: dict[int, Mapping[str, Any]] = {}
+        """What was returned last, by thread: strategy dp computes losses in several."""
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss."""
+        found = self._function(output, target)
+        missing = (
+            [name for name in ("loss", *self.names) if name not in found]
+            if isinstance(found, Mapping)
+            else []
+        )
+        if missing or not isinstance(found, Mapping):
+            said = f"has no {missing[0]!r}" if missing else f"is a {type(found).__name__}"
+            names = ", ".join(map(repr, ("loss", *self.names)))
+            raise ConfigError(
+                f"also={list(self.names)!r} of run.backward names entries of the dict that the loss returns, and what "
+                f"it returned {said}. Return a dict with {names}, or give functions: also={{'name': function}}."
+            )
+        self._kept[threading.get_ident()] = found
+        return found["loss"]
+
+    def values(self) -> list[Any]:
+        """The other entries, as this thread's last call returned them."""
+        found = self._kept.pop(threading.get_ident())
+        return [found[name] for name in self.names]
+
+    def entry(self, name: str) -> Callable[[Any, Any], Any]:
+        """A function that computes one of them."""
+        return lambda output, target: self._function(output, target)[name]
+
+
 class StepMetrics:
     """The metrics of one step.
 
     Args:
-        functions: of (output, target), by name, as ``Run.evaluate`` takes them.
+        functions: of (output, target), by name, as ``Run.evaluate`` takes them; or the entries of the loss.
         unchecked: names of those that are to be checked, see ``means``; the same on every rank.
     """
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], unchecked: set[str]) -> None:
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]] | LossEntries, unchecked: set[str]
+    ) -> None:
+        self._entries = functions if isinstance(functions, LossEntries) else None
+        if isinstance(functions, LossEntries):
+            functions = {name: functions.entry(name) for name in functions.names}
         for name, function in functions.items():
             if not callable(function):
                 raise ConfigError(
@@ -40,6 +87,37 @@ class StepMetrics:
         self._seen: list[Part] = []
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
+    @classmethod
+    def of(
+        cls,
+        also: Mapping[str, Callable[..., Any]] | Collection[str],
+        loss: Callable[..., Any],
+        is_new: Callable[[Any], bool],
+        *,
+        whole_batch: bool,
+    ) -> StepMetrics:
+        """Those that ``also`` of ``Run.backward`` asks for.
+
+        Args:
+            also: functions by name, or names of entries of what ``loss`` returns.
+            loss: as the user gave it.
+            is_new: whether a function was not checked yet; the same on every rank.
+            whole_batch: as in ``Run.backward``.
+        """
+        if isinstance(also, Mapping):
+            return cls(also, {name for name, each in also.items() if is_new(each)})
+        names = [also] if isinstance(also, str) else list(also)
+        if whole_batch:
+            raise ConfigError(
+                f"also={names!r} of run.backward names entries of what the loss returns for a micro-batch, and with "
+                "whole_batch=True it is called for the whole batch. Give functions: also={'name': function}."
+            )
+        return cls(LossEntries(loss, names), set(names) if is_new(loss) else set())
+
+    def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss function of the step, where the user gave ``loss``."""
+        return exact(loss) if self._entries is None else self._entries
+
     @torch.no_grad()
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Computes them for one micro-batch of this process."""
@@ -47,8 +125,11 @@ class StepMetrics:
         if waiting := sorted(self._unchecked - self._reasons.keys()):
             self._seen.append((output, target, samples))
             self._reasons |= reasons({name: self._given[name] for name in waiting}, self._seen)
-        values = [sum_and_weight(each(output, target), samples) for each in self._functions.values()]
-        self._sums[micro_batch.k] = values
+        if self._entries is None:
+            found = [each(output, target) for each in self._functions.values()]
+        else:
+            found = self._entries.values()
+        self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
 
     @torch.no_grad()
     def means(self, strategy: Strategy, group: dist.ProcessGroup | None, plan: StepPlan) -> dict[str, Tensor]:

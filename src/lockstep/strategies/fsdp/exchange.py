@@ -38,7 +38,7 @@ class ShardedParameter:
 
     Args:
         name: its first name in the whole model.
-        parameter: the user's.
+        parameter: the user's, in memory of its own.
         users: the modules that have it, with its name there.
         rows: of each rank; all of them of one, where an optimizer must see the whole.
         rank: this one.
@@ -67,7 +67,7 @@ class ShardedParameter:
         self.held = nn.Parameter(own.cpu() if offload else own, requires_grad=trained)
         """An ordinary parameter with this rank's rows, for optimizers."""
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        parameter.data = values.to(dtype, copy=True)
+        parameter.data = values.to(dtype)
         self.whole, self._class = parameter, type(parameter)
         self._absence = absence
         AbsentParameter.describe(parameter, name, self.held, absence, rows[rank])

@@ -81,8 +81,10 @@ class Gathering:
                 owner = loads.index(min(loads))
                 loads[owner] += parameter.numel()
                 rows = [slice(0, parameter.shape[0] if rank == owner else 0) for rank in range(ranks)]
-            if initial_values is not None:
+            if initial_values is not None and initial_values.knows(parameter):
                 initial_values.fill([(name, parameter)], device)
+            else:
+                parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
             each = ShardedParameter(
                 *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
             )
