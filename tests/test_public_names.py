@@ -348,6 +348,7 @@ SEED_PURPOSES = [
     "bucketed",
     "buckets",
     "erasing",
+    "initial",
     "loop",
     "mixed",
     "permutation",

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lockstep
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
-from lockstep.run import Run
+from lockstep.run import Run, RunOptions
 
 
 def trained(strategy):
@@ -132,6 +133,15 @@ def test_every_public_name_of_a_run_is_on_the_page_about_moving_a_script():
         "world",
     }
     assert [name for name in sorted(names) if not re.search(rf"[`.]{name}\b", page)] == []
+
+
+def test_every_option_of_init_is_on_the_page_about_own_loops():
+    page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
+    _, table = page.split("## Options of `lockstep.init`\n\n")
+    named = re.findall(
+        r"`(\w+)`", " ".join(line.split("|")[1] for line in table.split("\n\n")[0].splitlines())
+    )
+    assert sorted(named) == sorted(field.name for field in fields(RunOptions))
 
 
 class Networks(nn.Module):
