@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lockstep.numerics.hidden_state import Snapshot
 
 if TYPE_CHECKING:
-    from lockstep.run.run import PreparedRun
+    from lockstep.run.state import PreparedRun
 
 
 class CalledModules:
