@@ -458,6 +458,16 @@ class GradientElsewhere(AbsentTensor):
         """See ``AbsentTensor``."""
         return self.absence.gradient(names)
 
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
+        absent = next(each for each in _flat(args) if isinstance(each, cls))
+        raise ConfigError(
+            f"backward() adds to the gradient of {absent.parameter_name!r}, and under strategy "
+            f"{absent.absence.strategy!r} {absent.absence.where}. Call optimizer.zero_grad() before it, without "
+            "set_to_none=False, make it part of the loss of run.backward, or use strategy 'ddp'."
+        )
+
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: it needs no graph."""
         return self if asked in ("get data", "detach", "detach_") else NotImplemented

@@ -162,3 +162,29 @@ def refused(world):
 
 def test_a_world_of_servers_only_is_refused():
     assert run_ranks(refused, 2) == [True, True]
+
+
+def added_to(world, servers):
+    """What is said of the user's own backward passes, onto cleared, then onto kept gradients."""
+    settings = {"strategy": "parameter_server", "parameter_server": {"servers": servers}}
+    run, model, optimizer = begin(wide(), torch.optim.AdamW, **settings)
+    said = []
+    for batch in run.batches(dataset(72)):
+        try:
+            model(torch.ones(2, 6)).sum().backward()
+        except ConfigError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+        run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    run.close()
+    return said
+
+
+@pytest.mark.parametrize(("world", "servers"), [(3, 1), (4, 2)])
+def test_a_backward_pass_onto_gradients_that_a_server_has_is_refused(world, servers):
+    for said in run_ranks(added_to, world, servers):
+        assert said, "the second step began with kept gradients"
+        assert all(text.startswith("backward() adds to the gradient of '") for text in said)
+        assert all("Call optimizer.zero_grad() before it, without set_to_none=False" in text for text in said)
