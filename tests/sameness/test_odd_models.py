@@ -243,6 +243,13 @@ def one_row(world, settings):
     return train(world, {**settings, "micro_batches": 12}, lambda: [nn.Linear(6, 8), nn.BatchNorm1d(8)])
 
 
+def one_row_without_statistics(world, settings):
+    run = Run(RunOptions.of(global_batch=4, micro_batches=2, threads=1, **settings), world)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+    run.prepare(layers, torch.optim.SGD(layers.parameters(), lr=0.1))
+    return run.evaluate(TensorDataset(torch.ones(5, 6), torch.arange(5) % 3), nn.functional.cross_entropy)
+
+
 class Expanded(nn.Linear):
     def __init__(self):
         super().__init__(6, 8)
@@ -301,3 +308,8 @@ def test_batch_norm_of_one_row_names_the_recipe(layout):
     (found,) = outcomes((one_row,), layout)
     said = "BatchNorm '1' got one value of each channel.*micro_batches=12 a micro-batch has one row"
     assert re.search(f"{said}. Use micro_batches=6", found.refusal), found
+
+
+def test_batch_norm_without_statistics_names_the_evaluation():
+    (found,) = outcomes((one_row_without_statistics,), "single")
+    assert re.search("BatchNorm '1' has no running statistics.*a batch has one row", found.refusal), found

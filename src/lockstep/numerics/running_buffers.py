@@ -63,22 +63,41 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
-def explain_single_values(model: nn.Module, global_batch: int, micro_batches: int) -> None:
-    """Lets BatchNorm say what is wrong with the recipe where a micro-batch of one row gives it no variance.
+def explain_single_values(
+    model: nn.Module, global_batch: int, micro_batches: int, *, in_training: bool
+) -> None:
+    """Lets BatchNorm say what is wrong with the recipe where a batch of one row gives it no variance.
 
-    Rows of images and sequences hold several values of each channel, so a row is enough for some models.
+    Rows of images and sequences hold several values of each channel, so a row is enough for some models. One without
+    running statistics is watched in evaluation too. ``in_training`` says whether micro-batches are that small.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_forward_pre_hook(
-                partial(_refuse_single_values, name, global_batch, micro_batches)
-            )
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+            continue
+        if in_training:
+            refuse = partial(_refuse_single_values, name, global_batch, micro_batches)
+            module.register_forward_pre_hook(refuse)
+        if module.running_mean is None:
+            module.register_forward_pre_hook(partial(_refuse_single_values_in_evaluation, name))
+
+
+def _has_single_values(inputs: tuple[Any, ...]) -> bool:
+    return bool(inputs) and inputs[0].dim() >= 2 and inputs[0].numel() == inputs[0].shape[1]
+
+
+def _refuse_single_values_in_evaluation(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if not module.training and _has_single_values(inputs):
+        raise ConfigError(
+            f"BatchNorm {name!r} has no running statistics, so it takes those of each batch that is evaluated. It got "
+            "one value of each channel and needs two for a variance: a batch has one row. Use "
+            "track_running_stats=True, or evaluate a number of samples that leaves no batch of one."
+        )
 
 
 def _refuse_single_values(
     name: str, global_batch: int, micro_batches: int, module: nn.Module, inputs: tuple[Any, ...]
 ) -> None:
-    if not module.training or not inputs or inputs[0].dim() < 2 or inputs[0].numel() != inputs[0].shape[1]:
+    if not module.training or not _has_single_values(inputs):
         return
     fewer = (
         max(k for k in range(1, global_batch // 2 + 1) if global_batch % k == 0) if global_batch > 1 else 0

@@ -384,8 +384,8 @@ def prepare_model(
             strategy.initial_values.fill(empty_tensors(model), torch.device("cpu"))
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub
     smallest = smallest_micro_batch(model)
-    if options.shape.micro_batch_size < smallest and not options.sync_batch_norm:
-        explain_single_values(model, options.global_batch, options.micro_batches)
+    in_training = options.shape.micro_batch_size < smallest and not options.sync_batch_norm
+    explain_single_values(model, options.global_batch, options.micro_batches, in_training=in_training)
     encoded_extra_states(model, {})  # refuses what no checkpoint could hold
     whole, aliases = model_state(model)
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}

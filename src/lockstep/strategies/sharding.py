@@ -459,7 +459,7 @@ class GradientElsewhere(AbsentTensor):
         return self.absence.gradient(names)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub lacks the function
         """Refuses to be added to by a backward pass of the user's own, which asks ``__torch_function__`` nothing."""
         absent = next(each for each in _flat(args) if isinstance(each, cls))
         raise ConfigError(
