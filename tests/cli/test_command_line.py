@@ -1,7 +1,10 @@
 """``lockstep``: finds the command, and says a mistake in one sentence."""
 
+import platform
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -9,10 +12,30 @@ from lockstep.cli import command_line
 from lockstep.errors import DataError
 
 
-def test_the_version_is_told(command):
+def test_the_versions_are_told(command):
     status, output, _ = command("--version")
     assert status == 0
-    assert output.startswith("lockstep 0.")
+    packages = re.escape(f"torch {version('torch')}, Python {platform.python_version()}")
+    assert re.fullmatch(rf"lockstep 0\.\S+ \(commit \S+, {packages}\)\n", output)
+
+
+def test_the_commit_of_a_wheel_comes_from_its_record_else_from_the_checkout_else_is_unknown(
+    tmp_path, monkeypatch
+):
+    package = tmp_path / "src" / "lockstep"
+    (package / "cli").mkdir(parents=True)
+    monkeypatch.setattr(command_line, "__file__", str(package / "cli" / "command_line.py"))
+    assert command_line._commit() == "unknown"
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert command_line._commit() == "unknown", "a checkout without a commit"
+    author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(
+        ["git", "-C", str(tmp_path), *author, "commit", "-q", "--allow-empty", "-m", "m"], check=True
+    )
+    found = command_line._commit()
+    assert re.fullmatch(r"[0-9a-f]{12}", found)
+    (package / "commit.txt").write_text("0123456789ab\n")
+    assert command_line._commit() == "0123456789ab"
 
 
 @pytest.mark.parametrize("name", [(), *((name,) for name in command_line._COMMANDS)])

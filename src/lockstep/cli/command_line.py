@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import os
+import platform
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import __version__
@@ -51,8 +55,46 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{sentence} See '{self.prog} --help'.")
 
 
+class _Version(argparse.Action):
+    """Prints the versions, which are looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        try:
+            torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            torch = "not installed"
+        versions = f"torch {torch}, Python {platform.python_version()}"
+        print(f"lockstep {__version__} (commit {_commit()}, {versions})")
+        parser.exit()
+
+
+def _commit() -> str:
+    """The commit that a package was built from, or that a checkout is at; ``unknown`` where neither tells."""
+    package = Path(__file__).parent.parent
+    try:
+        if (package / "commit.txt").is_file():
+            return (package / "commit.txt").read_text().strip()
+        root = package.parent.parent
+        if (root / ".git").exists():
+            describe = [
+                "git",
+                "-C",
+                str(root),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=12",
+                "--exclude=*",
+            ]
+            return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        pass
+    return "unknown"
+
+
 _COMMANDS = {
-    "train": ("lockstep.cli.train", "train a job: a TOML file or a built-in name"),
+    "new": ("lockstep.cli.new", "write a job file and a script for your own images, table, text or tensors"),
+    "train": ("lockstep.cli.train", "train a job: a TOML file, a built-in name or a folder of images"),
     "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
     "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
@@ -120,7 +162,12 @@ def _parser(words: Sequence[str]) -> Parser:
     parser = Parser(
         prog="lockstep", description="Trains a PyTorch model on any number of devices with bit-equal results."
     )
-    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    parser.add_argument(
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="print the versions of Lockstep, torch and Python, and exit",
+    )
     parser.add_argument(
         "--local-rank", type=int, help=argparse.SUPPRESS
     )  # python -m torch.distributed.launch

@@ -12,6 +12,7 @@ import shlex
 import tomllib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import (
@@ -70,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
     """Declares the command's arguments."""
     add_options(
         parser,
-        ("job", "JOB", "digits", f"a TOML file, or one of: {', '.join(built_in_jobs())}"),
+        ("job", "JOB", "digits", f"a TOML file, a folder of images, or one of: {', '.join(built_in_jobs())}"),
         ("--data", "DIR", str, "folder of the data, {data} in a job file"),
         ("--devices", "N", str, "N, auto, cpu, cpu:N or a list such as 0,5"),
         ("--strategy", "NAME", str, ", ".join(STRATEGIES)),
@@ -102,6 +103,14 @@ def main(arguments: argparse.Namespace) -> int:
     world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
     is_one_command = world.launcher == "python" and arguments.nnodes in (None, 1)
     config = load_job(arguments.job, overrides(arguments), devices_are_all=is_one_command)
+    if Path(arguments.job).is_dir() and world.is_main:
+        from lockstep.config.starter import look_at
+
+        for line in look_at(Path(arguments.job), "images").remarks:
+            say(f"{line}.")
+        say(
+            f"To change this: lockstep new {shlex.quote(arguments.job)} writes it as a job file and a script."
+        )
     if world.launcher != "python" and not arguments.dry_run:
         refuse_hosts(arguments, world.launcher)
         count = world.world_size * devices_per_process(config.training.mesh)

@@ -23,6 +23,7 @@ from lockstep.config.components import Component, preflight
 from lockstep.config.job import JobConfig
 from lockstep.config.reader import line_of, read_table
 from lockstep.config.rules import AvailableDevices, job_problems
+from lockstep.config.starter import folder_job
 from lockstep.errors import ConfigError, nearest
 
 _NOT_PLAIN = re.compile(r"[^\w.-]+", re.ASCII)
@@ -54,13 +55,16 @@ def built_in_jobs() -> list[str]:
 
 
 def find_job(job: str) -> JobFile:
-    """Finds a job by the path of its file or the name of a built-in one; ``ConfigError`` if there is none."""
+    """Finds a job by the path of its file or the name of a built-in one; ``ConfigError`` if there is none.
+
+    A folder of images is a job, too: the one that ``starter`` writes for it.
+    """
     path = Path(job)
     built_in = not path.suffix and path.name == job and job in built_in_jobs()
     if built_in:
         path = BUILT_IN_JOBS / f"{job}.toml"
     try:
-        text = _read(path)
+        text = folder_job(path) if path.is_dir() else _read(path)
     except FileNotFoundError:
         raise ConfigError(
             f"The job {job!r} is neither a file nor a built-in job.{nearest(job, built_in_jobs())}"
@@ -68,7 +72,8 @@ def find_job(job: str) -> JobFile:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"The job file {job!r} cannot be read: {reason}.") from error
-    name = _NOT_PLAIN.sub("-", path.stem).strip("-.")[:100] or "job"
+    stem = path.resolve().name if path.is_dir() else path.stem
+    name = _NOT_PLAIN.sub("-", stem).strip("-.")[:100] or "job"
     return JobFile(name=name, path=path, text=text, built_in=built_in)
 
 

@@ -1,0 +1,352 @@
+"""Writes a first job for data of the user's own: a job file, and a script with the data sets, the model and a loop.
+
+    images    a folder with a folder of photos for each class           ResNet-18, classes
+    table     a CSV file with a header                                  a perceptron, classes or a number
+    text      a text file, or a folder with some                        a transformer that predicts the next byte
+    tensors   x and y in a .npz or .pt file, or x.npy and y.npy         a perceptron, classes or numbers
+
+``look_at`` finds out what the data is and what follows from it, without torch but for ``.pt`` files; ``job_text`` and
+``script_text`` write it down. A job for images needs no script, so ``lockstep train FOLDER`` trains it as it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.starter_texts import (
+    JOB_PARTS,
+    JOB_RECIPE,
+    SCRIPT_CORRECT,
+    SCRIPT_HEAD,
+    SCRIPT_LOOP,
+    SCRIPT_PARTS,
+)
+from lockstep.errors import ConfigError, nearest
+from lockstep.text import plural, shorten
+
+KINDS = ("images", "table", "text", "tensors")
+GOALS = ("classes", "numbers")
+_EPOCHS = {"images": 10, "table": 20, "text": 5, "tensors": 10}
+_PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_TEXTS = (".txt", ".md", ".text")
+_SPLITS = {"train", "training", "validation", "val", "valid", "test"}
+_MOST_CLASSES = 20
+"""Different whole numbers in a target up to which they are taken for classes."""
+_WINDOW = 64
+"""Bytes of text in a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the data is, and what was chosen for it."""
+
+    data: Path
+    """Absolute."""
+    kind: str
+    goal: str
+    """``classes`` or ``numbers``; what the model gives."""
+    samples: int
+    """How many samples there are, of training and validation together."""
+    outputs: int
+    """Classes, or numbers, that the model gives."""
+    values: dict[str, Any]
+    """What the texts name, beside the fields above."""
+    remarks: tuple[str, ...]
+    """Sentences on what was found, and what was left out."""
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step: 64 where an epoch then has ten steps, else 32."""
+        return 64 if self.samples >= 800 else 32
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the data, unless another number is asked for."""
+        return _EPOCHS[self.kind]
+
+
+def kind_of(data: Path) -> str:
+    """What some data looks like. Raises ``ConfigError`` where it looks like nothing that is known."""
+    if not data.exists():
+        raise ConfigError(f"There is no file or folder '{data}'.")
+    suffix = data.suffix.lower()
+    if data.is_file():
+        kinds = {".csv": "table", ".tsv": "table", ".npz": "tensors", ".pt": "tensors", ".pth": "tensors"}
+        found = kinds.get(suffix, "text" if suffix in _TEXTS else "")
+    elif (data / "x.npy").is_file() and (data / "y.npy").is_file():
+        found = "tensors"
+    else:
+        suffixes = {path.suffix.lower() for path in _files(data)}
+        found = "images" if suffixes & {*_PHOTOS} else "text" if suffixes & {*_TEXTS} else ""
+    if not found:
+        raise ConfigError(
+            f"'{data}' is none of: a folder of photos in a folder for each class, a CSV file, text files, or x and y in "
+            "a .npz or .pt file or in x.npy and y.npy."
+        )
+    return found
+
+
+def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> Findings:
+    """Reads as much of the data as is needed to write a job for it.
+
+    Args:
+        data: the file or folder.
+        kind: one of ``KINDS``.
+        target: the column of a table that is predicted; empty: the last one.
+        goal: ``classes`` or ``numbers``; empty: what the target looks like.
+
+    Raises:
+        ConfigError: the data is not of the kind, or has too few samples.
+    """
+    data = data.resolve()
+    looks = {
+        "images": _look_at_images,
+        "table": _look_at_table,
+        "text": _look_at_text,
+        "tensors": _look_at_tensors,
+    }
+    found = looks[kind](data, target, goal)
+    if found.samples < 10:
+        raise ConfigError(f"'{data}' has {plural(found.samples, 'sample')}; at least 10 are needed.")
+    return found
+
+
+def job_text(found: Findings, name: str, epochs: int | None = None) -> str:
+    """The job file; ``name`` is that of the script, which images do without."""
+    return (JOB_PARTS[found.kind] + JOB_RECIPE).format(**_values(found, name, epochs))
+
+
+def script_text(found: Findings, name: str, epochs: int | None = None) -> str:
+    """The script: the data sets, the model and a loop of the same recipe as the job's."""
+    metric = SCRIPT_CORRECT if found.goal == "classes" and found.kind != "text" else ""
+    parts = SCRIPT_HEAD + SCRIPT_PARTS[found.kind] + metric + SCRIPT_LOOP
+    return parts.format(**_values(found, name, epochs))
+
+
+def folder_job(folder: Path) -> str:
+    """The job that trains on a folder of images. Raises ``ConfigError`` where it is none."""
+    return job_text(look_at(folder, "images"), folder.name)
+
+
+def _values(found: Findings, name: str, epochs: int | None) -> dict[str, Any]:
+    loss = "CrossEntropyLoss" if found.goal == "classes" else "MSELoss"
+    counts = found.goal == "classes" and found.kind != "text"
+    numpy = "import numpy as np\n" if "np." in found.values.get("read", "") else ""
+    sets = "" if found.kind == "images" else "from torch.utils.data import TensorDataset\n"
+    return {
+        **found.values,
+        "name": name,
+        "data": str(found.data),
+        "data_name": found.data.name,
+        "toml_data": '"' + str(found.data).replace("\\", "\\\\").replace('"', '\\"') + '"',
+        "imports": f"{numpy}import torch\nfrom torch import nn\n{sets}",
+        "outputs": found.outputs,
+        "epochs": found.epochs if epochs is None else epochs,
+        "global_batch": found.global_batch,
+        "loss": f"torch.nn:{loss}",
+        "loss_name": loss,
+        "metric": "accuracy" if counts else "loss",
+        "measure": "correct" if counts else "loss_fn",
+    }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder, in order of their names; hidden ones are left out."""
+    for place, inner, names in os.walk(folder):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _look_at_images(data: Path, target: str, goal: str) -> Findings:
+    if not data.is_dir():
+        raise ConfigError(f"'{data}' is not a folder. Photos are in a folder for each class.")
+    if goal == "numbers":
+        raise ConfigError("Images are sorted into classes, those of their folders. Leave --goal out.")
+    from PIL import Image
+
+    photos = [path for path in _files(data) if path.suffix.lower() in _PHOTOS]
+    top = {path.relative_to(data).parts[0] for path in photos if len(path.relative_to(data).parts) > 1}
+    by_split = bool(top & {"train", "training"}) and bool(top & (_SPLITS - {"train", "training"}))
+    depth = 1 if by_split else 0
+    parts = [path.relative_to(data).parts for path in photos]
+    classes = sorted({each[depth] for each in parts if len(each) > depth + 1})
+    if len(classes) < 2:
+        raise ConfigError(
+            f"'{data}' has {plural(len(classes), 'folder')} with photos, and at least two classes are needed: one folder "
+            "of photos for each."
+        )
+    try:
+        sides = []
+        for path in photos[:: max(1, len(photos) // 20)]:
+            with Image.open(path) as photo:
+                sides.append(min(photo.size))
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be opened as a photo: {error}") from error
+    middle = sorted(sides)[len(sides) // 2]
+    is_small = middle <= 64
+    size = (32 if middle <= 32 else 64) if is_small else 224
+    split = "the folders are the splits" if by_split else "20 % of each class is held out for validation"
+    return Findings(
+        data=data,
+        kind="images",
+        goal="classes",
+        samples=len(photos),
+        outputs=len(classes),
+        values={
+            "size": size,
+            "resize": size if is_small else 256,
+            "small": str(is_small).lower(),
+            "small_python": is_small,
+        },
+        remarks=(
+            f"{plural(len(photos), 'photo')} in {plural(len(classes), 'class')}: {shorten(classes)}",
+            f"{split}; pictures of {size} x {size} pixels",
+            f"ResNet-18{' for small images' if is_small else ''}, from random weights",
+        ),
+    )
+
+
+def _look_at_table(data: Path, target: str, goal: str) -> Findings:
+    delimiter = "\t" if data.suffix.lower() == ".tsv" else ","
+    try:
+        with data.open(encoding="utf-8-sig", newline="") as file:
+            rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"'{data}' cannot be read as CSV in UTF-8: {error}") from error
+    header = [name.strip() for name in rows[0]] if rows else []
+    if len(set(header)) < max(2, len(header)):
+        raise ConfigError(f"'{data}' needs a first line that names at least two columns, each once.")
+    if target and target not in header:
+        raise ConfigError(f"--target {target!r} is not a column of '{data}'.{nearest(target, header)}")
+    label = target or header[-1]
+    uneven = next((number for number, row in enumerate(rows, 1) if len(row) != len(header)), None)
+    if uneven is not None:
+        raise ConfigError(
+            f"'{data}', row {uneven}: {len(rows[uneven - 1])} values for {len(header)} columns."
+        )
+    columns = {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}
+    wanted = columns.pop(label)
+    inputs = [name for name, texts in columns.items() if all(_is_number(text) for text in texts)]
+    left_out = [name for name in columns if name not in inputs]
+    if not inputs:
+        raise ConfigError(
+            f"'{data}' has no column of numbers beside {label!r}. Encode text as numbers first."
+        )
+    goal = goal or _goal_of(wanted)
+    if goal == "numbers" and not all(map(_is_number, wanted)):
+        raise ConfigError(f"The column {label!r} is not all numbers. Use --goal classes.")
+    classes = sorted(set(wanted), key=lambda text: (float(text) if _is_number(text) else math.inf, text))
+    told = f"predicts {label!r}: " + (f"classes {shorten(classes)}" if goal == "classes" else "a number")
+    remarks = [f"{plural(len(wanted), 'row')}, {plural(len(inputs), 'column')} of numbers", told]
+    if left_out:
+        remarks.append(f"left out, because some values are no numbers: {shorten(left_out)}")
+    return Findings(
+        data=data,
+        kind="table",
+        goal=goal,
+        samples=len(wanted),
+        outputs=len(classes) if goal == "classes" else 1,
+        values={
+            "label": label,
+            "columns": inputs,
+            "delimiter": delimiter,
+            "classes": classes if goal == "classes" else None,
+            "in_features": len(inputs),
+            "targets": "table.targets" if goal == "classes" else "scaled(table.targets[:, None])",
+        },
+        remarks=(*remarks, "20 % of the rows are held out for validation; a perceptron of two hidden layers"),
+    )
+
+
+def _goal_of(texts: Sequence[str]) -> str:
+    """``classes`` for texts, or for few different whole numbers; else ``numbers``."""
+    if not all(map(_is_number, texts)):
+        return "classes"
+    different = {float(text) for text in texts}
+    return (
+        "classes" if len(different) <= _MOST_CLASSES and all(map(float.is_integer, different)) else "numbers"
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and abs(float(text)) < 3e38
+    except ValueError:
+        return False
+
+
+def _look_at_text(data: Path, target: str, goal: str) -> Findings:
+    if goal == "numbers":
+        raise ConfigError(
+            "A model of text predicts the next byte, which is one of 256 classes. Leave --goal out."
+        )
+    files = [data] if data.is_file() else [path for path in _files(data) if path.suffix.lower() in _TEXTS]
+    size = sum(path.stat().st_size + 1 for path in files)
+    return Findings(
+        data=data,
+        kind="text",
+        goal="classes",
+        samples=max(0, size - 1) // _WINDOW,
+        outputs=256,
+        values={"window": _WINDOW, "suffixes": _TEXTS},
+        remarks=(
+            f"{size:,} bytes in {plural(len(files), 'text file')}; a byte is a token",
+            f"the last 10 % is held out for validation; samples of {_WINDOW} bytes",
+            "a transformer of 4 blocks that predicts the next byte",
+        ),
+    )
+
+
+def _look_at_tensors(data: Path, target: str, goal: str) -> Findings:
+    import numpy as np
+
+    try:
+        if data.is_dir():
+            x, y = (np.load(data / name, mmap_mode="r", allow_pickle=False) for name in ("x.npy", "y.npy"))
+            read = 'x, y = (np.load(DATA / name) for name in ("x.npy", "y.npy"))'
+        elif data.suffix.lower() == ".npz":
+            with np.load(data, allow_pickle=False) as arrays:
+                x, y = arrays["x"], arrays["y"]
+            read = 'arrays = np.load(DATA)\n    x, y = arrays["x"], arrays["y"]'
+        else:
+            import torch
+
+            tensors = torch.load(data, weights_only=True)
+            x, y = np.asarray(tensors["x"]), np.asarray(tensors["y"])
+            read = 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"'{data}' does not hold tensors named x and y: {error}") from error
+    if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or {x.dtype.kind, y.dtype.kind} - {*"iuf"}:
+        raise ConfigError(
+            f"x is {x.dtype} of shape {list(x.shape)} and y {y.dtype} of shape {list(y.shape)}. Both need as many rows of "
+            "numbers, and x at least one number in each."
+        )
+    whole = y.ndim == 1 and y.dtype.kind in "iu"
+    goal = goal or ("classes" if whole else "numbers")
+    if goal == "classes" and (not whole or int(y.min()) < 0):
+        raise ConfigError(f"Classes are whole numbers from 0 in a y of one dimension, and y is {y.dtype} of shape "
+                          f"{list(y.shape)}. Use --goal numbers.")  # fmt: skip
+    outputs = int(y.max()) + 1 if goal == "classes" else math.prod(y.shape[1:])
+    shown = plural(outputs, "class" if goal == "classes" else "number")
+    return Findings(
+        data=data,
+        kind="tensors",
+        goal=goal,
+        samples=len(x),
+        outputs=outputs,
+        values={
+            "read": read,
+            "in_features": math.prod(x.shape[1:]),
+            "targets": "y.long()" if goal == "classes" else "scaled(y.reshape(len(y), -1))",
+        },
+        remarks=(
+            f"{plural(len(x), 'sample')} of shape {list(x.shape[1:])}; {shown} to predict",
+            "20 % is held out for validation; a perceptron of two hidden layers",
+        ),
+    )

@@ -1,0 +1,126 @@
+"""What ``starter`` finds in data of the user's own, and the job files and scripts that it writes."""
+
+import tomllib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.config.job_file import load_job
+from lockstep.config.starter import folder_job, job_text, kind_of, look_at, script_text
+from lockstep.errors import ConfigError
+
+TABLE = "name,a,b,kind\n" + "".join(f"n{row},{row},{row / 2},{row % 3}\n" for row in range(12))
+
+
+def write_photos(folder, classes=("cat", "dog"), count=6, side=24):
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for photo in range(count):
+            Image.new("RGB", (side, side), (90 * number, 10 * photo, 0)).save(folder / name / f"{photo}.png")
+    return folder
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_the_kind_is_what_the_data_looks_like(tmp_path):
+    np.savez(tmp_path / "t.npz", x=np.zeros((2, 2)), y=np.zeros(2))
+    assert kind_of(write_photos(tmp_path / "photos")) == "images"
+    assert kind_of(write(tmp_path / "t.csv", TABLE)) == "table"
+    assert kind_of(write(tmp_path / "t.txt", "words")) == "text"
+    assert kind_of(tmp_path / "t.npz") == "tensors"
+    with pytest.raises(ConfigError, match="none of: a folder of photos"):
+        kind_of(write(tmp_path / "t.xyz", ""))
+    with pytest.raises(ConfigError, match="There is no file or folder"):
+        kind_of(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(("side", "size", "small"), [(24, 32, True), (50, 64, True), (80, 224, False)])
+def test_pictures_are_as_large_as_the_photos_suggest(tmp_path, side, size, small):
+    job = tomllib.loads(folder_job(write_photos(tmp_path / "photos", side=side)))
+    assert job["data"]["train"]["transform"]["size"] == size
+    assert job["model"] == {"target": "lockstep.models:resnet18", "num_classes": 2, "small_images": small}
+
+
+def test_photos_in_folders_of_their_splits_have_the_classes_below(tmp_path):
+    for split in ("train", "val"):
+        write_photos(tmp_path / "photos" / split)
+    found = look_at(tmp_path / "photos", "images")
+    assert (found.samples, found.outputs) == (24, 2)
+    assert "the folders are the splits" in found.remarks[1]
+
+
+def test_a_folder_of_images_is_a_job(tmp_path):
+    folder = write_photos(tmp_path / "my photos")
+    config = load_job(str(folder))
+    assert (config.job, config.data.root) == ("my-photos", str(folder))
+
+
+def test_a_table_has_its_last_column_as_target_and_leaves_text_out(tmp_path):
+    found = look_at(write(tmp_path / "t.csv", TABLE), "table")
+    assert (found.goal, found.outputs, found.samples) == ("classes", 3, 12)
+    assert (found.values["columns"], found.values["classes"]) == (["a", "b"], ["0", "1", "2"])
+    assert "left out, because some values are no numbers: name" in found.remarks
+
+
+@pytest.mark.parametrize(
+    ("target", "goal", "expected"), [("b", "", "numbers"), ("a", "", "classes"), ("a", "numbers", "numbers")]
+)
+def test_a_column_of_few_whole_numbers_is_of_classes_unless_told_otherwise(tmp_path, target, goal, expected):
+    assert look_at(write(tmp_path / "t.csv", TABLE), "table", target=target, goal=goal).goal == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "match"),
+    [
+        (TABLE, {"target": "kinds"}, "not a column of .* Did you mean 'kind'"),
+        (TABLE, {"target": "name", "goal": "numbers"}, "not all numbers"),
+        ("a,b\n1,2\n1\n", {}, "row 3: 1 values for 2 columns"),
+        ("a,a\n1,2\n", {}, "names at least two columns, each once"),
+        ("a,b\n" + "1,2\n" * 9, {}, "has 9 samples; at least 10"),
+        ("a,b\n" + "x,2\n" * 20, {}, "no column of numbers"),
+    ],
+)
+def test_a_table_that_cannot_be_trained_on_is_refused_with_the_reason(tmp_path, text, options, match):
+    with pytest.raises(ConfigError, match=match):
+        look_at(write(tmp_path / "t.csv", text), "table", **options)
+
+
+def test_tensors_of_every_kind_of_file_are_read(tmp_path):
+    x, y = np.zeros((12, 2, 3), np.float32), np.arange(12) % 4
+    np.savez(tmp_path / "t.npz", x=x, y=y)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", y)
+    torch.save({"x": torch.as_tensor(x), "y": torch.as_tensor(y)}, tmp_path / "t.pt")
+    for data in (tmp_path / "t.npz", tmp_path, tmp_path / "t.pt"):
+        found = look_at(data, kind_of(data))
+        assert (found.goal, found.outputs, found.values["in_features"]) == ("classes", 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "goal", "match"),
+    [
+        ({"x": np.zeros((12, 2))}, "", "does not hold tensors named x and y"),
+        ({"x": np.zeros((12, 2)), "y": np.zeros(11)}, "", "as many rows"),
+        ({"x": np.zeros((12, 2)), "y": np.zeros(12)}, "classes", "Use --goal numbers"),
+    ],
+)
+def test_tensors_that_cannot_be_trained_on_are_refused_with_the_reason(tmp_path, arrays, goal, match):
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(ConfigError, match=match):
+        look_at(tmp_path / "t.npz", "tensors", goal=goal)
+
+
+def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):
+    folder = tmp_path / 'it\'s "here" {x} \\ \u00e9'
+    folder.mkdir()
+    found = look_at(write(folder / "t.csv", TABLE), "table")
+    script = script_text(found, "mine")
+    compile(script, "mine.py", "exec")
+    assert repr(str(folder / "t.csv")) in script
+    photos = look_at(write_photos(folder / "photos"), "images")
+    assert tomllib.loads(job_text(photos, "mine"))["data"]["root"] == str(folder / "photos")
