@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from tests.config.test_starter import TABLE, write_photos
 
 from lockstep.cli import main
-from tests.config.test_starter import TABLE, write_photos
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 

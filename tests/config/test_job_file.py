@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path, content):
 
 
 def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
-    assert "Is a directory" in message(load_job, str(tmp_path))
+    assert "has 0 folders with photos" in message(load_job, str(tmp_path))
     assert "Did you mean 'digits'?" in message(load_job, "digist")
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
 

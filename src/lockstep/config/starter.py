@@ -86,8 +86,8 @@ def kind_of(data: Path) -> str:
         found = "images" if suffixes & {*_PHOTOS} else "text" if suffixes & {*_TEXTS} else ""
     if not found:
         raise ConfigError(
-            f"'{data}' is none of: a folder of photos in a folder for each class, a CSV file, text files, or x and y in "
-            "a .npz or .pt file or in x.npy and y.npy."
+            f"'{data}' is none of: a folder of photos in a folder for each class, a CSV file, text files, or x and y "
+            "in a .npz or .pt file or in x.npy and y.npy."
         )
     return found
 
@@ -178,8 +178,8 @@ def _look_at_images(data: Path, target: str, goal: str) -> Findings:
     classes = sorted({each[depth] for each in parts if len(each) > depth + 1})
     if len(classes) < 2:
         raise ConfigError(
-            f"'{data}' has {plural(len(classes), 'folder')} with photos, and at least two classes are needed: one folder "
-            "of photos for each."
+            f"'{data}' has {plural(len(classes), 'folder')} with photos, and at least two classes are needed: one "
+            "folder of photos for each."
         )
     try:
         sides = []
@@ -324,8 +324,8 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> Findings:
         raise ConfigError(f"'{data}' does not hold tensors named x and y: {error}") from error
     if x.ndim < 2 or y.ndim < 1 or len(x) != len(y) or {x.dtype.kind, y.dtype.kind} - {*"iuf"}:
         raise ConfigError(
-            f"x is {x.dtype} of shape {list(x.shape)} and y {y.dtype} of shape {list(y.shape)}. Both need as many rows of "
-            "numbers, and x at least one number in each."
+            f"x is {x.dtype} of shape {list(x.shape)} and y {y.dtype} of shape {list(y.shape)}. Both need as many rows "
+            "of numbers, and x at least one number in each."
         )
     whole = y.ndim == 1 and y.dtype.kind in "iu"
     goal = goal or ("classes" if whole else "numbers")

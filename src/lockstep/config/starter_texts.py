@@ -206,9 +206,10 @@ WINDOW = {window}
 
 def datasets():
     """Samples of WINDOW bytes, and the same one place on: the first 90 % of the text, and the rest."""
-    files = sorted(DATA.rglob("*")) if DATA.is_dir() else [DATA]
-    texts = [file.read_bytes() for file in files if file.is_file() and (file == DATA or file.suffix.lower() in {suffixes!r})]
-    text = torch.frombuffer(bytearray(b"\\n".join(texts)), dtype=torch.uint8).long()
+    below = (file for file in sorted(DATA.rglob("*")) if file.suffix.lower() in {suffixes!r})
+    files = [file for file in below if file.is_file()] if DATA.is_dir() else [DATA]
+    content = b"\\n".join(file.read_bytes() for file in files)
+    text = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
     count = (len(text) - 1) // WINDOW
     inputs, targets = (text[start : start + count * WINDOW].view(count, WINDOW) for start in (0, 1))
     first = count - max(1, count // 10)
