@@ -207,6 +207,7 @@ RECORDER = {
     "step": "(self)",
 }
 COMMANDS = {
+    "new": """data --kind --target --goal --epochs --name --yes""",
     "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads
 --portable --resume
 --set --restarts --restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file

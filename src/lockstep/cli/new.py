@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.cli.command_line import Parser
 from lockstep.cli.shared_options import add_options
-from lockstep.config.starter import GOALS, KINDS, Findings, job_text, kind_of, look_at, script_text
+from lockstep.config.starter import GOALS, KINDS, DataSummary, job_text, kind_of, look_at, script_text
 from lockstep.errors import ConfigError, nearest
 
 
@@ -96,7 +96,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"--name {name}: Python has a module of that name already. Choose another.")
 
 
-def _write(found: Findings, name: str, epochs: int) -> None:
+def _write(found: DataSummary, name: str, epochs: int) -> None:
     """Writes both files; ``ConfigError`` where one exists, before any is written."""
     texts = {
         Path(f"{name}.toml"): job_text(found, name, epochs),

@@ -43,7 +43,7 @@ _WINDOW = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class DataSummary:
     """What the data is, and what was chosen for it."""
 
     data: Path
@@ -92,7 +92,7 @@ def kind_of(data: Path) -> str:
     return found
 
 
-def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> Findings:
+def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> DataSummary:
     """Reads as much of the data as is needed to write a job for it.
 
     Args:
@@ -117,12 +117,12 @@ def look_at(data: Path, kind: str, *, target: str = "", goal: str = "") -> Findi
     return found
 
 
-def job_text(found: Findings, name: str, epochs: int | None = None) -> str:
+def job_text(found: DataSummary, name: str, epochs: int | None = None) -> str:
     """The job file; ``name`` is that of the script, which images do without."""
     return (JOB_PARTS[found.kind] + JOB_RECIPE).format(**_values(found, name, epochs))
 
 
-def script_text(found: Findings, name: str, epochs: int | None = None) -> str:
+def script_text(found: DataSummary, name: str, epochs: int | None = None) -> str:
     """The script: the data sets, the model and a loop of the same recipe as the job's."""
     metric = SCRIPT_CORRECT if found.goal == "classes" and found.kind != "text" else ""
     parts = SCRIPT_HEAD + SCRIPT_PARTS[found.kind] + metric + SCRIPT_LOOP
@@ -134,7 +134,7 @@ def folder_job(folder: Path) -> str:
     return job_text(look_at(folder, "images"), folder.name)
 
 
-def _values(found: Findings, name: str, epochs: int | None) -> dict[str, Any]:
+def _values(found: DataSummary, name: str, epochs: int | None) -> dict[str, Any]:
     loss = "CrossEntropyLoss" if found.goal == "classes" else "MSELoss"
     counts = found.goal == "classes" and found.kind != "text"
     numpy = "import numpy as np\n" if "np." in found.values.get("read", "") else ""
@@ -163,7 +163,7 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _look_at_images(data: Path, target: str, goal: str) -> Findings:
+def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
     if not data.is_dir():
         raise ConfigError(f"'{data}' is not a folder. Photos are in a folder for each class.")
     if goal == "numbers":
@@ -192,7 +192,7 @@ def _look_at_images(data: Path, target: str, goal: str) -> Findings:
     is_small = middle <= 64
     size = (32 if middle <= 32 else 64) if is_small else 224
     split = "the folders are the splits" if by_split else "20 % of each class is held out for validation"
-    return Findings(
+    return DataSummary(
         data=data,
         kind="images",
         goal="classes",
@@ -212,7 +212,7 @@ def _look_at_images(data: Path, target: str, goal: str) -> Findings:
     )
 
 
-def _look_at_table(data: Path, target: str, goal: str) -> Findings:
+def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
     delimiter = "\t" if data.suffix.lower() == ".tsv" else ","
     try:
         with data.open(encoding="utf-8-sig", newline="") as file:
@@ -246,7 +246,7 @@ def _look_at_table(data: Path, target: str, goal: str) -> Findings:
     remarks = [f"{plural(len(wanted), 'row')}, {plural(len(inputs), 'column')} of numbers", told]
     if left_out:
         remarks.append(f"left out, because some values are no numbers: {shorten(left_out)}")
-    return Findings(
+    return DataSummary(
         data=data,
         kind="table",
         goal=goal,
@@ -281,14 +281,14 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def _look_at_text(data: Path, target: str, goal: str) -> Findings:
+def _look_at_text(data: Path, target: str, goal: str) -> DataSummary:
     if goal == "numbers":
         raise ConfigError(
             "A model of text predicts the next byte, which is one of 256 classes. Leave --goal out."
         )
     files = [data] if data.is_file() else [path for path in _files(data) if path.suffix.lower() in _TEXTS]
     size = sum(path.stat().st_size + 1 for path in files)
-    return Findings(
+    return DataSummary(
         data=data,
         kind="text",
         goal="classes",
@@ -303,7 +303,7 @@ def _look_at_text(data: Path, target: str, goal: str) -> Findings:
     )
 
 
-def _look_at_tensors(data: Path, target: str, goal: str) -> Findings:
+def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
     import numpy as np
 
     try:
@@ -334,7 +334,7 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> Findings:
                           f"{list(y.shape)}. Use --goal numbers.")  # fmt: skip
     outputs = int(y.max()) + 1 if goal == "classes" else math.prod(y.shape[1:])
     shown = plural(outputs, "class" if goal == "classes" else "number")
-    return Findings(
+    return DataSummary(
         data=data,
         kind="tensors",
         goal=goal,
