@@ -217,3 +217,21 @@ def test_a_gradscaler_of_the_scripts_own_is_refused_and_one_that_is_switched_off
     with pytest.raises(ConfigError, match=r"write lockstep\.init\(precision='fp16'\)"):
         scaler.step(optimizer)
     run.close()
+
+
+def scaled_with_a_graph(world):
+    """Adaptive clipping as people write it, without torch.no_grad, where a norm of parameters has a graph."""
+    run, model, optimizer = begin(strategy="ddp" if world.world_size > 1 else "single")
+    for batch in run.batches(dataset()):
+        run.backward(batch, nn.CrossEntropyLoss())
+        for parameter in model.parameters():
+            parameter.grad.mul_((0.1 * parameter.norm() / parameter.grad.norm()).clamp(max=1))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = run.fingerprint()
+    run.close()
+    return found
+
+
+def test_gradients_may_be_scaled_by_what_has_a_graph():
+    assert run_ranks(scaled_with_a_graph, 2) == [scaled_with_a_graph(World())] * 2

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.ranks import answers_of, forked
 
-from lockstep.run.session import _say_lost_peer
+from lockstep.run.session import _explain
 
 _BEGIN = """
 import resource, threading, torch
@@ -133,7 +133,7 @@ def test_a_lost_connection_is_a_line_and_another_error_is_printed(caplog):
     printed = []
     lost, own = RuntimeError("pair.cc:553] Connection closed by peer [127.0.0.1]:4471"), ValueError("own")
     for error in (lost, own):
-        _say_lost_peer(3, lambda *given: printed.append(given), type(error), error, None)
+        _explain(3, lambda *given: printed.append(given), type(error), error, None)
     assert caplog.messages == [
         "Rank 3 lost the connection to a rank that was gone. The error of that rank is the cause."
     ]

@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.core.world import World
 from lockstep.errors import DataError
-from lockstep.runtime.error_record import ErrorPage, read_record, record_file, record_of, write_record
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.error_record import (
+    ErrorPage,
+    note_own_backward,
+    read_record,
+    record_file,
+    record_of,
+    write_record,
+)
 from lockstep.runtime.heartbeat import Beat, Membership
 
 
@@ -82,3 +91,29 @@ def test_a_backward_of_the_script_after_that_of_the_run_gets_a_note():
             found = record_of(error, rank=0, beat=replace(beat, phase=phase))
         assert ("Leave out loss.backward()" in found.shown) is noted
     assert "Leave out" not in record_of(raised(ValueError("no")), rank=0, beat=beat).shown
+
+
+def test_a_scaler_that_has_scaled_no_loss_gets_the_note_too():
+    model = torch.nn.Linear(2, 2)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(AssertionError) as raised:
+            call(optimizer)
+        note_own_backward(raised.value, None)
+        assert "GradScaler of your own" in "".join(raised.value.__notes__)
+
+
+def test_without_a_heartbeat_it_is_noted_where_nothing_of_lockstep_was_called():
+    with pytest.raises(RuntimeError) as raised:
+        (torch.ones(()) * 2.0).backward()
+    note_own_backward(raised.value, None)
+    assert "Leave out loss.backward()" in "".join(raised.value.__notes__)
+    run = Run(RunOptions.of(global_batch=4, micro_batches=2, strategy="single"), World())
+    model = torch.nn.Linear(2, 2)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (batch,) = run.batches([(torch.ones(2), 0)] * 4)
+    with pytest.raises(RuntimeError) as raised:
+        run.backward(batch, lambda output, target: (output.detach() * 1.0).sum().backward())
+    noted = len(getattr(raised.value, "__notes__", []))
+    note_own_backward(raised.value, None)
+    assert len(getattr(raised.value, "__notes__", [])) == noted

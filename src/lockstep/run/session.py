@@ -26,6 +26,7 @@ from lockstep.core.world import World, shared_devices
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
+from lockstep.runtime.error_record import note_own_backward
 from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.torch_internals import LOST_PEER
@@ -117,10 +118,11 @@ class RunSession:
         self.events = StepEvents()
         """The callbacks of the run."""
         self.heartbeat = Heartbeat.open(world, self.events)
-        foreign = world.launcher in ("torchrun", "slurm", "mpi")
-        if foreign and threading.current_thread() is threading.main_thread():
-            stop_signals.install(self.heartbeat.control, alone=True)
-            sys.excepthook = partial(_say_lost_peer, world.rank, sys.excepthook)
+        if threading.current_thread() is threading.main_thread():
+            if world.launcher in ("torchrun", "slurm", "mpi"):
+                stop_signals.install(self.heartbeat.control, alone=True)
+            if world.launcher != "lockstep" and getattr(sys.excepthook, "func", None) is not _explain:
+                sys.excepthook = partial(_explain, world.rank, sys.excepthook)
         self._stack = ExitStack()
         if world.world_size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -165,7 +167,7 @@ class RunSession:
 _LOST_PEER = "Rank %d lost the connection to a rank that was gone. The error of that rank is the cause."
 
 
-def _say_lost_peer(
+def _explain(
     rank: int,
     former: Callable[..., Any],
     kind: type[BaseException],
@@ -173,6 +175,7 @@ def _say_lost_peer(
     trace: TracebackType | None,
 ) -> None:
     """Prints an uncaught error; of a lost connection a line, since without a supervisor all ranks share a terminal."""
+    note_own_backward(error, None)
     if (
         isinstance(error, RuntimeError)
         and not isinstance(error, LockstepError)

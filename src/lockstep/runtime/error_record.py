@@ -23,9 +23,10 @@ from lockstep.errors import EXIT_RANK, LockstepError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.stack_dump import Mark, mark_of
-from lockstep.runtime.torch_internals import LOST_PEER, FrameKind, kind_of_frame
+from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kind_of_frame
 
 _RUNPY = "<frozen runpy>"
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +61,29 @@ class ErrorRecord:
         return not self.on_purpose and self.kind != "BrokenPipeError" and LOST_PEER.is_in(self.message)
 
 
-def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
-    """Describes an exception that reached the top of a rank."""
+def note_own_backward(error: BaseException, beat: Beat | None) -> None:
+    """Adds what to leave out to torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
+
+    Without a heartbeat it is so where none of Lockstep's functions was being called.
+    """
     frames = traceback.extract_tb(error.__traceback__)
+    if beat is None:
+        is_in_loop = not any(frame.filename.startswith(_PACKAGE) for frame in frames)
+    else:
+        is_in_loop = beat.phase == "update"
     is_of_autograd = (
         bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
     )
-    if beat and beat.phase == "update" and is_of_autograd and not isinstance(error, LockstepError):
+    if is_in_loop and (is_of_autograd or NO_SCALE.is_in(str(error))) and not isinstance(error, LockstepError):
         error.add_note(
             "run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(), and a "
             "GradScaler of your own: lockstep.init(precision='fp16') scales the loss."
         )
+
+
+def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
+    """Describes an exception that reached the top of a rank."""
+    note_own_backward(error, beat)
     return ErrorRecord(
         rank=rank,
         host=host_name(),

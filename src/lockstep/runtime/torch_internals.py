@@ -32,6 +32,8 @@ NO_VALUES_HERE = TorchMessage(("meta",))
 NO_SAVED_TENSORS_HOOKS = TorchMessage(("support saved tensor hooks", "on an invalid python storage"))
 """RuntimeError: a transform of torch.func was called where hooks on saved tensors are set; or jvp, with which they
 cannot look at a tensor."""
+NO_SCALE = TorchMessage(("Attempted step but _scale is None", "Attempted unscale_ but _scale is None"))
+"""AssertionError: a GradScaler is to step an optimizer, and has scaled no loss."""
 NOT_DETERMINISTIC = TorchMessage((" does not have a deterministic implementation",))
 """RuntimeError: an operator has no fixed order of addition; its name in CUDA's sources is the word before."""
 LOST_PEER = TorchMessage(

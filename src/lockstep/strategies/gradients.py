@@ -252,7 +252,8 @@ class GradientTree:
                     total = slot.stack[0]
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
-                slot.held.grad = total.to(slot.held.device)
+                # Detached: what user code makes of it, outside of torch.no_grad, stays out of the bucket's graph.
+                slot.held.grad = total.to(slot.held.device).detach()
         self.end()
         add_prior(self._prior)
         return sums
