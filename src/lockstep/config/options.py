@@ -53,7 +53,7 @@ class Recipe(CheckedOptions):
     """Refuses operators of CUDA that add in no fixed order, such as the gradient of bilinear interpolation; false lets
     them run (level C), without ``checks`` on CUDA, which compare bits."""
     sync_batch_norm: bool = False
-    """Computes BatchNorm over the whole global batch (level B); strategies single and ddp have it."""
+    """Computes BatchNorm over the whole global batch; strategies single and ddp have it."""
     running_buffers: tuple[str, ...] = ()
     """Patterns of buffers, beside BatchNorm's, that the forward pass changes: averaged, or added up if integer."""
     strategy: str = field(default="ddp", metadata={"check": one_of(*STRATEGIES)})
