@@ -17,8 +17,8 @@ from lockstep.cli.shared_options import (
     add_rendezvous_argument,
     joined_hosts,
     refuse_hosts,
+    take_nodes,
     take_rendezvous,
-    take_slurm_nodes,
 )
 from lockstep.core.world import World, host_name
 from lockstep.doctor import CheckResult, Grade, judge_links, look_at_host
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the results; returns 1 if one of them is a fault, else 0."""
     from lockstep.doctor import look_at_software
 
-    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
+    world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     master = None if arguments.master is None else parse_master(arguments.master)
     findings = [*look_at_host(os.environ, master, arguments.interface), *look_at_software()]
     if not arguments.no_exchange:

@@ -20,8 +20,8 @@ from lockstep.cli.shared_options import (
     debugged,
     joined_hosts,
     refuse_hosts,
+    take_nodes,
     take_rendezvous,
-    take_slurm_nodes,
     with_debug_arguments,
 )
 from lockstep.core.world import PROFILE, World, make_environment_portable
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.arguments if local_rank is None else [f"--local-rank={local_rank}", *arguments.arguments]
     )
     target = ScriptTarget(path=arguments.script, arguments=tuple(words))
-    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
+    world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     if world.launcher != "python":
         refuse_hosts(arguments, world.launcher)
         return _join(target, world, arguments)

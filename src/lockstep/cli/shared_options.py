@@ -10,9 +10,11 @@ import dataclasses
 import os
 import platform
 import re
+import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from lockstep.launch.debugger import DEFAULT_PORT, take_part_in_debugging, with_
 from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
+from lockstep.runtime.output import say
 from lockstep.text import plural, printable
 
 if TYPE_CHECKING:
@@ -148,14 +151,18 @@ def _number_of_hosts(text: str) -> int | str:
     return text if text == SLURM else int(text)
 
 
-def take_slurm_nodes(arguments: argparse.Namespace, world: World) -> World:
+def take_nodes(arguments: argparse.Namespace, world: World) -> World:
     """Replaces ``--nnodes slurm`` by the numbers of the SLURM step, whose tasks start the ranks of their nodes.
+
+    Where no host option was given, takes torchrun's variables (``PET_NNODES`` ...), which Kubeflow sets in each pod.
 
     Returns the world: with ``--nnodes slurm``, that of a process that no launcher started as a rank.
 
     Raises:
-        ConfigError: this process is not the only task of its node in a SLURM step.
+        ConfigError: this process is not the only task of its node in a SLURM step, or a variable is not valid.
     """
+    if world.launcher == "python":
+        _take_variables_of_torchrun(arguments, os.environ)
     if arguments.nnodes != SLURM:
         return world
     if world.launcher != SLURM:
@@ -178,6 +185,54 @@ def take_slurm_nodes(arguments: argparse.Namespace, world: World) -> World:
         arguments.node_rank = world.node
         arguments.master = arguments.master or master_of_step(os.environ)
     return World()
+
+
+def _take_variables_of_torchrun(arguments: argparse.Namespace, variables: Mapping[str, str]) -> None:
+    """Takes torchrun's variables as the defaults of the options for several hosts and of ``--devices``."""
+    given = (arguments.nnodes, arguments.node_rank, arguments.master)
+    nodes = variables.get("PET_NNODES", "1")
+    if nodes == "1" or any(each is not None for each in given):
+        return
+    if not nodes.isdecimal():
+        raise ConfigError(
+            f"PET_NNODES is {nodes!r}, and a run of Lockstep starts on a fixed number of hosts. Set it to a number, or "
+            "give --nnodes, --node-rank and --master."
+        )
+    absent = [name for name in ("PET_NODE_RANK", "PET_MASTER_ADDR") if not variables.get(name)]
+    if absent or not variables["PET_NODE_RANK"].isdecimal():
+        raise ConfigError(
+            f"PET_NNODES is {nodes}, and {' and '.join(absent) or 'PET_NODE_RANK'} should be set to "
+            f"{'values' if len(absent) > 1 else 'a value'} too, as Kubeflow does. Set them, or give --nnodes, "
+            "--node-rank and --master."
+        )
+    address, port = variables["PET_MASTER_ADDR"], variables.get("PET_MASTER_PORT", "29500")
+    _wait_for_name(address, arguments.start_limit)
+    arguments.nnodes, arguments.node_rank = int(nodes), int(variables["PET_NODE_RANK"])
+    arguments.master = f"{address}:{port}"
+    if arguments.devices in (None, "auto") and variables.get("PET_NPROC_PER_NODE", "").isdecimal():
+        arguments.devices = variables["PET_NPROC_PER_NODE"]
+
+
+def _wait_for_name(host: str, seconds: float) -> None:
+    """Waits until a host's name is known: that of a pod is, soon after the pod was started."""
+    deadline, told = time.monotonic() + seconds, False
+    while True:
+        with suppress(OSError):
+            socket.getaddrinfo(host, None)
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"PET_MASTER_ADDR is {host!r}, a name that is not known after {seconds:g} s. Give the address of the "
+                "first host, or a longer --start-limit."
+            )
+        if not told:
+            say(f"waiting for the name {host} to be known")
+            told = True
+        time.sleep(_NAME_INTERVAL)
+
+
+_NAME_INTERVAL = 0.5
+"""Seconds between two questions to the name service."""
 
 
 def add_rendezvous_argument(parser: argparse.ArgumentParser) -> None:

@@ -26,8 +26,8 @@ from lockstep.cli.shared_options import (
     debugged,
     joined_hosts,
     refuse_hosts,
+    take_nodes,
     take_rendezvous,
-    take_slurm_nodes,
     with_debug_arguments,
 )
 from lockstep.config.checks import refuse
@@ -100,7 +100,7 @@ def add_arguments(parser: Parser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
-    world = take_rendezvous(arguments, take_slurm_nodes(arguments, World.from_environment()))
+    world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     is_one_command = world.launcher == "python" and arguments.nnodes in (None, 1)
     config = load_job(arguments.job, overrides(arguments), devices_are_all=is_one_command)
     if Path(arguments.job).is_dir() and world.is_main:

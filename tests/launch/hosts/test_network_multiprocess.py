@@ -65,6 +65,35 @@ def test_a_killed_worker_of_another_host_ends_no_asynchronous_run(wired_hosts, t
 
 
 @pytest.mark.slow
+def test_pods_of_a_kubeflow_train_job_give_the_fingerprint_of_one_process(wired_hosts, tmp_path, alone):
+    for node, host in enumerate(wired_hosts.hosts):
+        pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": str(node)}
+        pod |= {"PET_MASTER_ADDR": "fa", "PET_MASTER_PORT": str(wired_hosts.port)}
+        token = {"LOCKSTEP_TOKEN": wired_hosts.token.read_text()}
+        host.begin_command(["train", *job(tmp_path), "--devices", f"cpu:{2 - node}"], pod | token)
+    assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
+    assert fingerprint(wired_hosts[0].stdout) == alone
+    assert "fa with ranks 0, 1, fb with rank 2" in wired_hosts[0].stderr
+
+
+@pytest.mark.slow
+def test_pods_of_a_pytorch_job_with_plain_python_give_the_fingerprint_of_one_process(
+    wired_hosts, tmp_path, alone
+):
+    """Refused or stuck before: both ranks were taken for ranks of one host, whose data goes over loopback."""
+    for node, host in enumerate(wired_hosts.hosts):
+        pod = {
+            "RANK": str(node),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "fa",
+            "MASTER_PORT": str(wired_hosts.port),
+        }
+        host.begin_command(["train", *job(tmp_path)], pod | {"KUBERNETES_SERVICE_HOST": "10.96.0.1"})
+    assert [code for code, _ in wired_hosts.end()] == [0, 0], wired_hosts[1].stderr
+    assert fingerprint(wired_hosts[0].stdout) == alone
+
+
+@pytest.mark.slow
 @pytest.mark.fault("X1")
 def test_nothing_listens_on_another_address_than_the_named_one(wired_hosts, network):
     wired_hosts.loop()

@@ -10,8 +10,8 @@ from lockstep.cli.shared_options import (
     add_host_arguments,
     host_options,
     refuse_hosts,
+    take_nodes,
     take_rendezvous,
-    take_slurm_nodes,
 )
 from lockstep.core.world import HostLayout, World
 from lockstep.errors import ConfigError
@@ -99,7 +99,7 @@ def in_step(monkeypatch, *words, **more):
     for name, text in {**STEP, **more, "LOCKSTEP_TOKEN": "t" * 40}.items():
         monkeypatch.setenv(name, text)
     arguments = parsed(*words)
-    return take_slurm_nodes(arguments, World.from_environment()), arguments
+    return take_nodes(arguments, World.from_environment()), arguments
 
 
 def test_the_only_task_of_a_node_becomes_its_supervisor(monkeypatch):
@@ -133,6 +133,66 @@ def test_without_the_option_a_task_stays_a_rank(monkeypatch):
 def test_a_task_that_cannot_be_a_supervisor_is_refused(monkeypatch, words, more, sentence):
     with pytest.raises(ConfigError, match=sentence):
         in_step(monkeypatch, "--nnodes", *words, **more)
+
+
+POD = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "127.0.0.1",
+    "PET_MASTER_PORT": "29400",
+    "LOCKSTEP_TOKEN": "t" * 40,
+}
+
+
+def in_pod(monkeypatch, *words, **more):
+    """The arguments of a command in a pod of Kubeflow's Trainer."""
+    for name, text in {**POD, **more}.items():
+        monkeypatch.setenv(name, text)
+    arguments = parsed(*words)
+    arguments.devices = "auto"
+    take_nodes(arguments, World())
+    return arguments
+
+
+def test_torchrun_s_variables_are_the_defaults_of_the_host_options(monkeypatch):
+    arguments = in_pod(monkeypatch)
+    options = host_options(arguments)
+    assert (options.nodes, options.node, options.master) == (2, 1, "127.0.0.1:29400")
+    assert arguments.devices == "4"
+    assert in_pod(monkeypatch, PET_NPROC_PER_NODE="auto").devices == "auto"
+    assert host_options(in_pod(monkeypatch, PET_NNODES="1")) is None
+    given = in_pod(monkeypatch, "--nnodes", "3", "--node-rank", "2", "--master", "10.0.0.1:29500")
+    assert host_options(given).nodes == 3 and host_options(given).master == "10.0.0.1:29500"
+
+
+def test_ranks_of_torchrun_are_no_supervisors(monkeypatch):
+    for name, text in POD.items():
+        monkeypatch.setenv(name, text)
+    arguments = parsed()
+    take_nodes(arguments, World(launcher="torchrun"))
+    assert arguments.nnodes is None
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            {"PET_NNODES": "1:4"},
+            "PET_NNODES is '1:4', and a run of Lockstep starts on a fixed number of hosts",
+        ),
+        ({"PET_NODE_RANK": ""}, "PET_NODE_RANK should be set to a value too"),
+        (
+            {"PET_NODE_RANK": "", "PET_MASTER_ADDR": ""},
+            "PET_NODE_RANK and PET_MASTER_ADDR should be set to values",
+        ),
+        ({"PET_NODE_RANK": "x"}, "PET_NODE_RANK should be set to a value"),
+        ({"PET_MASTER_ADDR": "nowhere.invalid"}, "'nowhere.invalid', a name that is not known after 0.1 s"),
+    ],
+)
+def test_torchrun_s_variables_that_do_not_fit_are_named(monkeypatch, more, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        in_pod(monkeypatch, "--start-limit", "0.1", **more)
 
 
 def test_doctor_shows_what_is_well_on_the_first_node_alone(monkeypatch, capsys):
