@@ -230,6 +230,7 @@ COMMANDS = {
     "doctor": """--devices --no-exchange --json --nnodes --node-rank --master --interface --token-file --start-limit
 --rendezvous""",
     "debug": """--devices --rank --port --folder --attach target arguments""",
+    "report": """run --html --recorded-only --trust""",
     "compare": """runs --labels --html --svg --png""",
     "explain": """samples --svg samples --json samples --samples samples --ranks samples --batch samples --micro-batches
 samples --shuffle samples --seed samples --epoch samples --drop-last tree --svg tree --json tree --ranks

@@ -110,6 +110,10 @@ _COMMANDS = {
     "audit": ("lockstep.cli.audit", "recompute some intervals of a recorded run and check all it claims"),
     "doctor": ("lockstep.cli.doctor", "check this machine: devices, versions, memory, the exchange of ranks"),
     "debug": ("lockstep.cli.debug", "write VS Code's debug configurations, or attach to a running rank"),
+    "report": (
+        "lockstep.cli.report",
+        "write one page about a run: curves, wrong samples, recipe, fingerprint",
+    ),
     "compare": ("lockstep.cli.explain", "draw loss, accuracy and learning rate of several runs"),
     "explain": ("lockstep.cli.explain", "draw which rank reads, adds, sends and computes what"),
     "ps": ("lockstep.cli.runs", "list your runs on this host and their processes"),

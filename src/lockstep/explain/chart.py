@@ -127,6 +127,9 @@ h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse } td, th { padding: .25em .7em; border-bottom: 1px solid #ddd; text-align: right;
   white-space: nowrap }
 td:first-child, th:first-child { text-align: left } .scroll { overflow-x: auto } figure { margin: 0 }
+.samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(11em, 1fr)); gap: 1em }
+.samples p { margin: .3em 0; font-size: .85em; overflow-wrap: anywhere } .samples img { image-rendering: pixelated }
+pre { overflow-x: auto; background: #f5f5f5; padding: .7em 1em } code { overflow-wrap: anywhere }
 .steps { display: grid; grid-template-columns: max-content 1fr; gap: .25em .8em; align-items: center }
 .bar { display: flex; height: 1.1em } .key { margin-right: 1.2em; white-space: nowrap }
 .key i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }

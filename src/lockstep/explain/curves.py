@@ -159,10 +159,13 @@ def page(logs: Sequence[RunLog]) -> str:
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 400.0, 180.0, 62.0, 64.0, 74.0
 
 
-def chart(logs: Sequence[RunLog]) -> Chart:
-    """A row of panels for each metric that a run has: against epochs, and against time where logs have it."""
+def chart(logs: Sequence[RunLog], also: Sequence[str] = ()) -> Chart:
+    """A row of panels for each metric that a run has: against epochs, and against time where logs have it.
+
+    ``also`` names more metrics than those that ``metrics_of`` gives.
+    """
     colours = {log.name: COLOURS[number % len(COLOURS)] for number, log in enumerate(logs)}
-    metrics = metrics_of(logs)
+    metrics = [*metrics_of(logs), *(name for name in also if any(log.values(name) for log in logs))]
     axes = [
         axis
         for axis in ("epochs", "seconds")

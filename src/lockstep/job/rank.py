@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -33,6 +34,9 @@ from lockstep.text import format_bytes
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientRecorder
+
+OUTCOME = "outcome.json"
+"""The file of a run folder that has the fingerprint in which the run ended, and a command that ends in the same."""
 
 
 def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder | None:
@@ -122,7 +126,10 @@ def main(payload: Any) -> None:
         bitwise = (
             outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
         )
-        print(report(outcome, payload["proof"] if bitwise else ""), flush=True)
+        proof = payload["proof"] if bitwise else ""
+        ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
+        write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
+        print(report(outcome, proof), flush=True)
 
 
 def report(outcome: TrainingOutcome, proof: str) -> str:

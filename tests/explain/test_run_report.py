@@ -1,0 +1,144 @@
+"""``lockstep report``: each number on the page is recorded or computed again, and what is missing is said."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.scale.browser import needs_browser, open_page
+
+from lockstep.cli import main
+from lockstep.data import Digits
+from lockstep.explain.run_report import Answers, answers_of, picture_of, run_page
+from lockstep.job.run_folder import read_starts
+
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one epoch on the digits, and what it printed."""
+    home = tmp_path_factory.mktemp("report")
+    words = ["train", "digits", "--epochs", "1", "--devices", "cpu:1", "--set", "log.tensorboard=false"]
+    done = subprocess.run(
+        [*LOCKSTEP, *words], cwd=home, capture_output=True, text=True, timeout=170, check=True
+    )
+    return home / "runs" / "digits-001", done.stdout
+
+
+@pytest.fixture
+def folder(trained, tmp_path):
+    """A copy of the run, which a test may change."""
+    return shutil.copytree(trained[0], tmp_path / "digits-001")
+
+
+def test_the_page_has_what_the_run_printed_and_recorded(trained):
+    folder, printed = trained
+    page = subprocess.run(
+        [*LOCKSTEP, "report", str(folder), "--html", str(folder.parent / "page.html")],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert page.returncode == 0, page.stderr
+    text = (folder.parent / "page.html").read_text()
+    fingerprint = re.search(r"^fingerprint +(\w{64})", printed, re.M)[1]
+    proof = re.search(r"^prove it +(lockstep .*?)   \(", printed, re.M)[1]
+    assert f"<code>{fingerprint}</code>" in text
+    assert f"<pre>{proof}</pre>" in text
+    last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+    right, of, percent = re.search(
+        r"weights: ([\d,]+) of ([\d,]+) samples are right \((\S+) %\)", text
+    ).groups()
+    assert int(of) == len(Digits("validation"))
+    assert int(right) == round(last["validation_accuracy"] * int(of))
+    assert f"The log of the run says {percent} %" in text
+    for name in ("loss", "validation accuracy", "learning rate", "samples per second"):
+        assert f">{name}</text>" in text
+    assert "The time of each rank was not recorded" in text
+    assert "optimizer.lr</td><td>0.1</td>" in text
+
+
+def test_the_confusion_matrix_counts_every_sample_once_in_its_place(trained):
+    found = answers_of(trained[0], read_starts(trained[0])[-1].job)
+    digits, counts = Digits("validation"), found.confusion()
+    assert found.labels.tolist() == digits.labels.tolist()
+    assert counts.sum(1).tolist() == torch.bincount(digits.labels, minlength=10).tolist()
+    assert int(counts.sum() - counts.trace()) == len(found.wrong)
+    certainties = [float(found.certainty[index]) for index in found.wrong]
+    assert certainties == sorted(certainties, reverse=True)
+    assert set(found.pictures) == set(found.wrong[:24])
+
+
+def test_rows_are_what_is_and_columns_what_was_said():
+    found = Answers(("a", "b"), ("x", "y"), torch.tensor([0, 0]), torch.tensor([0, 1]), torch.ones(2), {})
+    assert found.confusion().tolist() == [[1, 1], [0, 0]]
+
+
+def test_weights_that_were_changed_are_found_out(folder, trained):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, folder / "model.safetensors")
+    assert "The weights were changed since" in run_page(folder, computes=False)
+
+
+def test_what_is_missing_is_said(folder):
+    for name in ("log.jsonl", "outcome.json", "model.safetensors"):
+        (folder / name).unlink()
+    page = run_page(folder, computes=False)
+    for words in (
+        "There are no curves: the run has no log.jsonl",
+        "There is none: the run has not ended",
+        "No command is known that trains it again",
+        "Not computed, because --recorded-only was given",
+    ):
+        assert words in page
+
+
+def test_a_data_set_that_is_gone_is_said_and_the_rest_of_the_page_is_there(folder):
+    table = json.loads((folder / "job.json").read_text())
+    table["starts"][-1]["job"]["data"]["validation"] = {
+        "target": "lockstep.data:ImageFolder",
+        "root": "/gone",
+    }
+    (folder / "job.json").write_text(json.dumps(table))
+    page = run_page(folder)
+    assert "This cannot be computed again: " in page
+    assert "<h2>Fingerprint</h2>" in page
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_picture"),
+    [
+        ((3, 8, 8), torch.uint8, True),
+        ((1, 8, 8), torch.float32, True),
+        ((8, 8), torch.float32, True),
+        ((64,), torch.float32, False),
+        ((5, 8, 8), torch.float32, False),
+        ((10, 2), torch.float32, False),
+    ],
+)
+def test_a_picture_has_one_or_three_colours(shape, dtype, is_picture):
+    assert picture_of(torch.zeros(shape, dtype=dtype)).startswith("data:image/png") == is_picture
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no job.json" in capsys.readouterr().err
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 420])
+def test_the_page_needs_no_network_and_fits_its_window(trained, tmp_path, width):
+    path = tmp_path / "page.html"
+    path.write_text(run_page(trained[0]))
+    with open_page(path, width=width) as page:
+        assert [url for url in page.requests if not url.startswith("data:")] == []
+        assert page.complaints == []
+        assert page.value("document.documentElement.scrollWidth") <= width
