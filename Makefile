@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all chaos gpu ports portable audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all course course-pages chaos gpu ports portable audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -31,6 +31,13 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)
 	$(BIN)/python -m pytest --slow -m crowd
+
+# Runs all code of docs/course and compares what it prints with the pages; course-pages writes the pages again.
+course: $(VENV)/.test
+	$(BIN)/python -m pytest --slow tests/course $(ARGS)
+
+course-pages: $(VENV)/.test
+	$(BIN)/python -m tests.course.pages --run
 
 # Random runs under random faults, judged by docs/faults.md: make chaos SECONDS=600 SEED=1
 SECONDS ?= 600

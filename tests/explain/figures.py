@@ -16,6 +16,7 @@ def figures() -> dict[str, str]:
     return {
         "samples.svg": samples_svg(explain_samples()),
         "tree.svg": tree_svg(explain_tree(micro_batches=8, ranks=2)),
+        "tree-one.svg": tree_svg(explain_tree(micro_batches=8, ranks=1)),
         "tree-ragged.svg": tree_svg(explain_tree(micro_batches=8, leaves=7, ranks=3)),
         "traffic.svg": traffic_svg(explain_traffic()),
         "pipeline.svg": pipeline_svg(explain_pipeline(stages=4, micro_batches=8)),
