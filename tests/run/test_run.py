@@ -109,6 +109,7 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         (lambda run, batch: [*batch], "cannot be unpacked"),
         (lambda run, batch: batch[0], "has no entry 0"),
         (lambda run, batch: batch["image"], "has no entry 'image'"),
+        (lambda run, batch: torch.nn.Linear(2, 2)(batch), "was given to linear, which takes tensors"),
     ],
     ids=range(8),
 )

@@ -73,6 +73,12 @@ class Batch:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"A batch has no attribute {name!r}. {_IN_PARTS}")
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuses to be an input, as in ``model(batch)``."""
+        name = getattr(func, "__name__", "a function of torch")
+        raise ConfigError(f"A batch was given to {name}, which takes tensors. {_IN_PARTS}")
+
 
 _IN_PARTS = (
     "It is one step of all ranks, in micro-batches that run.backward moves to the device and computes one by one: "

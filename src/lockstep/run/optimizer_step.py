@@ -396,7 +396,7 @@ class PreparedOptimizer(Optimizer):
         if not self._has_all:
             raise ConfigError(
                 f"optimizer.{method}() was called after run.prepare, and no process holds the whole state of the "
-                "optimizer. Write and load it with run.save() and resume=True, load it before run.prepare, or use "
+                "optimizer. Write and load it with run.save() and resume='auto', load it before run.prepare, or use "
                 "strategy 'ddp'."
             )
 
