@@ -111,7 +111,7 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         (lambda run, batch: batch["image"], "has no entry 'image'"),
         (lambda run, batch: torch.nn.Linear(2, 2)(batch), "was given to linear, which takes tensors"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_habit_of_other_loops_is_refused_with_the_line_to_write(wrong, said):
     run, *_ = begin()
