@@ -16,8 +16,8 @@ HASHED = $(if $(filter-out no,$(HASHES)),$(BIN)/python -m pip install --quiet --
 	builds packages itself: make HASHES=no" >&2; exit 1; })
 JOB ?= digits
 ARGS ?=
-BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategies/price_of_k.py pipeline/bubble.py \
-	reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
+BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategies/price_of_k.py strategies/price_of_shards.py \
+	pipeline/bubble.py reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
 .PHONY: train test test-all course course-pages chaos gpu ports portable audit check house format bench bench-photos curves figures clean

@@ -104,7 +104,7 @@ RUN_OPTIONS = {
     "fsdp": {"reshard_after_forward": True, "cpu_offload": False, "mixed_precision": ""},
     "parameter_server": {"servers": 1, "mode": "synchronous", "staleness": 4, "snapshot_every": 100},
     "pipeline": {"schedule": "1f1b", "stages_per_rank": 0, "split": (), "balance": "bytes"},
-    "tensor": {"plan": ()},
+    "tensor": {"plan": (), "shards": 0},
     "directory": None,
     "resume": "",
     "force_context": False,
@@ -309,6 +309,7 @@ schedule.target
 schedule.warmup_epochs = 0.0
 schedule.warmup_steps = 0
 tensor.plan = ()
+tensor.shards = 0
 training.channels_last = False
 training.checkpoint_activations = ()
 training.checks = 'first'

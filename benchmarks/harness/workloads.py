@@ -128,6 +128,7 @@ class Arguments:
     reduce: str
     strategy: str = "ddp"
     mesh: str = ""
+    shards: int = 0
     accumulate: str = "no_sync"
 
 
@@ -142,6 +143,7 @@ def read_arguments() -> Arguments:
     parser.add_argument("--reduce", choices=reducers, default="ordered", help="only Lockstep reads it")
     parser.add_argument("--strategy", default="ddp", help="only Lockstep reads it")
     parser.add_argument("--mesh", default="", help="only Lockstep reads it")
+    parser.add_argument("--shards", type=int, default=0, help="tensor.shards; only Lockstep reads it")
     how = "DDP with several micro-batches a rank: reduces after the last, or after every one"
     parser.add_argument("--accumulate", choices=["no_sync", "every"], default="no_sync", help=how)
     given = parser.parse_args()
@@ -154,5 +156,6 @@ def read_arguments() -> Arguments:
         reduce=given.reduce,
         strategy=given.strategy,
         mesh=given.mesh,
+        shards=given.shards,
         accumulate=given.accumulate,
     )

@@ -73,6 +73,10 @@ BROKEN = {
         ],
         "Use bf16 or fp32, or parameter_server.mode='synchronous'.",
     ),
+    "shards are shared out": (
+        ["training.strategy=fsdp", "tensor.shards=4"],
+        "is 4, and strategy 'fsdp' computes whole layers",
+    ),
     "SyncBatchNorm has whole models": (
         ["training.sync_batch_norm=true", "training.compile=true"],
         "where compile cannot go. Use one of the two.",

@@ -18,6 +18,7 @@ def train(given: Arguments) -> None:
         seed=0,
         strategy=given.strategy,
         mesh=given.mesh,
+        tensor={"shards": given.shards},
     )
     before = forget_peak()
     model = workload.build_model()

@@ -16,6 +16,7 @@ from lockstep.config.checks import KeyPath, Problem, device_request, refuse
 from lockstep.config.components import Component
 from lockstep.config.strategy_options import (
     ELEMENTWISE,
+    IN_SHARDS,
     ONE_PROCESS,
     OWN_EXCHANGE,
     SYNC_BATCH_NORM,
@@ -197,6 +198,29 @@ def _mesh_fits(options: RunSettings, machine: AvailableDevices) -> Iterator[str]
                 laid_out.check_world(count // layers)
     except ConfigError as error:
         yield f"is {mesh!r}. {error}"
+
+
+@_rule(RULES, "shards are shared out", "tensor.shards")
+def _shards_are_shared_out(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    """Every rank of the axis tensor holds as many shards; other strategies have none."""
+    shards, strategy, mesh = options.tensor.shards, options.strategy, options.mesh
+    if not shards:
+        return
+    if strategy not in IN_SHARDS and not (strategy == "hybrid" and "tensor" in mesh):
+        yield (
+            f"is {shards}, and strategy {mesh or strategy!r} computes whole layers. Use strategy 'tensor', 'ddp' or "
+            "'single', or mesh='data=2,tensor=2', or leave it out."
+        )
+    elif options.sync_batch_norm or options.compile:
+        key = "sync_batch_norm" if options.sync_batch_norm else "compile"
+        yield f"is {shards}, and {key} is true, which needs whole layers. Use one of the two."
+    ranks = machine.count if strategy == "tensor" else Mesh.parse(mesh).size("tensor") if mesh else 1
+    if ranks and shards % ranks:
+        fitting = [count for count in range(1, shards + 1) if shards % count == 0]
+        yield (
+            f"is {shards}, which cannot be shared out evenly over {ranks} ranks. Use "
+            f"{' or '.join(map(str, fitting))} ranks, or other shards, which are another recipe."
+        )
 
 
 @_rule(RULES, "servers leave a worker", "parameter_server.servers")

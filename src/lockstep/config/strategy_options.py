@@ -144,6 +144,9 @@ class TensorOptions(CheckedOptions):
     plan: tuple[str, ...] = ()
     """Splits of modules, as `"name pattern=kind"` with the kinds column, row, heads, channels and features; none:
     what is known of the model."""
+    shards: int = field(default=0, metadata={"check": at_least(0)})
+    """Shards of each split layer, a multiple of the ranks: part of the recipe, as micro_batches is, for level A;
+    strategies single and ddp then compute in shards too. 0: one for each rank, level B."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,6 +195,9 @@ class StrategyOptions(CheckedOptions):
 
 OPTIONS: dict[str, Any] = {option.name: option.default_factory for option in fields(StrategyOptions)}
 """The class of options of each strategy that has some."""
+
+IN_SHARDS = ("single", "ddp", "tensor")
+"""The strategies that compute split layers in ``tensor.shards``; also ``hybrid`` of ``data`` and ``tensor``."""
 
 WHOLE_MODELS = ("single", "dp", "ddp", "layers")
 """The strategies in which a process holds the whole model."""

@@ -105,6 +105,8 @@ class Context:
     compiled: bool = False
     channels_last: bool = False
     sync_batch_norm: bool = False
+    tensor_shards: int = 0
+    """``tensor.shards``; earlier versions did not record it, as they had none."""
     deterministic: bool = False
     optimizers: tuple[str, ...] = ()
     cpu: str = ""
@@ -114,7 +116,7 @@ class Context:
 
     def differences(self, other: Mapping[str, object]) -> list[str]:
         """One line per entry in which ``other`` (as from ``as_dict``) differs; of some, where both know it."""
-        mine = self.as_dict()
+        mine, other = self.as_dict(), {"tensor_shards": 0, **other}
         for name in ("cpu", "photos"):
             if not (mine[name] and other.get(name)):
                 del mine[name]

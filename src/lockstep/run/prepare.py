@@ -467,6 +467,7 @@ def describe(
         compiled=options.compile,
         channels_last=options.channels_last,
         sync_batch_norm=options.sync_batch_norm,
+        tensor_shards=options.tensor.shards,
         deterministic=session.device.type == "cuda" and options.deterministic,
         optimizers=tuple(implementation(each) for each in optimizers),
     )

@@ -58,13 +58,15 @@ def open_strategy(
 
 
 def _open_single(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
+    if options.tensor.shards:
+        return _open_tensor(options, groups, device)
     kind = SyncedSingle if options.sync_batch_norm else Single
     return kind(device, options.micro_batches, running_buffers=options.running_buffers)
 
 
 def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     group = groups.along("data")
-    if group is None:
+    if group is None or options.tensor.shards:
         return _open_single(options, groups, device)
     reducer = _open_reducer(options, group, device)
     if options.sync_batch_norm:
@@ -154,7 +156,7 @@ def _open_pipeline(
 
 
 def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
-    if groups.along("tensor") is None:
+    if groups.along("tensor") is None and not options.tensor.shards:
         return _open_ddp(options, groups, device)
     data = groups.along("data")
     reducer = _open_reducer(options, data, device) if data is not None else None

@@ -1,4 +1,4 @@
-"""Jobs whose every split size is divisible by 2, 3 and 4, in float64 unless told otherwise."""
+"""Jobs whose every split size is divisible by 2, 3 and 4, in float64 unless told otherwise; ``wide``: by 8 too."""
 
 import torch
 from tests.strategies.contract_jobs import Job, right, token_count
@@ -27,37 +27,39 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 
 
-def heads(dtype=torch.float64):
+def heads(dtype=torch.float64, wide=1):
     """Dropout on whole activations, weights tied beside the split ones, sequences of different lengths."""
-    model = transformer(vocabulary_size=13, max_length=7, width=24, depth=2, heads=12, dropout=0.2, tied=True)
+    size = {"width": 24 * wide, "depth": 2, "heads": 12 * wide}
+    model = transformer(vocabulary_size=13, max_length=7, **size, dropout=0.2, tied=True)
     options = {"global_batch": 8, "micro_batches": 8}
     return Job(model.to(dtype), adamw(model), tokens(45), token_loss, token_count, options, clip=0.3)
 
 
-def features(dtype=torch.float64):
+def features(dtype=torch.float64, wide=1):
     """Dropout on split activations, with masks of the whole ones."""
-    model = perceptron(in_features=64, hidden=(48, 24, 36), dropout=0.25).to(dtype)
+    model = perceptron(in_features=64, hidden=(48, 24, 36 * wide), dropout=0.25).to(dtype)
     return Job(model, sgd(model), images(91, dtype), nn.CrossEntropyLoss(), right, STEPS)
 
 
-def channels(dtype=torch.float64):
+def channels(dtype=torch.float64, wide=1):
     """BatchNorm and dropout over split channels, then a pair of Linear layers."""
-    model = digits_net(width=12).to(dtype)
+    model = digits_net(width=12 * wide).to(dtype)
     model.insert(5, nn.Dropout2d(0.2))
     return Job(model, adamw(model), images(90, dtype), nn.CrossEntropyLoss(), right, STEPS)
 
 
-def blocks(dtype=torch.float64):
+def blocks(dtype=torch.float64, wide=1):
     """Residual blocks of both kinds, between a whole convolution and a whole Linear."""
+    width = 12 * wide
     model = nn.Sequential(
-        nn.Conv2d(3, 12, 3, padding=1, bias=False),
-        nn.BatchNorm2d(12),
+        nn.Conv2d(3, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(),
-        BasicBlock(12, 12, 1),
-        Bottleneck(12, 12, 2),
+        BasicBlock(width, width, 1),
+        Bottleneck(width, width, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(48, 5),
+        nn.Linear(4 * width, 5),
     ).to(dtype)
     data = photos(90)
     data = TensorDataset(data.tensors[0].to(dtype), data.tensors[1])

@@ -1,19 +1,20 @@
-"""Layers of which a rank holds a part, made in place as a plan says, and the sums of their activations.
+"""Layers of which a rank holds some shards, made in place as a plan says, and the sums of their activations.
 
     x (whole) -> enter -> column: some of the outputs -> activation -> row: from some of the inputs -> sum -> y (whole)
 
-A layer gets another class and keeps its name, its hooks and its position in the model. A sum has the same bits on
-every rank that shares the layer:
+A layer gets another class and keeps its name, its hooks and its position in the model. It is split into P shards, of
+which each rank holds as many consecutive ones. Every operator between the two layers runs on one shard at a time, so
+nothing but the sum depends on how many shards a rank has; and a sum over shards is one tree over all P:
 
-    all_to_all of pieces -> add the ranks' pieces in the tree's order -> all_gather
+    add this rank's nodes -> all_to_all of pieces -> add the ranks' nodes in the tree's order -> all_gather
 
-The backend only moves bytes, so the sum depends on the number of ranks alone, and what comes after it on every rank is
+The backend only moves bytes, so the sum depends on P alone, and what comes after it on every rank is
 computed from equal bits: replicated parameters cannot drift apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import gcd
@@ -25,71 +26,119 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.checkpoint.state import tensor_state
-from lockstep.core.summation_tree import fold_rows
+from lockstep.core.summation_tree import Node, TreeStack, fold, nodes_within
 from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
 from lockstep.errors import ConfigError
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.hooks import first_hooked, hooked_globally
+from lockstep.strategies.tensor.shards import join_shards, split_shards
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
 class Exchange:
-    """The ranks of one line of the axis ``tensor``."""
+    """The ranks of one line of the axis ``tensor``, and the shards of a layer that each of them holds.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+    Args:
+        group: the ranks; None for one.
+        shards: P, a multiple of their number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, shards: int) -> None:
+        self.group, self.shards = group, shards
+        self.ranks = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.held = shards // self.ranks
+        """Shards of this rank."""
+        self.first = self.rank * self.held
+        """Number of the first of them."""
+        self._nodes = [
+            nodes_within(rank * self.held, (rank + 1) * self.held, shards) for rank in range(self.ranks)
+        ]
         self.bytes_sent = 0
         """Bytes of activations and their gradients this rank has given to others."""
 
-    def enter(self, x: Tensor) -> Tensor:
-        """``x`` itself, where a split layer begins; in backward, its gradient is summed. Collective in backward."""
-        entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]  # torch's stub
+    def enter(self, x: Tensor) -> Sequence[Tensor]:
+        """``x`` itself for each shard of this rank, where a split layer begins; its gradient is their sum.
+
+        Collective in backward.
+        """
+        entered: Sequence[Tensor] = _Enter.apply(self, x)  # type: ignore[no-untyped-call]  # torch's stub
         return entered
 
-    def leave(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, where a split layer ends. Collective in forward."""
-        left: Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]  # torch's stub
+    def leave(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards, given this rank's, where a split layer ends. Collective in forward."""
+        left: Tensor = _Leave.apply(self, *parts)  # type: ignore[no-untyped-call]  # torch's stub
         return left
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' ``x``, of equal bits on each; half precision is added in float32. Collective."""
-        flat = x.contiguous().view(-1)
-        piece = -(-flat.numel() // self.ranks)
-        given = flat.new_zeros(self.ranks * piece)
-        given[: flat.numel()] = flat
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks, one after the other (dim 0). Collective."""
+        return (
+            values
+            if self.group is None
+            else all_gather_rows(values.flatten(), self.group).view(
+                self.ranks * values.shape[0], *values.shape[1:]
+            )
+        )
+
+    def sum(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over all shards, of equal bits on each rank; half precision is added in float32. Collective."""
+        first = parts[0]
+        wide = torch.float32 if first.dtype in _HALVES else first.dtype
+        stack = TreeStack[Tensor](self.shards, torch.add)
+        for number, part in enumerate(parts, self.first):
+            stack.push_leaf(number, part.to(wide))
+        own = stack.take()
+        if self.group is None:
+            return own[Node(0, self.shards)].to(first.dtype).contiguous()  # as it is after an exchange
+        return self._sum_over_ranks(list(own.values()), first, self.group)
+
+    def _sum_over_ranks(self, own: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The sum from this rank's nodes of the tree; all ranks give as many rows as the one with most nodes."""
+        sent = own[0].dtype if self.held > 1 else like.dtype  # a shard is given as it is
+        most = max(map(len, self._nodes))
+        piece = -(-like.numel() // self.ranks)
+        given = torch.zeros(self.ranks, most, piece, dtype=sent, device=like.device)
+        for row, node in enumerate(own):
+            flat = node.contiguous().view(-1).to(sent)
+            for rank, part in enumerate(torch.split(flat, piece)):
+                given[rank, row, : part.numel()] = part
         received = torch.empty_like(given)
-        dist.all_to_all_single(received, given, group=self.group)
-        rows = received.view(self.ranks, piece)
-        mine = fold_rows(rows.float() if rows.dtype in _HALVES else rows).to(x.dtype)
-        all_gather_flat(given, mine.contiguous(), self.group)
-        self.bytes_sent += 2 * (self.ranks - 1) * piece * x.element_size()
-        return given[: flat.numel()].view(x.shape)
+        dist.all_to_all_single(received.view(-1), given.view(-1), group=group)
+        mine = fold(self._in_order(received.to(own[0].dtype)), self.shards, torch.add).to(like.dtype)
+        whole = torch.empty(self.ranks * piece, dtype=like.dtype, device=like.device)
+        all_gather_flat(whole, mine.contiguous(), group)
+        self.bytes_sent += (self.ranks - 1) * piece * (most * given.element_size() + like.element_size())
+        return whole[: like.numel()].view(like.shape)
+
+    def _in_order(self, rows: Tensor) -> Iterator[tuple[Node, Tensor]]:
+        """Each node with its row, from those of all ranks."""
+        for nodes, of_rank in zip(self._nodes, rows):
+            yield from zip(nodes, of_rank)
 
 
 class _Enter(torch.autograd.Function):
     """What a split layer takes; its derivative is ``_Leave``, and that one's is this: both may be taken twice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange, x: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return x.view_as(x)
+        return tuple(x.view_as(x) for _ in range(exchange.held))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Leave.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's stub
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, _Leave.apply(ctx.exchange, *gradients)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, exchange: Exchange, *parts: Tensor) -> Tensor:
         ctx.exchange = exchange
-        return exchange.sum(x)
+        return exchange.sum(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(gradient, ctx.exchange), None  # type: ignore[no-untyped-call]  # torch's stub
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_Enter.apply(ctx.exchange, gradient)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 @dataclass(frozen=True)
@@ -120,8 +169,10 @@ class ShardSpec:
         pieces = parts.reshape(*shape[: self.dim + 1], self.blocks, -1, *shape[self.dim + 2 :])
         return pieces.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def gather(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def gather(self, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """The whole on every rank. Collective."""
+        if group is None:
+            return part
         return self.join(all_gather_rows(part.flatten(), group).view(self.ranks, *part.shape))
 
 
@@ -135,9 +186,14 @@ class _Column(_Layer):
     """Computes some of the outputs from the whole input."""
 
     exchange: Exchange
+    blocks: int
+    """Equal pieces of the outputs, each of which is split."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        return super().forward(self.exchange.enter(input))
+        held = self.exchange.held
+        weights = shards_of(self.weight, 0, held, self.blocks)
+        biases = [None] * held if self.bias is None else shards_of(self.bias, 0, held, self.blocks)
+        return join_shards([_apply(self, *each) for each in zip(self.exchange.enter(input), weights, biases)])
 
 
 class _Row(_Layer):
@@ -146,23 +202,47 @@ class _Row(_Layer):
     exchange: Exchange
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        convolve = getattr(self, "_conv_forward", None)
+        parts, held = split_shards(input), self.exchange.held
+        is_convolution = hasattr(self, "_conv_forward")
         # An image may come without its batch: channels are counted from the end.
-        dim = 1 - self.weight.dim() if convolve is not None else -1
-        if input.shape[dim] != self.weight.shape[1]:
+        dim = 1 - self.weight.dim() if is_convolution else -1
+        expected = self.weight.shape[1] // held
+        if len(parts) != held or parts[0].shape[dim] != expected:
             raise ConfigError(
-                f"tensor.plan splits the inputs of a layer over {self.exchange.ranks} ranks, "
-                f"{self.weight.shape[1]} for each, and it was given {input.shape[dim]}. "
+                f"tensor.plan splits the inputs of a layer over {self.exchange.shards} shards, "
+                f"{expected} for each, and it was given {parts[0].shape[dim]}. "
                 "Split the layer before it with 'column'."
             )
-        if convolve is not None:
-            total = self.exchange.leave(convolve(input, self.weight, None))
-        else:
-            total = self.exchange.leave(F.linear(input, self.weight))
+        weights = shards_of(self.weight, 1, held)
+        total = self.exchange.leave([_apply(self, *each, None) for each in zip(parts, weights)])
         if self.bias is None:
             return total
         bias = self.bias.to(total.dtype)
-        return total + (bias.view(-1, *[1] * (self.weight.dim() - 2)) if convolve is not None else bias)
+        return total + (bias.view(-1, *[1] * (self.weight.dim() - 2)) if is_convolution else bias)
+
+
+class _Channels(nn.modules.batchnorm._BatchNorm):
+    """Normalises the channels of each shard."""
+
+    exchange: Exchange
+
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        held, parts = self.exchange.held, split_shards(input)
+        self._check_input_dim(parts[0])  # type: ignore[no-untyped-call]  # torch's
+        factor = 0.0 if self.momentum is None else self.momentum
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        by_batch = self.training or (self.running_mean is None and self.running_var is None)
+        used = not self.training or self.track_running_stats
+        tensors = (*((self.running_mean, self.running_var) if used else (None, None)), self.weight, self.bias)
+        columns = [[None] * held if each is None else each.chunk(held) for each in tensors]
+        normalised = []
+        for part, mean, variance, weight, bias in zip(parts, *columns, strict=True):
+            normalised.append(F.batch_norm(part, mean, variance, weight, bias, by_batch, factor, self.eps))
+        return join_shards(normalised)
 
 
 class _Part(nn.modules.dropout._DropoutNd):
@@ -175,14 +255,37 @@ class _Part(nn.modules.dropout._DropoutNd):
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         if not self.training or self.p == 0:
             return input
-        shape = list(input.shape)
-        shape[self.split_dim] *= self.exchange.ranks
-        ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
+        parts, exchange = split_shards(input), self.exchange
+        first = parts[0]
+        shape = list(first.shape)
+        shape[self.split_dim] *= exchange.shards
+        ones = torch.ones(shape, dtype=first.dtype, device=first.device)
+        if first.dim() == 4 and first.is_contiguous(memory_format=torch.channels_last):
             ones = ones.contiguous(memory_format=torch.channels_last)
         # A draw depends on the shape alone, so this is the mask of the whole, with 1 / (1 - p) where it keeps.
         mask: Tensor = super().forward(ones)
-        return input * mask.chunk(self.exchange.ranks, self.split_dim)[self.exchange.rank]
+        masks = mask.chunk(exchange.shards, self.split_dim)[exchange.first : exchange.first + exchange.held]
+        return join_shards([part * own for part, own in zip(parts, masks, strict=True)])
+
+
+def _apply(layer: nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What a Linear or a convolution computes with these weights."""
+    convolve = getattr(layer, "_conv_forward", None)
+    result: Tensor = F.linear(x, weight, bias) if convolve is None else convolve(x, weight, bias)
+    return result
+
+
+def shards_of(part: Tensor, dim: int, held: int, blocks: int = 1) -> Sequence[Tensor]:
+    """The shards of a rank's part of a weight, each in memory of its own where the part has several.
+
+    Kernels may add in another order where a matrix begins elsewhere in memory, or lies within a wider one.
+    """
+    if held == 1:
+        return [part]
+    shape = part.shape
+    pieces = part.reshape(*shape[:dim], blocks, held, -1, *shape[dim + 1 :])
+    of_shards = (piece.flatten(dim, dim + 1) for piece in pieces.unbind(dim + 1))
+    return [shard.clone(memory_format=torch.contiguous_format) for shard in of_shards]
 
 
 def _kinds(split: type, layers: Iterable[type[nn.Module]]) -> dict[type[nn.Module], type[nn.Module]]:
@@ -193,7 +296,7 @@ def _kinds(split: type, layers: Iterable[type[nn.Module]]) -> dict[type[nn.Modul
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 COLUMNS, ROWS = _kinds(_Column, _LAYERS), _kinds(_Row, _LAYERS)
 DROPOUTS = _kinds(_Part, (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+NORMS = _kinds(_Channels, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
 class Splitter:
@@ -222,25 +325,27 @@ class Splitter:
         return {name: self._shards[id(value)][1] for name, value in entries if id(value) in self._shards}
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
-        ranks = self._exchange.ranks
-        wrong = next((name for name, size in sizes.items() if size % ranks), None)
+        exchange = self._exchange
+        wrong = next((name for name, size in sizes.items() if size % exchange.shards), None)
         if wrong is None:
             return
         common = reduce(gcd, sizes.values())
         working = [number for number in range(2, common + 1) if common % number == 0]
+        unit = "ranks" if exchange.shards == exchange.ranks else "shards (tensor.shards)"
         advice = (
-            f"Use {' or '.join(map(str, working[:8]))} ranks"
+            f"Use {' or '.join(map(str, working[:8]))} {unit}"
             if working
             else "No number of ranks divides all layers: leave some out with tensor.plan"
         )
         raise ConfigError(
-            f"Strategy 'tensor' cannot split the {sizes[wrong]} heads, features or channels of {wrong!r} over {ranks} "
-            f"ranks. {advice}, or use strategy 'fsdp' or 'ddp'."
+            f"Strategy 'tensor' cannot split the {sizes[wrong]} heads, features or channels of {wrong!r} over "
+            f"{exchange.shards} {unit}. {advice}, or use strategy 'fsdp' or 'ddp'."
         )
 
     def column(self, module: nn.Module, blocks: int = 1) -> None:
         """Keeps some of the outputs of a Linear or a convolution."""
         self._become(module, COLUMNS)
+        module.blocks = blocks  # type: ignore[assignment]  # an attribute of the split classes
         self._keep(module, "weight", 0, blocks)
         self._keep(module, "bias", 0, blocks)
         self._shrink(module, "out_features", "out_channels")
@@ -256,7 +361,7 @@ class Splitter:
         assert isinstance(module, SelfAttention)
         self.column(module.inputs, blocks=3)
         self.row(module.output)
-        module.heads //= self._exchange.ranks
+        module.heads //= self._exchange.shards
 
     def channels(self, module: nn.Module, dim: int = 1) -> None:
         """Keeps some of the channels of a BatchNorm; of a dropout, the part of the mask."""
@@ -264,6 +369,7 @@ class Splitter:
             self._become(module, DROPOUTS)
             module.split_dim = dim  # type: ignore[assignment]  # an attribute of PartDropout
             return
+        self._become(module, NORMS)
         for name in ("weight", "bias", "running_mean", "running_var"):
             self._keep(module, name, 0)
         self._shrink(module, "num_features")

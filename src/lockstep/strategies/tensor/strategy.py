@@ -1,10 +1,13 @@
 """Tensor parallel: a layer's outputs, and the next layer's inputs, are shared out over the ranks.
 
-                 rank 0                                rank 1
+                 shard 0, on rank 0                    shard 1, on rank 1
     x            whole                                 whole, equal bits
     column       W1[:n/2] x    -> activation           W1[n/2:] x    -> activation
     row          W2[:, :n/2] h                         W2[:, n/2:] h
     y            sum of both + b2                      sum of both + b2, equal bits
+
+The number of shards P belongs to the recipe where ``tensor.shards`` gives it, and a rank may hold several: the bits are
+then those of any number of ranks, also of one. Without it there is a shard for each rank.
 
 All ranks of the axis compute the same micro-batches, so everything between split layers is computed on each of them,
 from equal bits. That is checked in every step: a replicated gradient or loss that differs is an error.
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.config.strategy_options import Level, TensorOptions
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.core.summation_tree import fold_rows
+from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.distributed.process_group import Groups
@@ -31,7 +34,7 @@ from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.strategy import Compute, StepResult
-from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks
+from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
 from lockstep.strategies.tensor.plans import check_plan, plan_of
 
 
@@ -41,8 +44,8 @@ class TensorParallel(Replicated):
     Args:
         device: this rank's device.
         micro_batches: K of the recipe.
-        groups: of the mesh; the axis ``tensor`` has more than one rank.
-        options: the plan.
+        groups: of the mesh.
+        options: the plan, and the number of shards.
         reducer: sums gradients over the axis ``data``; None where that has one rank.
         running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
@@ -62,13 +65,13 @@ class TensorParallel(Replicated):
     ) -> None:
         super().__init__(device, micro_batches, reducer, groups.along("data"), running_buffers)
         group = groups.along("tensor")
-        assert group is not None, "one rank is no tensor parallel"
-        self._exchange, self._options = Exchange(group), options
+        ranks = 1 if group is None else group.size()
+        self._exchange, self._options = Exchange(group, options.shards or ranks), options
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
-        statistical = reducer is not None and reducer.level is Level.STATISTICAL
-        self.level = Level.STATISTICAL if statistical else Level.TOLERANCE
+        promised = Level.BITWISE if reducer is None else reducer.level
+        self.level = promised if options.shards or promised is Level.STATISTICAL else Level.TOLERANCE
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this holder's micro-batches together with the other ranks of its line. See ``Strategy.backward``."""
@@ -86,16 +89,25 @@ class TensorParallel(Replicated):
         drop_process_groups(self._exchange)
 
     def squares(self) -> Tensor:
-        """See ``Strategy.squares``; parts are added over the ranks in order."""
-        rows = all_gather_rows(super().squares(), self._exchange.group)
+        """See ``Strategy.squares``; shards are added in the tree over all of them."""
+        held, names = self._exchange.held, sorted(self._trainable)
+        sums = torch.zeros(held, max(1, len(names)), dtype=torch.float64, device=self.device)
+        for place, name in enumerate(names):
+            gradient, shard = self._trainable[name].grad, self._shards.get(name)
+            if gradient is None:
+                continue
+            parts = [gradient] if shard is None else shards_of(gradient, shard.dim, held, shard.blocks)
+            for row, part in zip(sums, parts):
+                row[place] = sum_of_squares(part)
+        rows = self._exchange.gather(sums)
         if self._is_split is None:
-            is_split = [name in self._shards for name in sorted(self._trainable)] or [False]
+            is_split = [name in self._shards for name in names] or [False]
             self._is_split = torch.tensor(is_split, device=self.device)
         return torch.where(self._is_split, fold_rows(rows), rows[0])
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share the layers. Collective."""
-        return all_reduce_max(flags, self._exchange.group)
+        return flags if self._exchange.group is None else all_reduce_max(flags, self._exchange.group)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
@@ -133,6 +145,8 @@ class TensorParallel(Replicated):
 
     def _agree(self, result: StepResult) -> StepResult:
         """One result for all ranks that share the layers; an error where what they all compute differs. Collective."""
+        if self._exchange.group is None:
+            return result
         replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
         sums = [_bits(p.grad, self.device) for p in replicated.values()]
         flags = torch.stack([result.stop.double(), result.finite.double()])
