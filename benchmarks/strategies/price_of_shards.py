@@ -23,8 +23,8 @@ from harness.spread import Spread, ratios  # noqa: E402
 from run import side  # noqa: E402  beside this file
 
 CLAIM = (
-    "As many shards as ranks cost what strategy tensor costs without tensor.shards; more shards than ranks mean smaller "
-    "matrices, one kernel for each."
+    "As many shards as ranks cost what strategy tensor costs without tensor.shards; more shards than ranks mean "
+    "smaller matrices, one kernel for each."
 )
 SHARDS = (2, 4)
 """Numbers that two ranks and the four heads of the model allow."""

@@ -77,6 +77,8 @@ def test_the_level_of_equality_is_told(text):
     assert "equality level A (bitwise)" in text()
     assert "equality level B (tolerance)" in text("training.reduce=ring")
     assert "equality level A (bitwise)" in text("training.sync_batch_norm=true")
+    assert "equality level B (tolerance)" in text("training.strategy=tensor")
+    assert "equality level A (bitwise)" in text("training.strategy=tensor", "tensor.shards=2")
     assert "equality level C (statistical)" in text("training.reduce=powersgd")
     asynchronous = ("training.strategy=parameter_server", "parameter_server.mode=asynchronous")
     assert "equality level C (statistical)" in text(*asynchronous)

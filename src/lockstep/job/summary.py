@@ -76,7 +76,8 @@ def _level(config: JobConfig) -> str:
     training = config.training
     if training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous":
         return "C (statistical)"
-    exact = "A (bitwise)"
+    splits_layers = training.strategy == "tensor" or "tensor" in training.mesh
+    exact = "B (tolerance)" if splits_layers and not config.tensor.shards else "A (bitwise)"
     if not training.deterministic:
         exact = "C (statistical) on CUDA: deterministic = false"
     return _LEVELS.get(training.reduce, exact)
