@@ -60,7 +60,7 @@ class Own(torch.autograd.Function):
     [
         (lambda x: x.sum().item(), "item was called .* gives another value for each shard"),
         (lambda x: bool((x > 0).all()) or bool(x[0, 0] > 0), "gives another value for each shard"),
-        (Own.apply, "in a way that it cannot run on each shard"),
+        (Own.apply, "or in another way that it cannot run on each shard"),
     ],
 )
 def test_what_needs_the_whole_activation_is_refused(function, said):

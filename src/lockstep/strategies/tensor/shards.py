@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -32,9 +33,11 @@ class ShardedActivation(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch on each shard, and holds what it gives."""
         leaves, spec = tree_flatten((args, kwargs or {}))
-        count = next(len(leaf.shards) for leaf in leaves if isinstance(leaf, cls))
+        given = next(leaf.shards for leaf in leaves if isinstance(leaf, cls))
+        if given[0].requires_grad and not torch.is_grad_enabled():
+            raise _no_function_of_torch(func)  # a torch.autograd.Function would lose the gradient
         results = []
-        for number in range(count):
+        for number in range(len(given)):
             own = [leaf.shards[number] if isinstance(leaf, cls) else leaf for leaf in leaves]
             positional, named = tree_unflatten(own, spec)
             results.append(tree_flatten(func(*positional, **named)))
@@ -44,10 +47,7 @@ class ShardedActivation(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stub
         """Refuses what reaches for the tensor itself."""
-        raise ConfigError(
-            f"{func} was given an activation that strategy 'tensor' has split, in a way that it cannot run on each "
-            "shard, such as a torch.autograd.Function. Leave the layers around it whole with tensor.plan."
-        )
+        raise _no_function_of_torch(func)
 
 
 def join_shards(shards: Sequence[Tensor]) -> Tensor:
@@ -58,6 +58,14 @@ def join_shards(shards: Sequence[Tensor]) -> Tensor:
 def split_shards(activation: Tensor) -> Sequence[Tensor]:
     """The shards of an activation."""
     return activation.shards if isinstance(activation, ShardedActivation) else [activation]
+
+
+def _no_function_of_torch(func: Any) -> ConfigError:
+    return ConfigError(
+        f"{getattr(func, '__name__', func)} was given an activation that strategy 'tensor' has split, within a "
+        "torch.autograd.Function, under torch.no_grad(), or in another way that it cannot run on each shard. Leave the "
+        "layers around it whole with tensor.plan."
+    )
 
 
 def _joined(func: Any, column: Sequence[Any]) -> Any:
