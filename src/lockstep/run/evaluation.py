@@ -157,6 +157,7 @@ def evaluation(
         run.rehearsals.rehearse_evaluation(evaluated, forward, given)
 
     run.synchronize()
+    run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
     can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
     stop = EvaluationStop(run.strategy, heartbeat) if repeatable and can_stop else None

@@ -179,6 +179,9 @@ class Strategy(ABC):
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
         """Called on every rank before gradients are clipped, and before an optimizer is stepped."""
 
+    def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
+        """Raises ``ConfigError`` on every rank where some call the model while others are here. Collective."""
+
     @abstractmethod
     def after_step(self) -> None:
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""

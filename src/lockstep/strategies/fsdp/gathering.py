@@ -98,6 +98,7 @@ class Gathering:
         self._recent: list[ShardedBlock] = []
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
         self._where = _OUTSIDE
+        self._is_refused = False
         for block, module in zip(blocks, modules.values()):
             self._watch(module, block)
             for inner in _inner_entrances(module):
@@ -220,7 +221,10 @@ class Gathering:
         if not still_used:
             self._free(block)
         if not self._entered and not torch.is_grad_enabled():
-            self._request(_NOTHING)
+            if (
+                not self._is_refused
+            ):  # torch calls this hook after that error too, and no other rank would answer
+                self._request(_NOTHING)
             self.free()
 
     def need(self, block: ShardedBlock) -> None:
@@ -261,7 +265,8 @@ class Gathering:
         mine = torch.tensor([wanted, self._where], device=self._host)
         while True:
             wants, places = all_gather_rows(mine, self._group).t().tolist()
-            if len(set(places)) > 1:
+            self._is_refused = len(set(places)) > 1
+            if self._is_refused:
                 raise _called_by_some(places)
             for each in sorted({int(want) for want in wants} - {_NOTHING}):
                 block = self.blocks[each // 2]

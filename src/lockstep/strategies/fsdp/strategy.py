@@ -157,7 +157,7 @@ class FullyShardedDataParallel(Strategy):
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: every rank squares its rows, and all fold the rows of each parameter alike."""
-        self._gathering.require_no_calls()
+        self.require_no_calls()
         trained = sorted(self._trained, key=lambda each: each.name)
         cut = [each for each in trained if each.owner is None]
         alone = [each for each in trained if each.owner is not None]
@@ -171,6 +171,10 @@ class FullyShardedDataParallel(Strategy):
             dist.all_reduce(own, group=self._group)  # of each entry, all but one are zero
             found |= dict(zip((each.name for each in alone), own))
         return torch.stack([found[each.name] for each in trained] or [zero])
+
+    def require_no_calls(self) -> None:
+        """See ``Strategy.require_no_calls``."""
+        self._gathering.require_no_calls()
 
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
@@ -186,7 +190,7 @@ class FullyShardedDataParallel(Strategy):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters, gathered one at a time, and buffers. Collective."""
-        self._gathering.require_no_calls()
+        self.require_no_calls()
         buffers = dict(self._model.named_buffers(remove_duplicate=False))
         for name, first in self._first_names.items():
             if first:
