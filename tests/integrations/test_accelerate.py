@@ -1,5 +1,8 @@
 """Scripts written for Accelerate: the same loop, and the bits of ``run.backward``."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from tests.ranks import run_ranks
@@ -136,6 +139,167 @@ def accumulating(world):
             accelerator.backward(model(x).mean())
             if number > 100:
                 optimizer.step()
+
+
+def body_that(habit, checks="first"):
+    """Trains with a body that has one habit; what it keeps is in lists of its own."""
+    model, optimizer, scheduler, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=2, checks=checks)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(habit(number, model, optimizer, x, loss, accelerator))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return accelerator.run.fingerprint(), float(accelerator.step_loss)
+
+
+class CarriesState:
+    state = 0.0
+
+    def __call__(self, number, model, optimizer, x, loss, accelerator):
+        before, self.state = self.state, model[0](x).mean().detach()
+        return loss + before * model[0].weight.sum()
+
+
+def own_generator(number, model, optimizer, x, loss, accelerator):
+    return loss * torch.rand(1, generator=GENERATOR).squeeze()
+
+
+GENERATOR = torch.Generator()
+
+
+def sets_rate(number, model, optimizer, x, loss, accelerator):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + number)
+    return loss
+
+
+def sets_rate_later(number, model, optimizer, x, loss, accelerator):
+    optimizer.param_groups[0]["lr"] = 0.1 if number < 3 else 0.05
+    return loss
+
+
+def depends_on_rank(number, model, optimizer, x, loss, accelerator):
+    return loss * (1 + accelerator.process_index)
+
+
+def keeping(world):
+    for habit, found in [
+        (CarriesState(), "the loss is not the same"),
+        (own_generator, "the loss is not the same"),
+        (sets_rate, "'lr' of group 0 of AdamW between two micro-batches"),
+    ]:
+        with pytest.raises(ConfigError, match=found):
+            body_that(habit)
+    assert body_that(CarriesState(), checks="off")
+    with pytest.raises(ConfigError, match="'lr' of group 0 of AdamW between two micro-batches"):
+        body_that(sets_rate_later, checks="off")
+
+
+def test_what_the_body_keeps_from_one_pass_to_the_next_is_refused():
+    run_ranks(keeping, 1)
+
+
+def of_its_rank(world):
+    with pytest.raises(ConfigError, match="other bits on other ranks"):
+        body_that(depends_on_rank)
+
+
+def test_a_loss_that_depends_on_the_rank_is_refused():
+    run_ranks(of_its_rank, 2)
+
+
+def draws(number, model, optimizer, x, loss, accelerator):
+    return loss * float(np.random.rand()) * random.random()
+
+
+def drawing(world):
+    return body_that(draws)
+
+
+def test_numpy_and_random_are_seeded_for_each_micro_batch():
+    """The loss of the last step is the mean over all processes on each of them."""
+    assert len(set(run_ranks(drawing, 1) + run_ranks(drawing, 2))) == 1
+
+
+def summing(number, model, optimizer, x, loss, accelerator):
+    return loss * len(x)
+
+
+def no_mean(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.run.rehearsals.deviations
+
+
+def test_a_loss_that_is_no_mean_is_warned_about(caplog):
+    (found,) = run_ranks(no_mean, 1)
+    assert "is a sum over the samples" in found["of the loop"]
+
+
+def left(world, reads):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    passes = 0
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        passes += accelerator.sync_gradients if reads else 1
+        if passes >= (1 if reads else 8):
+            break
+    return accelerator.run.fingerprint()
+
+
+def test_a_loop_that_is_left_by_a_count_of_its_passes_is_refused():
+    with pytest.raises(ConfigError, match=r"under 'if accelerator\.sync_gradients:'"):
+        run_ranks(left, 1, False)
+    assert len({run_ranks(left, world, True)[0] for world in (1, 2)}) == 1
+
+
+def evaluating_inside(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    hits = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        hits.append(sum(int((model(x).argmax(1) == y).sum()) for x, y in loader))
+        model.train()
+    return accelerator.run.fingerprint()
+
+
+def test_the_body_may_evaluate_after_any_micro_batch():
+    assert len(set(run_ranks(evaluating_inside, 1) + run_ranks(evaluating_inside, 2))) == 1
+
+
+def by_its_own_count(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4, checks="off")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(ConfigError, match=r"step\(\) of AdamW in 2 of 4 passes.*do not divide the loss"):
+        for number, (x, _y) in enumerate(loader, 1):
+            accelerator.backward(model(x).mean() / 2)
+            if number % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_steps_by_a_count_of_passes_are_refused():
+    """The step came with the last micro-batch of each, so nothing but half of the gradient showed it."""
+    run_ranks(by_its_own_count, 1)
 
 
 def test_accumulation_by_the_loop_itself_is_refused():

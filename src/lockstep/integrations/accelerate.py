@@ -6,15 +6,16 @@
 The rest of the script stays: ``prepare``, the loop, ``accelerator.backward(loss)``, ``optimizer.step()``. The body of
 the training loop runs once for each micro-batch of this process. Optimizers and schedulers step with the last one, as
 under Accelerate's ``accumulate``, and gradients are cleared before each step. So a loss that the loop prints is that of
-a micro-batch. Evaluations (loops over a prepared DataLoader after ``model.eval()``, or without gradients) run in full
-on every process.
+a micro-batch, and ``accelerator.step_loss`` that of a step. Evaluations (loops over a prepared DataLoader after
+``model.eval()``, or without gradients) run in full on every process.
 
-What the body of the loop keeps from one micro-batch to the next is not looked for: a body that carries a hidden state
-over, or counts calls, gives other bits on other numbers of processes. ``run.backward(batch, loss)`` does look.
+The first two steps are rehearsed: the body gets a few micro-batches more, which do not count, to find what it keeps
+from one to the next, and whether its loss is a mean over samples. See ``lockstep.run.loop_rehearsal``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,10 +26,12 @@ from torch.utils.data import DataLoader
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run, init
+from lockstep.run.loop_rehearsal import settings_of
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.run.own_passes import OwnPasses
 from lockstep.run.step import DeviceTransfer
 
+logger = logging.getLogger(__name__)
 _PRECISIONS = {None: "fp32", "no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
@@ -55,17 +58,37 @@ class Accelerator:
                 "Leave gradient_accumulation_steps out: global_batch is what one optimizer step sees, and "
                 "micro_batches in how many parts it is computed."
             )
-        self.run: Run = init(global_batch=global_batch, precision=_PRECISIONS[mixed_precision], **options)
-        """The run; what this class does not have, it has."""
+        self._run: Run = init(global_batch=global_batch, precision=_PRECISIONS[mixed_precision], **options)
+        self.left_early = ""
+        """Why the result depends on the number of processes, once a loop of training was left before its end."""
+        self.asked_whether_last = False
+        """True once the script has read ``sync_gradients``."""
+        self.step_loss: Tensor | None = None
+        """Mean loss of the last step over the global batch, float64, 0-dim, equal on every rank; None before it."""
         self.mixed_precision = mixed_precision or "no"
         self.device = self.run.device
         self.process_index, self.num_processes = self.run.world.rank, self.run.world.world_size
         self.is_main_process = self.is_local_main_process = self.run.is_main
-        self.print = self.run.print
         self.passes: OwnPasses | None = None
         """Of the current step of training."""
+        self._settings: tuple[OwnPasses | None, dict[str, str]] = (None, {})
         self.model: nn.Module
         self.stepped: list[_AtLast] = []
+
+    @property
+    def run(self) -> Run:
+        """The run; what this class does not have, it has.
+
+        Raises:
+            ConfigError: a loop of training was left where no other number of processes would have left it.
+        """
+        if self.left_early:
+            raise ConfigError(self.left_early)
+        return self._run
+
+    def print(self, *values: object) -> None:
+        """Prints on the main process only."""
+        self.run.print(*values)
 
     @property
     def distributed_type(self) -> Any:
@@ -77,6 +100,12 @@ class Accelerator:
     @property
     def sync_gradients(self) -> bool:
         """True where the optimizer will be stepped: in the last micro-batch of a step."""
+        self.asked_whether_last = True
+        return self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """As ``sync_gradients``, for this module's own use."""
         return self.passes is None or self.passes.is_last
 
     def prepare(self, *objects: Any) -> Any:
@@ -105,13 +134,28 @@ class Accelerator:
         """
         if self.passes is None:
             raise ConfigError("accelerator.backward(loss) belongs into a loop over a prepared DataLoader.")
+        self._require_equal_settings(self.passes)
         self.passes.backward(loss)
+        if self.passes.loss is not None:
+            self.step_loss = self.passes.loss
+
+    def _require_equal_settings(self, passes: OwnPasses) -> None:
+        """Refuses a learning rate that the body changes in the middle of a step, by a count of its passes."""
+        settings = settings_of(self._run.require_prepared().state.parts.optimizers)
+        known, self._settings = self._settings, (passes, settings)
+        if known[0] is passes and known[1] != settings and not self.asked_whether_last:
+            changed = next(name for name in settings if settings[name] != known[1].get(name))
+            raise ConfigError(
+                f"The loop's body has changed {changed} between two micro-batches of one step. It runs once for each "
+                "of them, so each number of processes would train with other values. Use a scheduler that "
+                "accelerator.prepare was given, or compute the value from accelerator.run.position.step."
+            )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clips all gradients of the run, once they are summed; None before. Collective."""
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ has the 2-norm only, not norm_type={norm_type}.")
-        return self.run.clip_gradients(max_norm) if self.sync_gradients else None
+        return self.run.clip_gradients(max_norm) if self.is_last else None
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """The same values: every process evaluates all samples."""
@@ -124,6 +168,7 @@ class Accelerator:
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         """The model."""
+        self.run.require_prepared()
         return model
 
     def wait_for_everyone(self) -> None:
@@ -132,7 +177,7 @@ class Accelerator:
 
     def save(self, value: Any, path: Any) -> None:
         """Saves with ``torch.save`` on the main process."""
-        if self.is_main_process:
+        if self.run.is_main:
             torch.save(value, path)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -143,6 +188,7 @@ class Accelerator:
 
     def end_training(self) -> None:
         """Does nothing: the run ends with the program."""
+        self.run.require_prepared()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -162,20 +208,56 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         accelerator = self._accelerator
-        run = accelerator.run
-        to_device = DeviceTransfer(run.device)
         if not (accelerator.model.training and torch.is_grad_enabled()):
-            accelerator.passes = None
-            yield from map(to_device, self.loader)
+            around, accelerator.passes = accelerator.passes, None  # a loop of training may evaluate
+            try:
+                yield from map(DeviceTransfer(accelerator.run.device), self.loader)
+            finally:
+                accelerator.passes = around
             return
-        micro_batch = None
+        is_whole = False
+        try:
+            yield from self._training(accelerator.run)
+            is_whole = True
+        finally:
+            if not is_whole:
+                self._leave()
+            accelerator.passes = None
+
+    def _training(self, run: Run) -> Iterator[Any]:
+        accelerator, to_device, micro_batch = self._accelerator, DeviceTransfer(run.device), None
         for batch in run.batches(self.loader):
+            if accelerator.step_loss is None and len(batch.micro_batches) > 1 and run.is_main:
+                logger.warning(
+                    "The loop's body runs %d times for each optimizer step on this process, and a few times more in "
+                    "the first two steps. What it adds up is that of micro-batches; accelerator.step_loss is the mean "
+                    "loss of the last step.",
+                    len(batch.micro_batches),
+                )
             accelerator.passes = OwnPasses(run, batch, micro_batch)
+            passes = 0
             for micro_batch in accelerator.passes:
+                passes += 1
                 yield to_device(micro_batch.data)
             for each in accelerator.stepped:
-                each.end_step()
-        accelerator.passes = None
+                each.end_step(passes)
+
+    def _leave(self) -> None:
+        """Notes that a loop of training ended before its data did: nobody would see an exception from here."""
+        accelerator = self._accelerator
+        if accelerator.is_last and accelerator.asked_whether_last and accelerator.step_loss is not None:
+            return  # after a whole step, and the script can tell where these are
+        accelerator.left_early = (
+            "The loop over a prepared DataLoader was left before its end, by break or next(), and "
+            + (
+                "not by a count of optimizer steps. Its body runs once for each micro-batch, so each number of "
+                "processes would end elsewhere. Count steps under 'if accelerator.sync_gradients:'."
+                if accelerator.is_last
+                else "in the middle of an optimizer step, whose gradients are lost. Leave it under 'if "
+                "accelerator.sync_gradients:', after optimizer.step(); to look at a batch, use the DataLoader that "
+                "accelerator.prepare was given."
+            )
+        )
 
     def __len__(self) -> int:
         return self._accelerator.run.steps_per_epoch(self.loader)
@@ -189,35 +271,55 @@ class _AtLast:
 
     def __init__(self, wrapped: Any, accelerator: Accelerator) -> None:
         self._wrapped, self._accelerator = wrapped, accelerator
-        self._called: set[str] = set()
+        self._steps, self._early_steps, self._is_cleared = 0, 0, False
 
     def step(self, *given: Any, **named: Any) -> Any:
         """Steps what is wrapped, in the last micro-batch."""
-        self._called.add("step")
-        return self._wrapped.step(*given, **named) if self._accelerator.sync_gradients else None
+        self._steps += 1
+        if self._accelerator.is_last:
+            return self._wrapped.step(*given, **named)
+        self._early_steps += 1
+        return None
 
     def zero_grad(self, *given: Any, **named: Any) -> None:
         """Clears the gradients: in the loop of training, at the end of the step."""
-        self._called.add("zero_grad")
+        self._is_cleared = True
         if self._accelerator.passes is None:
             self._wrapped.zero_grad(*given, **named)
 
-    def end_step(self) -> None:
+    def end_step(self, passes: int) -> None:
         """Clears the gradients of an optimizer.
 
+        Args:
+            passes: how often the loop's body ran.
+
         Raises:
-            ConfigError: the loop did not step and clear it, so gradients of several steps were to be added.
+            ConfigError: the loop did not step and clear it in every pass, so gradients of several steps were to be
+                added, or some pass was to count more than others.
         """
-        if not isinstance(self._wrapped, PreparedOptimizer):
-            return
-        if left_out := {"step", "zero_grad"} - self._called:
-            name = type(self._wrapped.wrapped).__name__
+        steps, is_optimizer = self._steps, isinstance(self._wrapped, PreparedOptimizer)
+        at_last_only = self._accelerator.asked_whether_last and not self._early_steps
+        name = type(self._wrapped.wrapped if is_optimizer else self._wrapped).__name__
+        missing = [call for call, done in (("step", steps), ("zero_grad", self._is_cleared)) if not done]
+        if is_optimizer and missing:
             raise ConfigError(
-                f"The loop's body did not call {' and '.join(sorted(left_out))}() of {name}. Both belong to each step. "
-                "To accumulate gradients, give the Accelerator a larger global_batch and more micro_batches."
+                f"The loop's body did not call {' and '.join(missing)}() of {name}. Both belong to each step. "
+                f"{_ACCUMULATION}"
             )
-        self._called.clear()
-        self._wrapped.zero_grad()
+        if steps not in (0, passes) and not at_last_only:
+            raise ConfigError(
+                f"The loop's body called step() of {name} in {steps} of {passes} passes, by a count of its own. Call "
+                f"it in every pass: it steps with the last micro-batch of each step. {_ACCUMULATION}"
+            )
+        self._steps, self._early_steps, self._is_cleared = 0, 0, False
+        if is_optimizer:
+            self._wrapped.zero_grad()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
+
+
+_ACCUMULATION = (
+    "To accumulate gradients, give the Accelerator a larger global_batch and more micro_batches, and do not divide the "
+    "loss."
+)

@@ -157,14 +157,14 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
         return Deviation.NONE
     if whole != again:
         return Deviation.NONE
-    found = {_deviation(whole, *split, most) for split in splits} - {Deviation.NONE}
+    found = {deviation_of_parts(whole, *split, most) for split in splits} - {Deviation.NONE}
     if Deviation.OTHER not in found and len(found) <= 1:
         return found.pop() if found else Deviation.NONE
     for inverse in (lambda value: value**2, math.log):
         with suppress(ValueError, OverflowError):  # no logarithm
             value = _through(inverse, whole)
             inner = [(_through(inverse, one), _through(inverse, other)) for one, other in splits]
-            if all(_deviation(value, *split, most) is Deviation.NONE for split in inner):
+            if all(deviation_of_parts(value, *split, most) is Deviation.NONE for split in inner):
                 return Deviation.FUNCTION
     return Deviation.WEIGHTED if _has_weights(sums, samples) else Deviation.OTHER
 
@@ -262,7 +262,8 @@ def joined(parts: Sequence[Any]) -> Any:
     return tree_unflatten(rows, tree_structure(parts[0]))
 
 
-def _deviation(whole: Sums, first: Sums, second: Sums, most: float) -> Deviation:
+def deviation_of_parts(whole: Sums, first: Sums, second: Sums, most: float) -> Deviation:
+    """What is found from the sums over some rows and over two parts of them; ``most``: see ``deviation_over``."""
     if not all(map(math.isfinite, whole)):
         return Deviation.NONE
     if not all(map(math.isfinite, (*first, *second))):  # as where a part has nothing that is counted

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
+from lockstep.run.loop_rehearsal import LoopRehearsal
 from lockstep.run.step import sum_and_weight
 from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
 
@@ -26,8 +27,8 @@ class OwnPasses:
     """The micro-batches of one step, for a loop that computes each of them and its loss by itself.
 
     Iterating gives this process's micro-batches; random numbers that are drawn until the next one are keyed by it. For
-    each, ``backward`` must be called once. With the last one, the gradients are summed over all processes. Nothing is
-    computed twice to look for state that the loop keeps.
+    each, ``backward`` must be called once. With the last one, the gradients are summed over all processes. The first
+    steps are rehearsed: see ``LoopRehearsal``.
 
     Args:
         run: a prepared run, of strategy ``ddp`` or ``single``.
@@ -57,13 +58,21 @@ class OwnPasses:
         self._run, self._batch, self._strategy = run, batch, strategy
         self._stack = ExitStack()
         self._waiting: MicroBatch | None = None
+        self._rehearsal: LoopRehearsal | None = None
         self.is_last = False
         """True from the last of this process's micro-batches on: its ``backward`` sums over all processes."""
+        self.loss: Tensor | None = None
+        """The mean loss over the global batch, float64, 0-dim, equal on every rank; None before the last one."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         self._pass = self._stack.enter_context(
             self._run.backward_pass(self._batch, _given_by_the_loop, rehearse=False)
         )
+        self._pass.compute.randomness.key_global_generators()
+        if LoopRehearsal.is_due(self._run, self._batch):
+            self._rehearsal = LoopRehearsal(self._run, self._strategy, self._batch, self._pass)
+            yield from self._rehearsal
+            self._rehearsal = None
         self._strategy.begin_backward(self._batch)
         for number, micro_batch in enumerate(self._given, 1):
             self.is_last = number == len(self._given)
@@ -85,6 +94,9 @@ class OwnPasses:
             loss: what a loss function may return: the mean over the micro-batch's samples (0-dim), one value for each,
                 or the pair (sum, weight).
         """
+        if self._rehearsal is not None:
+            self._rehearsal.backward(loss)
+            return
         micro_batch, self._waiting = self._waiting, None
         if micro_batch is None:
             raise ConfigError(
@@ -99,4 +111,5 @@ class OwnPasses:
                 self._strategy.end_forward(micro_batch, total, weight, self._pass.scale)
         if self.is_last:
             self._pass.result = self._strategy.reduce(self._pass.compute, self._pass.stop)
+            self.loss = self._pass.result.loss
             self._stack.close()

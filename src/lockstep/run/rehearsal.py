@@ -12,33 +12,31 @@ what another has kept gets other bits. All ranks learn what each has found, and 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.core.plan import Share
-from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, map_leaves
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.called_modules import CalledModules
-from lockstep.run.means import Deviation, deviation, deviation_of_model, has_rows
+from lockstep.run.means import Deviation, deviation_of_model
+from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
-from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
@@ -50,36 +48,6 @@ _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
-
-
-@dataclass(frozen=True)
-class _RehearsalCompute(StepCompute):
-    """The forward pass and the loss of a short step, under the keys of the step that it is taken from."""
-
-    numbers: Mapping[int, int] = field(default_factory=dict)
-    """The number of each micro-batch in that step."""
-    deviations: list[Deviation] | None = None
-    """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
-
-    def begin(self, micro_batch: MicroBatch) -> None:
-        super().begin(self._numbered(micro_batch))
-
-    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
-        super().resume(self._numbered(micro_batch), phase)
-
-    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
-        return super().pause(self._numbered(micro_batch))
-
-    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        result = super().loss(output, target, micro_batch)
-        rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
-        if self.deviations is not None and rows > 1 and has_rows((output, target), rows):
-            with generators_kept(), self.autocast():
-                self.deviations.append(deviation(self.function, output, target, rows))
-        return result
-
-    def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
-        return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
 
 
 @dataclass
@@ -150,7 +118,7 @@ class Rehearsals:
         repeats = (
             options.deterministic or strategy.device.type == "cpu"
         )  # else two passes may differ by themselves
-        self._is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
+        self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
@@ -167,7 +135,7 @@ class Rehearsals:
 
     def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None) -> bool:
         """True for an evaluation that should be rehearsed and was not asked about before."""
-        return self._is_on and self._is_new((type(model), code_of(forward)))
+        return self.is_on and self._is_new((type(model), code_of(forward)))
 
     def _is_new(self, code: Any) -> bool:
         seen = code in self._seen
@@ -190,7 +158,7 @@ class Rehearsals:
         found: list[Any] = [False, {}]
         if compute is not None:
             roots = {"": model, **({"forward=": forward} if forward is not None else {})}
-            buffers = _Buffers((model,))
+            buffers = Buffers((model,))
             before = Snapshot(roots, buffers.tensors)
             try:
                 with self._events.silenced(), generators_kept():
@@ -240,12 +208,12 @@ class Rehearsals:
             not isinstance(self._strategy, IndependentStrategy)
             and self._strategy.level is not Level.STATISTICAL
         )
-        if not (self._is_on and exact):
+        if not (self.is_on and exact):
             return
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         everyone = gather_records(self._strategy, vars(findings), self._group)
         found = Findings.of_all(everyone)
-        self._judge(found, _words(loss))
+        self.judge(found, _words(loss))
         if found.by_rank:
             everyone = gather_records(self._strategy, self._places, self._group)
             raise other_on_ranks(everyone, _OFF)
@@ -263,23 +231,23 @@ class Rehearsals:
         trained = strategy.trainable()
         # Copies: a gradient that was kept may lie in memory that the reducer uses again.
         prior = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in trained.values()}
-        sent, buffers = strategy.bytes_sent, _Buffers((model, prepared.compute.model))
+        sent, buffers = strategy.bytes_sent, Buffers((model, prepared.compute.model))
         roots = {"": model, f"the loss {_words(loss)}": loss}
         if compute.forward is not None:
             roots["forward="] = compute.forward
         before = Snapshot(roots, buffers.tensors)
         called, findings = CalledModules(prepared, before, roots), Findings()
-        short, rehearsal = _shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
+        short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
         for parameter in prior:
             parameter.grad = None
         try:
             with self._events.silenced(), generators_kept():
-                values = _values(model)
+                values = parameter_values(model)
                 with called.noting(), strategy.watching_writes() as written:
                     first = self._first_pass(short, rehearsal, scale)
                 findings.written = [
-                    name for name, value in _values(model).items() if value != values[name]
+                    name for name, value in parameter_values(model).items() if value != values[name]
                 ] + sorted(written)
                 after = Snapshot(roots, buffers.tensors, restorable=False)
                 buffers.restore()  # the next step would begin from new running statistics
@@ -336,7 +304,7 @@ class Rehearsals:
         return result
 
     def _further_passes(
-        self, batch: Batch, compute: StepCompute, scale: float, buffers: _Buffers, is_counting: bool
+        self, batch: Batch, compute: StepCompute, scale: float, buffers: Buffers, is_counting: bool
     ) -> list[_Result]:
         """More computations where something goes on with each call: its effect may be as small as rounding."""
         if not any(gather_records(self._strategy, is_counting, self._group)):
@@ -347,7 +315,7 @@ class Rehearsals:
             found.append(self._pass(batch, compute, scale))
         return found
 
-    def _pass_of_all(self, batch: Batch, compute: _RehearsalCompute, scale: float) -> list[int]:
+    def _pass_of_all(self, batch: Batch, compute: RehearsalCompute, scale: float) -> list[int]:
         """The losses of the first micro-batch, computed by every process under the same keys; none if they are equal.
 
         Nothing is found where its data are no tensors, or not alike on all ranks.
@@ -366,7 +334,7 @@ class Rehearsals:
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
-        parts = tuple(replace(each, data=map_leaves(each.data, _copied)) for each in batch.micro_batches)
+        parts = tuple(replace(each, data=map_leaves(each.data, copied)) for each in batch.micro_batches)
         result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
         compute.randomness.leave()
         trained = self._strategy.trainable()
@@ -377,7 +345,7 @@ class Rehearsals:
             parameter.grad = None
         return _Result(result.losses.view(torch.int64).tolist(), gradients)
 
-    def _judge(self, found: Findings, words: str) -> None:
+    def judge(self, found: Findings, words: str) -> None:
         """Raises or warns; what was found is that of all ranks."""
         for name, why in found.foreign.items():
             raise ConfigError(
@@ -442,55 +410,6 @@ class _Result:
     gradients: dict[str, int | None]
 
 
-class _Buffers:
-    """The buffers of some models, and what puts them back."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        holders = {id(m): m._buffers for model in models for m in model.modules()}
-        self._kept = [
-            (holder, {key: (buffer, _values_of(buffer)) for key, buffer in holder.items()})
-            for holder in holders.values()
-            if holder
-        ]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The buffers as they stand."""
-        return [each for holder, _ in self._kept for each in holder.values() if each is not None]
-
-    def restore(self) -> None:
-        """Puts back the tensors, and their values."""
-        with torch.no_grad():
-            for holder, kept in self._kept:
-                holder.clear()
-                for key, (buffer, values) in kept.items():
-                    holder[key] = buffer
-                    if buffer is not None and values is not None:
-                        buffer.detach().copy_(values)
-
-
-def _values_of(buffer: Tensor | None) -> Tensor | None:
-    """A copy of a buffer that is held here."""
-    return None if buffer is None or isinstance(buffer, AbsentTensor) or buffer.is_meta else buffer.clone()
-
-
-def _shortened(
-    batch: Batch, compute: StepCompute, share: Share, most: int
-) -> tuple[Batch, _RehearsalCompute]:
-    """A step of the first micro-batches of each holder, ``most`` at most, as this process sees it; what computes it."""
-    plan = batch.plan
-    firsts = [share.of(plan.leaves, holder)[:most] for holder in range(min(share.holders, plan.leaves))]
-    first = [k for held in firsts for k in held]
-    short = replace(plan, indices=tuple(plan.indices[k] for k in first))
-    own = tuple(
-        replace(each, k=k)
-        for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False)
-    )
-    given = {each.name: getattr(compute, each.name) for each in fields(compute)}
-    rehearsal = _RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
-    return Batch(short, own), rehearsal
-
-
 def _turned(batch: Batch) -> Batch:
     """The same, its micro-batches in the other order: those that run side by side find what others keep."""
     return replace(batch, micro_batches=batch.micro_batches[::-1])
@@ -498,22 +417,3 @@ def _turned(batch: Batch) -> Batch:
 
 def _words(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        # An object of the user's may refuse in any way, and is then given as it is.
-        return value
-
-
-def _values(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """See ``value_of``, of each parameter that is held here between steps."""
-    return {
-        name: value_of(parameter)
-        for name, parameter in model.named_parameters()
-        if not isinstance(parameter, AbsentParameter) and not parameter.is_meta
-    }

@@ -1,0 +1,244 @@
+"""Rehearses the body of a loop that runs the model itself, by giving it micro-batches that do not count.
+
+    [first micro-batch of each process] -> loss, gradients, settings     twice: what differs, the body has kept
+    [that of rank 0, on every process]  -> losses, which must be equal
+    [some rows], [the same], [two halves], without dropout -> is the loss a mean over samples?
+
+The body is the caller, so it runs once for each of them, and what it counts or adds up, it does then too. Nothing is
+updated, and the model is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.config.strategy_options import Level
+from lockstep.core.fingerprint import sum_of_bits
+from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.keyed import generators_kept
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import Kind, Snapshot
+from lockstep.run.agreement import common_data, other_on_ranks
+from lockstep.run.called_modules import CalledModules
+from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
+from lockstep.run.rehearsal import Findings
+from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
+from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
+from lockstep.strategies import gather_records
+from lockstep.strategies.ddp import Replicated
+
+if TYPE_CHECKING:
+    from lockstep.run.run import Run
+
+_LEAST_ROWS, _MOST_JOINED = 4, 8
+_OFF = "checks='off' lets it run, with results that depend on the number of processes."
+_NAME = "of the loop"
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """The settings of all parameter groups, such as learning rates, by the words for them."""
+    return {
+        f"the setting {name!r} of group {number} of {type(optimizer).__name__}": repr(value)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and not isinstance(value, Tensor)
+    }
+
+
+class LoopRehearsal:
+    """The rehearsal of one step. Iterating gives micro-batches; for each, ``backward`` must be called once.
+
+    Args:
+        run: that trains.
+        strategy: of the run.
+        batch: of the step, with a micro-batch on every process.
+        opened: the backward pass of the step.
+    """
+
+    def __init__(self, run: Run, strategy: Replicated, batch: Batch, opened: BackwardPass) -> None:
+        self._run, self._strategy, self._batch, self._opened = run, strategy, batch, opened
+        self._group = run._session.group
+        self._compute: RehearsalCompute
+        self._waiting: MicroBatch | None = None
+        self._is_judged = False
+        self._losses: list[int] = []
+        self._value = (0.0, 0.0)
+
+    @staticmethod
+    def is_due(run: Run, batch: Batch) -> bool:
+        """True if this step is to be rehearsed; alike on all ranks."""
+        rehearsals, strategy = run.rehearsals, run.strategy
+        done = rehearsals.done.get(LoopRehearsal, 0)
+        if not rehearsals.is_on or done >= rehearsals.times or strategy.level is Level.STATISTICAL:
+            return False
+        return batch.plan.leaves >= strategy.share.holders
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        run, strategy, prepared = self._run, self._strategy, self._run.require_prepared()
+        model, randomness = prepared.state.parts.model, self._opened.compute.randomness
+        done = run.rehearsals.done
+        done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
+        is_first, sent = done[LoopRehearsal] == 1, strategy.bytes_sent
+        buffers = Buffers((model, prepared.compute.model))
+        roots: dict[str, Any] = {"": model}
+        before, by_rank = Snapshot(roots, buffers.tensors), False
+        called, findings = CalledModules(prepared, before, roots), Findings()
+        short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
+        prior = {p: p.grad for p in strategy.trainable().values()}
+        try:
+            with run._events.silenced(), generators_kept():
+                values = parameter_values(model)
+                with called.noting():
+                    first = yield from self._pass(short)
+                findings.written = [
+                    name for name, value in parameter_values(model).items() if value != values[name]
+                ]
+                after = Snapshot(roots, buffers.tensors, restorable=False)
+                buffers.restore()
+                second = yield from self._pass(short)
+                changed = after.changed(later := Snapshot(roots, buffers.tensors, restorable=False))
+                buffers.restore()
+                if is_first and strategy.share.holders > 1:
+                    by_rank = yield from self._pass_of_all(short)
+                if is_first:
+                    with evaluating(model), torch.enable_grad():
+                        findings.deviation = yield from self._deviation()
+        finally:
+            self._is_judged = False
+            before.restore()
+            buffers.restore()
+            randomness.leave()
+            for parameter, gradient in prior.items():
+                parameter.grad = gradient
+            strategy.rehearsed_bytes += strategy.bytes_sent - sent
+        findings.foreign = called.wrong
+        findings.drew = [name for name in changed if later.kinds.get(name) is Kind.GENERATOR]
+        for kept in second:
+            if second[kept] != first[kept]:
+                raise _keeps(kept, first[kept], second[kept])
+        run.rehearsals.judge(Findings.of_all(gather_records(strategy, vars(findings), self._group)), _NAME)
+        if by_rank:
+            raise other_on_ranks(gather_records(strategy, {}, self._group), _OFF)
+
+    def backward(self, loss: Any) -> None:
+        """Takes the loss of the micro-batch that was given last. Collective.
+
+        Args:
+            loss: see ``OwnPasses.backward``.
+        """
+        micro_batch, self._waiting = self._waiting, None
+        if micro_batch is None:
+            raise ConfigError("backward(loss) was called twice for one micro-batch. Add the losses up.")
+        total, weight = sum_and_weight(loss, len(micro_batch))
+        if self._is_judged:
+            self._value = float(total.detach()), float(weight)
+            return
+        with torch.autocast(total.device.type, enabled=False):
+            self._strategy.end_forward(micro_batch, total, weight, self._opened.scale)
+        self._losses = self._strategy.reduce(self._compute, 0).losses.view(torch.int64).tolist()
+
+    def _given(self, micro_batch: MicroBatch) -> Generator[MicroBatch, None, None]:
+        """Gives one micro-batch to the loop's body, on data of its own: the body may write into them."""
+        self._waiting = replace(micro_batch, data=map_leaves(micro_batch.data, copied))
+        with self._compute.autocast():
+            yield self._waiting
+        if self._waiting is not None:
+            raise ConfigError(
+                "The loop's body ended without backward(loss) for the first micro-batch of step "
+                f"{self._batch.plan.step}. Call it once for each; to evaluate, call model.eval() before the loop."
+            )
+
+    def _pass(self, batch: Batch) -> Generator[MicroBatch, None, dict[str, Any]]:
+        """Gives the micro-batch of a short step; returns what came of it, by the words for it."""
+        strategy, (micro_batch,) = self._strategy, batch.micro_batches
+        strategy.begin_backward(batch)
+        strategy.begin_forward()
+        self._compute.begin(micro_batch)
+        yield from self._given(micro_batch)
+        self._compute.randomness.leave()
+        trained = strategy.trainable()
+        gradients = {
+            name: None if p.grad is None else int(sum_of_bits(p.grad)) for name, p in trained.items()
+        }
+        for parameter in trained.values():
+            parameter.grad = None
+        settings = settings_of(self._run.require_prepared().state.parts.optimizers)
+        return (
+            {"the loss": self._losses}
+            | {f"the gradient of {n!r}": g for n, g in gradients.items()}
+            | settings
+        )
+
+    def _pass_of_all(self, batch: Batch) -> Generator[MicroBatch, None, bool]:
+        """Gives rank 0's micro-batch on every rank; returns whether the losses have other bits."""
+        own: list[Any] = [each.data for each in batch.micro_batches]
+        data = common_data(own, self._strategy, self._group)
+        if data is None:
+            return False
+        parts = tuple(
+            replace(each, data=data[0], indices=batch.plan.indices[0]) for each in batch.micro_batches
+        )
+        plan = replace(batch.plan, indices=(batch.plan.indices[0],) * batch.plan.leaves)
+        numbered, compute = self._compute, self._compute
+        first = compute.numbers[0]
+        self._compute = replace(compute, plan=plan, numbers=dict.fromkeys(compute.numbers, first))
+        yield from self._pass(Batch(plan, parts))
+        self._compute = numbered
+        return any(loss != self._losses[0] for loss in self._losses)
+
+    def _deviation(self) -> Generator[MicroBatch, None, str]:
+        """Gives some rows, the same again, and two parts of them; returns why the loss is no mean, or nothing."""
+        given = self._batch.micro_batches
+        parts = list(given[: 1 if len(given[0]) >= _LEAST_ROWS else _MOST_JOINED])
+        leaves: list[Any] = []
+        with suppress(Exception):  # micro-batches may have several lengths
+            leaves = joined([_leaves(each.data) for each in parts])
+        numbers = np.concatenate([each.indices for each in parts])
+        if len(numbers) < _LEAST_ROWS or not leaves or not has_rows(leaves, len(numbers)):
+            return ""
+        self._is_judged = True
+        found: list[tuple[float, float]] = []
+        half = len(numbers) // 2
+        for place, rows in enumerate((slice(None), slice(None), slice(half), slice(half, None))):
+            some = iter(rows_of(leaves, rows))
+            data = map_leaves(parts[0].data, partial(_next_of, some))
+            # Other keys in every pass, so that a loop which draws is not judged.
+            self._compute.randomness.begin_micro_batch(self._batch.plan.step, place)
+            yield from self._given(replace(parts[0], data=data, indices=numbers[rows]))
+            found.append(self._value)
+        self._is_judged = False
+        whole, again, first, second = found
+        most = 0.1 if torch.is_autocast_enabled(self._strategy.device.type) else 1e-4
+        return "" if whole != again else deviation_of_parts(whole, first, second, most).reason
+
+
+def _next_of(leaves: Iterator[Any], _: object) -> Any:
+    return next(leaves)
+
+
+def _leaves(data: Any) -> list[Any]:
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    return found
+
+
+def _keeps(what: str, first: Any, second: Any) -> ConfigError:
+    values = "" if isinstance(first, int | list | None) else f" ({first}, then {second})"
+    return ConfigError(
+        f"The loop's body was given one micro-batch twice, and {what} is not the same the second time{values}: it "
+        "keeps something from one pass to the next, such as a hidden state, a count of its passes or a generator of "
+        "its own. Each process makes as many passes in a step as it has micro-batches, so each number of processes "
+        "would give another result. Begin with a fresh state in every pass; take counts from "
+        "accelerator.run.position.step, and a learning rate from a scheduler that accelerator.prepare was given. "
+        f"{_OFF}"
+    )

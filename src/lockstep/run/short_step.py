@@ -1,0 +1,119 @@
+"""A step of one micro-batch for each holder, which is computed and thrown away, and the buffers from before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.plan import Share
+from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.keyed import generators_kept
+from lockstep.run.means import Deviation, deviation, has_rows
+from lockstep.run.step import StepCompute
+from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
+
+
+@dataclass(frozen=True)
+class RehearsalCompute(StepCompute):
+    """The forward pass and the loss of a short step, under the keys of the step that it is taken from."""
+
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    """The number of each micro-batch in that step."""
+    deviations: list[Deviation] | None = None
+    """Gets what kind of mean the loss of each micro-batch is, where its rows tell that; None: nobody asks."""
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """See ``StepCompute.begin``."""
+        super().begin(self._numbered(micro_batch))
+
+    def resume(self, micro_batch: MicroBatch, phase: str) -> None:
+        """See ``StepCompute.resume``."""
+        super().resume(self._numbered(micro_batch), phase)
+
+    def pause(self, micro_batch: MicroBatch) -> Callable[[], None]:
+        """See ``StepCompute.pause``."""
+        return super().pause(self._numbered(micro_batch))
+
+    def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """See ``StepCompute.loss``; notes what kind of mean it is."""
+        result = super().loss(output, target, micro_batch)
+        rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
+        if self.deviations is not None and rows > 1 and has_rows((output, target), rows):
+            with generators_kept(), self.autocast():
+                self.deviations.append(deviation(self.function, output, target, rows))
+        return result
+
+    def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:
+        return replace(micro_batch, k=self.numbers.get(micro_batch.k, micro_batch.k))
+
+
+class Buffers:
+    """The buffers of some models, and what puts them back."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        holders = {id(m): m._buffers for model in models for m in model.modules()}
+        self._kept = [
+            (holder, {key: (buffer, _values_of(buffer)) for key, buffer in holder.items()})
+            for holder in holders.values()
+            if holder
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers as they stand."""
+        return [each for holder, _ in self._kept for each in holder.values() if each is not None]
+
+    def restore(self) -> None:
+        """Puts back the tensors, and their values."""
+        with torch.no_grad():
+            for holder, kept in self._kept:
+                holder.clear()
+                for key, (buffer, values) in kept.items():
+                    holder[key] = buffer
+                    if buffer is not None and values is not None:
+                        buffer.detach().copy_(values)
+
+
+def _values_of(buffer: Tensor | None) -> Tensor | None:
+    """A copy of a buffer that is held here."""
+    return None if buffer is None or isinstance(buffer, AbsentTensor) or buffer.is_meta else buffer.clone()
+
+
+def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tuple[Batch, RehearsalCompute]:
+    """A step of the first micro-batches of each holder, ``most`` at most, as this process sees it; what computes it."""
+    plan = batch.plan
+    firsts = [share.of(plan.leaves, holder)[:most] for holder in range(min(share.holders, plan.leaves))]
+    first = [k for held in firsts for k in held]
+    short = replace(plan, indices=tuple(plan.indices[k] for k in first))
+    own = tuple(
+        replace(each, k=k)
+        for each, k in zip(batch.micro_batches[:most], share.of(short.leaves), strict=False)
+    )
+    given = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    rehearsal = RehearsalCompute(**{**given, "plan": short, "metrics": None}, numbers=dict(enumerate(first)))
+    return Batch(short, own), rehearsal
+
+
+def copied(value: Any) -> Any:
+    """A leaf of a micro-batch's data again, which may be written into."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        # An object of the user's may refuse in any way, and is then given as it is.
+        return value
+
+
+def parameter_values(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """See ``value_of``, of each parameter that is held here between steps."""
+    return {
+        name: value_of(parameter)
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, AbsentParameter) and not parameter.is_meta
+    }
