@@ -37,7 +37,7 @@ course: $(VENV)/.test
 	$(BIN)/python -m pytest --slow tests/course $(ARGS)
 
 course-pages: $(VENV)/.test
-	$(BIN)/python -m tests.course.pages --run
+	$(BIN)/python -m tests.course.pages --run $(ARGS)
 
 # Random runs under random faults, judged by docs/faults.md: make chaos SECONDS=600 SEED=1
 SECONDS ?= 600

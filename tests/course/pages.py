@@ -1,4 +1,4 @@
-"""Fills the course's pages with its code and what that prints: ``make course-pages``.
+"""Fills the course's pages with its code and what that prints: ``make course-pages``, or ``ARGS="03 04"`` for some.
 
 A page has markers, each before a fenced block: ``<!-- code: 01/by_hand.py -->`` for a file below ``docs/course/code``,
 and ``<!-- run: COMMAND -->`` for what a command prints there. ``<!-- run, numbers vary: COMMAND -->`` is for output
@@ -67,5 +67,11 @@ def filled(text: str, run: bool) -> str:
 
 
 if __name__ == "__main__":
+    chapters = tuple(
+        word for word in sys.argv[1:] if word != "--run"
+    )  # such as 03 04; without any, all pages
     for page in (*pages("en"), *pages("zh")):
-        page.write_text(filled(page.read_text(encoding="utf-8"), run="--run" in sys.argv), encoding="utf-8")
+        if page.name.startswith(chapters or ""):
+            page.write_text(
+                filled(page.read_text(encoding="utf-8"), run="--run" in sys.argv), encoding="utf-8"
+            )
