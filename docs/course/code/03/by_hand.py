@@ -27,7 +27,8 @@ print(
 
 
 def forward(index: int) -> None:
-    outputs[index] = replicas[index](parts[index])
+    replica = replicas[index]
+    outputs[index] = replica(parts[index])
 
 
 threads = [threading.Thread(target=forward, args=(index,)) for index in range(len(devices))]
