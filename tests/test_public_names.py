@@ -218,6 +218,9 @@ COMMANDS = {
     "lint": """scripts --json --select --ignore --rules""",
     "slurm": """job --nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition --warn --restarts
 --sbatch --output --submit --set --data --strategy --mesh --precision --epochs --threads""",
+    "kubernetes": """job --kind --name --image --claim --mount --nodes --gpus-per-node --tasks-per-node --cpus-per-task
+--memory --secret --user --grace-period --start-limit --restarts --runtime --output --submit --set --data --strategy
+--mesh --precision --epochs --threads""",
     "verify": """job --devices --strategies --steps --micro-batches --json --script --set --data
 --precision --threads""",
     "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
@@ -237,7 +240,7 @@ samples --shuffle samples --seed samples --epoch samples --drop-last tree --svg 
 tree --micro-batches tree --leaves traffic --svg traffic --json traffic --ranks traffic --servers traffic
 --micro-batches traffic --parameters pipeline --svg pipeline --json pipeline --stages pipeline
 --micro-batches pipeline --schedule pipeline --stages-per-rank timeline --svg timeline --json timeline file""",
-    "ps": """--json""",
+    "ps": """--json --check""",
     "stacks": """run""",
     "stop": """run --within --now""",
     "clean": """--dry-run""",

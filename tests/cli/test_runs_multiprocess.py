@@ -52,6 +52,16 @@ def test_ps_lists_a_run_with_its_ranks_and_their_memory(command, capsys):
     assert "rank 2, step" in shown
 
 
+def test_check_says_whether_every_rank_of_a_run_lives(command, capsys):
+    run = looping(command)
+    main(["ps", "--check"])
+    assert run.run_id not in capsys.readouterr().out
+    command.process.kill()
+    command.process.wait()
+    assert main(["ps", "--check"]) == 1
+    assert f"{run.run_id}: its command was killed" in capsys.readouterr().out
+
+
 def test_stacks_shows_the_line_of_every_rank_and_the_run_goes_on(command, capsys):
     run = looping(command)
     assert main(["stacks", run.run_id]) == 0

@@ -18,8 +18,8 @@ def test_a_job_on_gpus_gets_a_script_that_resumes_it(command):
     assert head[-2:] == ["#SBATCH --requeue", "#SBATCH --mem=1G"]
     assert 'srun --kill-on-bad-exit=0 --wait=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \\' in lines
     assert (
-        "    lockstep train digits --set run.grace=110 --set training.global_batch=64 --epochs 3 --nnodes slurm "
-        "--devices 0,1,2,3 --set run.name=digits-${SLURM_JOB_ID} --resume auto || status=$?"
+        "    lockstep train digits --set run.grace=110 --set training.global_batch=64 --epochs 3 --devices 0,1,2,3 "
+        "--nnodes slurm --set run.name=digits-${SLURM_JOB_ID} --resume auto || status=$?"
     ) in lines
     assert "export LOCKSTEP_TOKEN" in lines
     assert 'if [[ "$status" =~ ^(75|137)$ ]] && [ "${SLURM_RESTART_COUNT:-0}" -lt 2 ]; then' in lines

@@ -98,6 +98,7 @@ _COMMANDS = {
     "run": ("lockstep.cli.run", "start your own script on every device of one or several hosts"),
     "lint": ("lockstep.cli.lint", "check training scripts for known mistakes of distributed training"),
     "slurm": ("lockstep.cli.slurm", "write or submit the SLURM batch script of a job"),
+    "kubernetes": ("lockstep.cli.kubernetes", "write or apply the Kubernetes manifest of a job"),
     "verify": ("lockstep.cli.verify", "compare a job or script on several numbers of devices with one"),
     "scale": ("lockstep.cli.scale", "measure how much faster training gets with more devices, and its limit"),
     "data": (

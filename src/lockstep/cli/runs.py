@@ -1,6 +1,6 @@
 """Commands on this user's runs on this host.
 
-lockstep ps       lists the runs with their position, and their processes with their memory
+lockstep ps       lists the runs with their position, and their processes with their memory; --check: are they well?
 lockstep stacks   prints the stack of every rank of a run, which continues undisturbed
 lockstep stop     asks the ranks of one run to save and exit, and ends those that do not in time
 lockstep clean    ends the processes of runs whose command was killed, and removes their run directories
@@ -32,14 +32,17 @@ from lockstep.launch.runs import (
 )
 from lockstep.launch.stalls import snapshot_lines, take_snapshots
 from lockstep.runtime.control import Control, StopReason
+from lockstep.runtime.heartbeat import Membership
 from lockstep.text import format_bytes, format_duration, plural, printable
 
 _RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
 
 
 def ps(arguments: argparse.Namespace) -> int:
-    """Lists the runs and returns the exit status."""
+    """Lists the runs, or says whether they are well, and returns the exit status."""
     runs = [(run, run.processes()) for run in find_runs()]
+    if arguments.check:
+        return _check(runs)
     if arguments.json:
         for run, processes in runs:
             print(json.dumps(_as_dict(run, processes)))
@@ -49,6 +52,25 @@ def ps(arguments: argparse.Namespace) -> int:
     for run, processes in runs:
         _print(run, processes)
     return EXIT_DONE
+
+
+def _check(runs: list[tuple[RunOnHost, list[Process]]]) -> int:
+    """Prints what is wrong, such as for the probe of a container; the exit status is 1 if anything is."""
+    wrong = [] if runs else ["no run of this user on this host"]
+    for run, processes in runs:
+        alive = {process.pid for process in processes}
+        beats = run.beats.values()
+        silent = run.ranks_here - len(beats)
+        left = (Membership.FINISHED, Membership.INDEPENDENT)
+        lost = sum(beat.pid not in alive for beat in beats if beat.membership not in left)
+        if not run.is_supervised:
+            wrong.append(f"{run.run_id}: its command was killed")
+        elif silent:
+            wrong.append(f"{run.run_id}: {plural(silent, 'rank')} not yet started")
+        elif lost:
+            wrong.append(f"{run.run_id}: {plural(lost, 'rank')} ended")
+    print("\n".join(wrong or [f"{plural(len(runs), 'run')}, every rank runs."]))
+    return 1 if wrong else EXIT_DONE
 
 
 def _print(run: RunOnHost, processes: list[Process]) -> None:
@@ -168,7 +190,19 @@ def stacks(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
-    "ps": (lambda parser: add_options(parser, ("--json", "", False, "print one JSON object per run")), ps),
+    "ps": (
+        lambda parser: add_options(
+            parser,
+            ("--json", "", False, "print one JSON object per run"),
+            (
+                "--check",
+                "",
+                False,
+                "exit with 1 unless there is a run, and every rank of it runs (for probes)",
+            ),
+        ),
+        ps,
+    ),
     "stop": (
         lambda parser: add_options(
             parser,

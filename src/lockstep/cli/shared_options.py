@@ -10,7 +10,9 @@ import dataclasses
 import os
 import platform
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -76,6 +78,31 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
             )
         if path.is_dir():
             raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
+
+
+def require_positive(arguments: argparse.Namespace, *options: str) -> None:
+    """Raises ``ConfigError`` for a number of these options that was given and is below 1."""
+    for name in options:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be at least 1.")
+
+
+def submit(words: Sequence[str], text: str) -> str:
+    """Gives a cluster's own command a script or manifest, and returns what it says.
+
+    Raises:
+        ConfigError: the command is not installed here, or refuses it.
+    """
+    program = shutil.which(words[0])
+    if program is None:
+        raise ConfigError(
+            f"{words[0]} was not found on this host. Write a file with --output FILE and submit it on another."
+        )
+    done = subprocess.run([program, *words[1:]], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"{words[0]} refused the job: {done.stderr.strip()}")
+    return done.stdout.strip()
 
 
 def add_train_options(parser: argparse.ArgumentParser, *names: str) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 from lockstep.cli import train
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options, require_positive, submit
 from lockstep.config.checks import refuse
 from lockstep.config.job_file import load_job
 from lockstep.config.rules import machine_problems
@@ -42,9 +40,6 @@ LOCKSTEP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export LOCKSTEP_TOKEN
 """
 _TIME = re.compile(r"\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d{1,2}(:\d{2}){0,2}")
-_REPORT_SECONDS = 10
-"""The ranks must have saved so long before the limit: then they are ended, and the report is written."""
-_TRAIN_OPTIONS = ("data", "strategy", "mesh", "precision", "epochs", "threads")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -64,7 +59,7 @@ def add_arguments(parser: Parser) -> None:
         ("--output", "FILE", "", "file to write the script to (default: the terminal)"),
         ("--submit", "", False, "submit the script with sbatch"),
     )
-    add_train_options(parser, *_TRAIN_OPTIONS)
+    add_train_options(parser, *train.OPTIONS_OF_NODES)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         path.chmod(0o755)
         print(f"Wrote {path}. Submit it with: sbatch {path}")
     if arguments.submit:
-        print(_submit(script))
+        print(submit(["sbatch"], script))
     elif not arguments.output:
         print(script, end="")
     return EXIT_DONE
@@ -84,10 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def batch_script(arguments: argparse.Namespace) -> str:
     """Returns the script. Raises ``ConfigError`` where the job and the hosts do not fit."""
-    for name in ("nodes", "tasks_per_node", "cpus_per_task", "warn"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, and must be at least 1.")
+    require_positive(arguments, "nodes", "tasks_per_node", "cpus_per_task", "warn")
     if arguments.time and not _TIME.fullmatch(arguments.time):
         raise ConfigError(f"--time {arguments.time!r} is not a time. Use minutes, H:MM:SS or D-HH:MM:SS.")
     ranks = arguments.tasks_per_node or arguments.gpus_per_node or 1
@@ -108,28 +100,8 @@ def batch_script(arguments: argparse.Namespace) -> str:
     }
     lines = [f"--{name}={value}" for name, value in options.items() if value != ""]
     head = "\n".join(f"#SBATCH {line}" for line in [*lines, "--requeue", *arguments.sbatch])
-    words = [*_command(arguments, ranks), "--set", f"run.name={config.job}-JOB", "--resume", "auto"]
+    own = ["--nnodes", "slurm", "--set", f"run.name={config.job}-JOB", "--resume", "auto"]
+    words = [*train.command_of_node(arguments, ranks, arguments.warn), *own]
     command = shlex.join(words).replace("-JOB", "-${SLURM_JOB_ID}")
     token = _TOKEN if arguments.nodes > 1 else ""
     return _SCRIPT.format(head=head, token=token, command=command, restarts=arguments.restarts)
-
-
-def _command(arguments: argparse.Namespace, ranks: int) -> list[str]:
-    """The words of ``lockstep train``. Of GPUs each is named, so that none is replaced by a process on the CPU."""
-    gpus = ",".join(map(str, range(ranks))) + ("," if ranks == 1 else "")
-    devices = gpus if arguments.gpus_per_node else f"cpu:{ranks}"
-    grace = f"run.grace={max(arguments.warn - _REPORT_SECONDS, arguments.warn // 2)}"
-    words = train.command_of(arguments, [grace, *arguments.set], _TRAIN_OPTIONS)
-    return [*words, "--nnodes", "slurm", "--devices", devices]
-
-
-def _submit(script: str) -> str:
-    program = shutil.which("sbatch")
-    if program is None:
-        raise ConfigError(
-            "sbatch was not found on this host. Write the script with --output FILE and submit it on another."
-        )
-    done = subprocess.run([program], input=script, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}")
-    return done.stdout.strip()

@@ -275,6 +275,29 @@ def command_of(arguments: argparse.Namespace, settings: Sequence[str], options: 
     return words
 
 
+OPTIONS_OF_NODES = ("data", "strategy", "mesh", "precision", "epochs", "threads")
+"""Those of ``train`` that a cluster's command takes."""
+_REPORT_SECONDS = 10
+"""The ranks must have saved so long before the limit: then they are ended, and the report is written."""
+
+
+def command_of_node(arguments: argparse.Namespace, ranks: int, seconds: int) -> list[str]:
+    """The words of ``lockstep train`` on one node of a cluster, which has ``--gpus-per-node``.
+
+    Of GPUs each is named, so that none is replaced by a process on the CPU.
+
+    Args:
+        arguments: of the command that writes a script or manifest.
+        ranks: of the node.
+        seconds: from the request to stop until the node is taken away.
+    """
+    gpus = ",".join(map(str, range(ranks))) + ("," if ranks == 1 else "")
+    devices = gpus if arguments.gpus_per_node else f"cpu:{ranks}"
+    grace = f"run.grace={max(seconds - _REPORT_SECONDS, seconds // 2)}"
+    words = command_of(arguments, [grace, *arguments.set], OPTIONS_OF_NODES)
+    return [*words, "--devices", devices]
+
+
 def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: str) -> str:
     """The command, as it stands, that trains the same recipe in another layout on this host.
 

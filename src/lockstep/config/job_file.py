@@ -88,7 +88,12 @@ def _read(path: Path) -> str:
 
 
 def load_job(
-    job: str, overrides: Sequence[Override] = (), *, imports: bool = True, devices_are_all: bool = True
+    job: str,
+    overrides: Sequence[Override] = (),
+    *,
+    imports: bool = True,
+    devices_are_all: bool = True,
+    is_here: bool = True,
 ) -> JobConfig:
     """The checked job of a file or built-in name with overrides on top.
 
@@ -97,17 +102,20 @@ def load_job(
         overrides: what the command line sets.
         imports: also look into the source files of the import paths, which takes tens of milliseconds.
         devices_are_all: whether ``run.devices`` counts all devices of the run; if not, the caller checks their number.
+        is_here: whether this host runs it; if not, data and weights are not looked for.
 
     All mistakes of the file and the overrides are in one ``ConfigError``, each with ``file:line`` or option.
     """
     file = find_job(job)
     try:
-        return _load(file, overrides, imports, devices_are_all)
+        return _load(file, overrides, imports, devices_are_all, is_here)
     except RecursionError as error:
         raise ConfigError(f"{file.path}: tables or lists are nested too deeply to be a job.") from error
 
 
-def _load(file: JobFile, overrides: Sequence[Override], imports: bool, devices_are_all: bool) -> JobConfig:
+def _load(
+    file: JobFile, overrides: Sequence[Override], imports: bool, devices_are_all: bool, is_here: bool
+) -> JobConfig:
     try:
         table = tomllib.loads(file.text)
     except ValueError as error:
@@ -122,7 +130,7 @@ def _load(file: JobFile, overrides: Sequence[Override], imports: bool, devices_a
     config, problems = resolve_placeholders(
         config, None if file.built_in else file.path.parent, origin.is_override
     )
-    devices = AvailableDevices.asked_for(config.run.devices)
+    devices = dataclasses.replace(AvailableDevices.asked_for(config.run.devices), is_here=is_here)
     if not devices_are_all:
         devices = dataclasses.replace(devices, count=None)
     problems = problems or job_problems(config, devices)

@@ -47,6 +47,8 @@ class AvailableDevices:
     """Number of devices; None where it is not known yet."""
     kind: str = ""
     """``cpu`` or ``cuda``; empty where it is not known yet."""
+    is_here: bool = True
+    """False where other hosts run the job, whose files and packages are not known."""
 
     @classmethod
     def asked_for(cls, devices: int | str) -> AvailableDevices:
@@ -115,13 +117,16 @@ def job_problems(job: JobConfig, machine: AvailableDevices | None = None) -> lis
     return found + [Problem(rule.path, each) for rule in JOB_RULES for each in rule.problems(job, machine)]
 
 
-def machine_problems(job: JobConfig, count: int | None, kind: str = "") -> list[Problem]:
+def machine_problems(
+    job: JobConfig, count: int | None, kind: str = "", *, is_here: bool = True
+) -> list[Problem]:
     """Problems of a job that breaks no rule with the ``count`` devices it would get.
 
-    ``kind`` is ``cpu`` or ``cuda``; None and empty where they are not known yet.
+    ``kind`` is ``cpu`` or ``cuda``; None and empty where they are not known yet. ``is_here`` is as in
+    ``AvailableDevices``.
     """
     shown = job.run.devices if count is None else f"cpu:{count}" if kind == "cpu" else count
-    return job_problems(job, AvailableDevices(shown, count, kind))
+    return job_problems(job, AvailableDevices(shown, count, kind, is_here))
 
 
 @_rule(RULES, "global_batch is a multiple of micro_batches", "global_batch")
@@ -413,16 +418,16 @@ def _average_has_whole_weights(job: JobConfig, machine: AvailableDevices) -> Ite
 
 @_rule(JOB_RULES, "the package of wandb is there", "log.wandb")
 def _wandb_is_installed(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    yield from _not_installed("wandb", job.log.wandb)
+    yield from _not_installed("wandb", job.log.wandb, machine)
 
 
 @_rule(JOB_RULES, "the package of mlflow is there", "log.mlflow")
 def _mlflow_is_installed(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    yield from _not_installed("mlflow", job.log.mlflow)
+    yield from _not_installed("mlflow", job.log.mlflow, machine)
 
 
-def _not_installed(package: str, given: str) -> Iterator[str]:
-    if given and importlib.util.find_spec(package) is None:
+def _not_installed(package: str, given: str, machine: AvailableDevices) -> Iterator[str]:
+    if given and machine.is_here and importlib.util.find_spec(package) is None:
         yield f"is {given!r}, and the package {package} is not installed. Install it: pip install {package}"
 
 
@@ -434,20 +439,20 @@ def _early_stop_has_validation(job: JobConfig, machine: AvailableDevices) -> Ite
 
 @_rule(JOB_RULES, "the data exists", "data.root")
 def _data_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    if job.data.root and not Path(job.data.root).exists():
+    if machine.is_here and job.data.root and not Path(job.data.root).exists():
         yield f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
 
 
 @_rule(JOB_RULES, "the weights exist", "weights.path")
 def _weights_exist(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
-    if job.weights.path and not Path(job.weights.path).is_file():
+    if machine.is_here and job.weights.path and not Path(job.weights.path).is_file():
         yield f"is '{job.weights.path}', which is not a file. Give a file of weights, or leave it out."
 
 
 @_rule(JOB_RULES, "what is resumed exists", "checkpoint.resume")
 def _resume_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     resume = job.checkpoint.resume
-    if resume not in ("", "auto") and not Path(resume).exists():
+    if machine.is_here and resume not in ("", "auto") and not Path(resume).exists():
         yield f"is '{resume}', which does not exist. Give a run folder or a checkpoint in it, or 'auto'."
 
 

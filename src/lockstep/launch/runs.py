@@ -186,6 +186,11 @@ class RunOnHost:
         found = {rank: read_beat(self.directory, rank) for rank in range(self.ranks)}
         return {rank: beat for rank, beat in found.items() if beat is not None}
 
+    @property
+    def ranks_here(self) -> int:
+        """Number of its ranks on this host."""
+        return len(list(self.directory.glob("heartbeat-*")))
+
     def processes(self) -> list[Process]:
         """Returns all processes of the run but the command itself, by process id."""
         return [process for pid in _all_pids() if (process := _process_of(self.run_id, pid)) is not None]
