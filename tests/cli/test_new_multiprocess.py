@@ -82,9 +82,8 @@ def test_an_option_that_does_not_fit_is_refused(tmp_path, monkeypatch, capsys, o
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
 
 
-@pytest.mark.parametrize(
-    "kind", ["table", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tensors", "text", "images"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["table", "tensors", "text", "images"])
 @pytest.mark.timeout(600)
 def test_job_and_script_train_at_once_and_two_processes_end_in_the_bits_of_one(tmp_path, kind):
     data = write_data(tmp_path, kind)

@@ -371,6 +371,7 @@ def test_a_debugger_steps_into_what_a_rank_of_a_real_run_did(home):
     assert (found.returncode, without_imports(found.stderr)) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_run_with_portable_bits_is_replayed_and_audited_with_them(tmp_path):
     def run(*arguments):
         done = subprocess.run(

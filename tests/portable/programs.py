@@ -1,4 +1,4 @@
-"""Trains a small program for some steps and prints its fingerprint: ``python programs.py NAME STEPS [--portable]``.
+"""Trains small programs and prints a fingerprint for each: ``python programs.py NAME[,NAME] STEPS [--portable]``.
 
 Run by ``run.py`` on this CPU and on emulated ones.
 """
@@ -54,10 +54,15 @@ PROGRAMS = {
 
 
 def main() -> None:
-    name, steps = sys.argv[1], int(sys.argv[2])
+    for name in sys.argv[1].split(","):
+        print(trained(name, int(sys.argv[2]), "--portable" in sys.argv))
+
+
+def trained(name: str, steps: int, portable: bool) -> str:
+    """The fingerprint after this number of steps."""
     make, data, loss = PROGRAMS[name]
     torch.manual_seed(0)
-    run = lockstep.init(global_batch=BATCH, micro_batches=K, portable="--portable" in sys.argv)
+    run = lockstep.init(global_batch=BATCH, micro_batches=K, portable=portable)
     model = make()
     model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.003))
     done, data_set = 0, data()
@@ -68,7 +73,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             done += 1
-    print(run.fingerprint())
+    found = run.fingerprint()
+    run.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ def test_stages_have_the_bits_of_one_process(strategy, ranks, more):
     assert run_ranks(partial(train, **more), ranks, strategy, Chain) == [alone] * ranks
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_into_a_model_without_values(tmp_path, alone):
     run_ranks(train, 3, "fsdp", Decoder, str(tmp_path), 1)
     assert [each[-1] for each in run_ranks(train, 2, "fsdp", Decoder, str(tmp_path))] == [alone[-1]] * 2

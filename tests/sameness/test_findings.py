@@ -21,14 +21,27 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
 @pytest.mark.parametrize(
     ("parts", "layout", "what"),
     [
-        pytest.param({"optimizer": "fused_adagrad", "recipe": FP16}, FSDP, "equal", id="fp16, fused Adagrad"),
+        pytest.param(
+            {"optimizer": "fused_adagrad", "recipe": FP16},
+            FSDP,
+            "equal",
+            id="fp16, fused Adagrad",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"shape": "record", "recipe": ODD, "count": 12},
             FSDP,
             "equal",
             id="dataclass output, spare micro-batch",
+            marks=pytest.mark.slow,
         ),
-        pytest.param({"blocks": ("complex",), "recipe": FP16}, FSDP, "refused", id="fp16, complex parameter"),
+        pytest.param(
+            {"blocks": ("complex",), "recipe": FP16},
+            FSDP,
+            "refused",
+            id="fp16, complex parameter",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"end": "zeros", "recipe": K8, "count": 24},
             DDP,
@@ -46,6 +59,7 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             SERVER,
             "equal",
             id="drawn after a step that draws",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {
@@ -57,12 +71,21 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             SERVERS,
             "equal",
             id="Adafactor, channels-last weights",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"lines": ("assigned_gradient", "clip")}, SERVER, "equal", id="clipped after p.grad = ..."
+            {"lines": ("assigned_gradient", "clip")},
+            SERVER,
+            "equal",
+            id="clipped after p.grad = ...",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"lines": ("taken_out",), "group": "by_dims"}, SERVER, "refused", id="a group taken out later"
+            {"lines": ("taken_out",), "group": "by_dims"},
+            SERVER,
+            "refused",
+            id="a group taken out later",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"shape": "shared_body"}, PIPELINE, "equal", id="a module that has two names, called twice"
@@ -72,6 +95,7 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
             SERVER,
             "refused",
             id="noise on frozen parameters",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"lines": ("centring_hook",), "blocks": ("squares",), "width": 8},
@@ -81,7 +105,13 @@ FP16 = (("global_batch", 4), ("micro_batches", 2), ("precision", "fp16"))
         ),
         pytest.param({"lines": ("clip_torch",)}, SERVER, "refused", id="torch's clip_grad_norm_ on workers"),
         pytest.param({"lines": ("set_buffer",)}, FSDP, "refused", id="a buffer registered late, fsdp"),
-        pytest.param({"lines": ("set_buffer",)}, SERVER, "equal", id="a buffer registered late, server"),
+        pytest.param(
+            {"lines": ("set_buffer",)},
+            SERVER,
+            "equal",
+            id="a buffer registered late, server",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_it_ends_as_it_should(parts, layout, what):

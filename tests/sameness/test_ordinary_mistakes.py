@@ -286,7 +286,7 @@ EQUAL = (
     scheduled_first,
     scheduled_after_prepare,
 )
-QUICK = ("fsdp-3", "pipeline")
+QUICK = ("fsdp-3",)
 
 
 @functools.cache
@@ -367,7 +367,7 @@ REFUSED = {
     ),
     "detached output": refused("neither has the output", model=Detached),
     "no return": refused("a line with return", loss=lambda output, target: None),
-    "a dict": refused(r"f\(output, target\)\['loss'\]", loss=lambda output, target: {"loss": output.sum()}),
+    "a dict": refused(r"run\.backward\(batch, f, also=", loss=lambda output, target: {"loss": output.sum()}),
     "a class": refused(
         r"Make one of it: run.backward\(batch, CrossEntropyLoss\(\)\)", loss=nn.CrossEntropyLoss
     ),

@@ -60,8 +60,10 @@ def train(folder, model, workers):
 
 @pytest.mark.parametrize(
     "model",
-    ['target = "torchvision.models:resnet18"', 'target = "timm:create_model"\nmodel_name = "resnet10t"'],
-    ids=["torchvision", "timm"],
+    [
+        pytest.param('target = "torchvision.models:resnet18"', id="torchvision", marks=pytest.mark.slow),
+        pytest.param('target = "timm:create_model"\nmodel_name = "resnet10t"', id="timm"),
+    ],
 )
 def test_a_model_and_transforms_by_import_path_are_trained(model, tmp_path, monkeypatch, torchvision, timm):
     monkeypatch.chdir(tmp_path)

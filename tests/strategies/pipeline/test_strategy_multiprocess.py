@@ -30,7 +30,9 @@ CASES = [
 def parameters():
     """All of them; what gpipe and the hybrid do between stages is that of 1f1b, and left to ``make test-all``."""
     return [
-        pytest.param(layout, job, marks=[pytest.mark.slow] * (layout in ("gpipe", "hybrid")))
+        pytest.param(
+            layout, job, marks=[pytest.mark.slow] * (layout in ("gpipe", "hybrid") or job == "recomputed")
+        )
         for layout, job in CASES
     ]
 
