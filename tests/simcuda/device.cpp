@@ -27,6 +27,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -651,6 +652,15 @@ namespace at {
 using simcuda::Hooks;
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 }  // namespace at
+namespace c10d {
+// Measures nothing; DistributedDataParallel asks for one.
+struct SimulatedTimer : Timer {
+  explicit SimulatedTimer(c10::Device) {}
+  void record(Event) override {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimulatedTimer)
+}  // namespace c10d
 namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &simcuda::math_attention)
 }

@@ -22,6 +22,12 @@ from torch.distributed import distributed_c10d as c10d
 FIRST_USE_SECONDS = 20.0
 _streams: dict[tuple[str, int], torch.cuda.Stream] = {}
 _opened: set[str] = set()
+_sent = 0
+
+
+def sent_bytes() -> int:
+    """Bytes that this rank's collectives have given to other ranks, as rings send them."""
+    return _sent
 
 
 def install() -> None:
@@ -108,6 +114,7 @@ def _collective(
 ) -> Work | None:
     stream = _stream("", group, writes.device)
     stream.wait_stream(torch.cuda.current_stream(writes.device))
+    _count(name, group, reads)
     note = torch.ops.simcuda.note_access
     note(reads.detach(), False, stream.stream_id, f"nccl:{name}", True)
     run()
@@ -117,6 +124,17 @@ def _collective(
         return work
     work.wait()
     return None
+
+
+def _count(name: str, group: Any, reads: Tensor) -> None:
+    """A ring of W ranks sends (W - 1) / W of a sum's bytes twice, of other collectives once.
+
+    What a rank puts into an all-gather is 1 / W of it, and goes to all others.
+    """
+    global _sent
+    ranks, size = dist.get_world_size(group), reads.numel() * reads.element_size()
+    gathers = name.startswith("all_gather")
+    _sent += size * (ranks - 1) * (2 if name == "all_reduce" else 1) // (1 if gathers else ranks)
 
 
 def _from_input(name: str, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,6 +182,8 @@ def _sending(over_gloo: Callable[..., Any]) -> Callable[..., Any]:
         stream = _stream(_pair(dst), group, tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         torch.ops.simcuda.note_access(tensor.detach(), False, stream.stream_id, "nccl:send", True)
+        global _sent
+        _sent += tensor.numel() * tensor.element_size()
         sent = host_alias(tensor).clone()
         _under_way.append((over_gloo(sent, dst, group, tag), sent))
         while _under_way and _under_way[0][0].is_completed():

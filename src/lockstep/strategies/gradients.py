@@ -25,7 +25,8 @@ from lockstep.reduce.reducer import most_slots
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.strategy import StepResult
 
-_BUCKET_BYTES = 8 << 20
+_BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 25 << 20}
+"""By device: on a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
 
 
@@ -456,7 +457,7 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
     buckets: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
-        limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES
+        limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES[slot.parameter.device.type]
         full = bool(buckets) and size + slot.parameter.nbytes > limit
         if not buckets or full or buckets[-1][0].parameter.dtype != slot.parameter.dtype:
             buckets.append([])
