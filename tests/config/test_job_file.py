@@ -113,6 +113,11 @@ def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "neither a file nor a built-in job" in message(load_job, str(tmp_path / "none.toml"))
 
 
+def test_the_folder_of_a_run_is_no_job(tmp_path):
+    (tmp_path / "job.json").write_text("{}")
+    assert f"lockstep train JOB --resume {tmp_path}" in message(load_job, str(tmp_path))
+
+
 def test_a_file_name_that_is_no_plain_name_becomes_one(job_file):
     assert load_job(str(job_file(name="my first job!.toml")), imports=False).job == "my-first-job"
 

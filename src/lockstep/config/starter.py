@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,11 @@ def script_text(found: DataSummary, name: str, epochs: int | None = None) -> str
 
 def folder_job(folder: Path) -> str:
     """The job that trains on a folder of images. Raises ``ConfigError`` where it is none."""
+    if (folder / "job.json").is_file():
+        raise ConfigError(
+            f"'{folder}' is the folder of a run, not a job. Go on with the run: lockstep train JOB --resume "
+            f"{shlex.quote(str(folder))}, where JOB is the job that it was started with."
+        )
     return job_text(look_at(folder, "images"), folder.name)
 
 
