@@ -1,3 +1,6 @@
+import dataclasses
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -149,6 +152,68 @@ def test_a_stream_has_the_same_samples_and_draws_for_any_reader():
     numbers = Numbers()
     stream = Stream(numbers)
     assert read(stream, Share(), 0) != read(stream, Share(), 1) and numbers.begun == [0, 1], "once an epoch"
+
+
+class Changing(IterableDataset):
+    """Calls ``change(self)`` at the beginning or at the end of an epoch."""
+
+    def __init__(self, change, at_end=False):
+        self.count, self.generator, self.pipeline = 0, torch.Generator(), [Drawing([])]
+        self.numpy, self.plain, self.index = np.random.default_rng(0), random.Random(0), None
+        self._change, self._at_end = change, at_end
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        if not self._at_end:
+            self._change(self)
+        for number in range(4):
+            yield torch.tensor(number)
+        if self._at_end:
+            self._change(self)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda stream: setattr(stream, "count", stream.count + 1), "count"),
+        (lambda stream: torch.rand((), generator=stream.generator), "generator"),
+        (lambda stream: stream.numpy.random(), "numpy"),
+        (lambda stream: stream.plain.random(), "plain"),
+        (lambda stream: setattr(stream.pipeline[0], "epoch", 1), "pipeline.0.epoch"),
+    ],
+)
+def test_a_stream_that_counts_how_often_it_was_read_is_refused(change, name, at_end):
+    """At its first sample, or where the next epoch begins, before a sample of it is used."""
+    dataset = Changing(change, at_end)
+    dataset.pipeline[0].epoch = 0
+    stream, keys = Stream(dataset), SampleKeys(0, 0, np.arange(4))
+    if at_end:
+        stream.get_batch(keys.indices, keys)
+        list(dataset)
+    with pytest.raises(
+        DataError, match=f"changes its attribute '{name}' when it is iterated over.*set_epoch"
+    ):
+        stream.get_batch(keys.indices, dataclasses.replace(keys, epoch=1))
+
+
+def test_a_stream_may_keep_what_it_has_read_and_count_where_set_epoch_is_told():
+    keys = SampleKeys(0, 0, np.arange(4))
+    for change in (
+        lambda stream: setattr(stream, "index", 5),
+        lambda stream: setattr(stream, "more", 5),
+        lambda stream: setattr(stream, "pipeline", []),
+    ):
+        stream = Stream(Changing(change))
+        for epoch in range(2):
+            stream.get_batch(keys.indices, dataclasses.replace(keys, epoch=epoch))
+    counting = Changing(lambda stream: setattr(stream, "count", stream.count + 1))
+    counting.set_epoch = lambda epoch: setattr(counting, "count", epoch)
+    stream = Stream(counting)
+    for epoch in range(2):
+        stream.get_batch(keys.indices, dataclasses.replace(keys, epoch=epoch))
 
 
 def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset
 
 from lockstep.data import Stream
+from lockstep.errors import DataError
 from lockstep.run import Run, RunOptions
 
 SAMPLES = 20
@@ -58,12 +59,37 @@ def web_shards(folder):
     return Stream(shards.map(pair_of), samples=SAMPLES)
 
 
+class Shuffled(IterableDataset):
+    """Shuffled shards, in another order in each epoch."""
+
+    def __init__(self, files):
+        self.files, self.epoch = files, 0
+
+    def __len__(self):
+        return SAMPLES
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        import webdataset
+
+        shards = webdataset.WebDataset(self.files, shardshuffle=False, nodesplitter=None)
+        shards = shards.compose(webdataset.detshuffle(10, initial=10, seed=0, epoch=self.epoch - 1))
+        return iter(shards.map(pair_of))
+
+
+def shuffled_shards(folder):
+    web_shards(folder)
+    return Shuffled([str(folder / f"{number}.tar") for number in range(2)])
+
+
 def pair_of(sample):
     x = torch.full((3,), float(sample["cls"])) / SAMPLES
     return x + 0.1 * torch.rand(3), x[:1]
 
 
-KINDS = {"fsspec": lines, "webdataset": web_shards}
+KINDS = {"fsspec": lines, "webdataset": web_shards, "webdataset, shuffled": shuffled_shards}
 
 
 def train(world, folder, kind, stop):
@@ -86,9 +112,26 @@ def train(world, folder, kind, stop):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_that_goes_on_on_another_number_of_processes_has_the_same_bits(kind, tmp_path):
-    pytest.importorskip(kind)
+    pytest.importorskip(kind.partition(",")[0])
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     (whole,) = run_ranks(train, 1, tmp_path / "whole", kind, 0)
     run_ranks(train, 3, tmp_path / "cut", kind, 6)
     assert run_ranks(train, 2, tmp_path / "cut", kind, 0) == [whole] * 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of WebDataset
+def test_shuffles_that_count_epochs_or_look_at_the_clock_are_refused(tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    web_shards(tmp_path)
+    files = [str(tmp_path / f"{number}.tar") for number in range(2)]
+    run = Run(RunOptions.of(global_batch=2, micro_batches=1))
+    run.prepare(nn.Linear(3, 1))
+    shards = webdataset.WebDataset(files, shardshuffle=False, nodesplitter=None)
+    for how, said in (
+        (webdataset.detshuffle(10), "changes its attribute 'pipeline.*epoch' when it is iterated over"),
+        (webdataset.shuffle(10), "gave other values when it was read again"),
+    ):
+        with pytest.raises(DataError, match=said):
+            next(iter(run.batches(Stream(shards.compose(how).map(pair_of), samples=SAMPLES))))
+    run.close()

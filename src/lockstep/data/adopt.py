@@ -6,11 +6,14 @@ else is refused, with the line to write instead. ``Stream`` numbers what can onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -70,7 +73,8 @@ class Stream(Dataset[Any]):
     Every process reads all of the stream, in the training process, and keeps what its micro-batches hold. So the bits
     are the same on any number of processes, and a resumed epoch goes on where it stood, after reading what came before.
     An epoch begins the stream anew; one with a method ``set_epoch`` is told the epoch first. What a sample draws from
-    torch, NumPy or ``random`` is keyed by its place. The stream must not share itself out over processes.
+    torch, NumPy or ``random`` is keyed by its place. The stream must not share itself out over processes, and one
+    without ``set_epoch`` must not count how often it was read, or keep a random generator of its own.
 
     Args:
         dataset: anything that can be iterated over again and again.
@@ -84,6 +88,8 @@ class Stream(Dataset[Any]):
     keeps_order = True
     in_memory = True
     """Says that worker processes do not read it: each would read all of it."""
+    begins_anew = True
+    """Says that its first sample, read again, begins it anew."""
 
     def __init__(self, dataset: Any, samples: int | None = None, *, collate: Collate | None = None) -> None:
         name = type(dataset).__name__
@@ -104,6 +110,7 @@ class Stream(Dataset[Any]):
         )
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
+        self._as_given = plain_state(dataset)
 
     def __len__(self) -> int:
         return self.samples
@@ -122,6 +129,7 @@ class Stream(Dataset[Any]):
         if self._iterator is None or self._begun != (keys.seed, keys.epoch) or index < self._next:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(max(0, keys.epoch))
+            self._require_unchanged()
             seed_generators(derive_seed(keys.seed, "stream", keys.epoch))
             self._iterator, self._begun, self._next = iter(self.dataset), (keys.seed, keys.epoch), 0
         sample = None
@@ -136,7 +144,57 @@ class Stream(Dataset[Any]):
                     f"{self.samples}. Give Stream a smaller samples=."
                 ) from None
             self._next += 1
+            if self._next == 1:
+                self._require_unchanged()
         return sample
+
+    def _require_unchanged(self) -> None:
+        """Refuses a stream whose order may depend on how often it was begun, as ranks and resumed runs differ in that.
+
+        A method ``set_epoch`` can put back whatever was changed.
+        """
+        if hasattr(self.dataset, "set_epoch"):
+            return
+        state = plain_state(self.dataset)
+        changed = [name for name, value in self._as_given.items() if state.get(name, value) != value]
+        if changed:
+            name = type(self.dataset).__name__
+            raise DataError(
+                f"{name} changes its attribute {changed[0]!r} when it is iterated over, so its samples may depend on "
+                "how often it was read, which differs with the number of processes and after a resume. Give it a "
+                f"method set_epoch(epoch), which is called before each epoch, and set {changed[0]!r} there."
+            )
+
+
+def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
+    """Numbers, texts and states of random generators in the attributes of an object, and of the objects in them."""
+    found: dict[str, Any] = {}
+    for name, value in _attributes(part):
+        if isinstance(value, bool | int | float | str):
+            found[name] = value
+        elif isinstance(value, random.Random):
+            found[name] = value.getstate()
+        elif isinstance(value, np.random.Generator):
+            found[name] = str(value.bit_generator.state)
+        elif isinstance(value, np.random.RandomState):
+            found[name] = str(value.get_state())
+        elif isinstance(value, torch.Generator):
+            found[name] = value.get_state().tolist()
+        elif depth:
+            found |= {f"{name}.{inner}": each for inner, each in plain_state(value, depth - 1).items()}
+    return found
+
+
+def _attributes(part: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(
+        part, list | tuple
+    ):  # of objects: the stages of a pipeline; of files there may be very many
+        return [(str(place), value) for place, value in enumerate(part[:100]) if hasattr(value, "__dict__")]
+    if isinstance(part, dict):
+        return [(str(name), value) for name, value in list(part.items())[:100] if hasattr(value, "__dict__")]
+    if isinstance(part, type | ModuleType | torch.Tensor | np.ndarray):
+        return ()
+    return list(getattr(part, "__dict__", {}).items())
 
 
 class Indexed(Dataset[Any]):

@@ -309,9 +309,11 @@ class SampleReader:
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
         """Reads samples twice under the same keys; see ``require_repeatable``."""
-        if self._read == self._read_tensors or type(self._dataset).__module__.startswith("lockstep."):
+        begins_anew = getattr(self._dataset, "begins_anew", False)
+        is_known = type(self._dataset).__module__.startswith("lockstep.") and not begins_anew
+        if self._read == self._read_tensors or is_known:
             return
-        parts = [keys]
+        parts = [replace(keys, indices=np.array([0])) if begins_anew else keys]
         if self._read == self._read_each:
             parts = [replace(keys, indices=keys.indices[n : n + 1]) for n in range(len(keys.indices))]
         for part in parts:
