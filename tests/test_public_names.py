@@ -211,7 +211,7 @@ COMMANDS = {
     "train": """job --data --devices --strategy --mesh --precision --epochs --per-device-batch --threads
 --portable --resume
 --set --restarts --restart-world --debug-rank --debug-port --nnodes --node-rank --master --interface --token-file
---start-limit --rendezvous --profile --dry-run""",
+--start-limit --rendezvous --profile --ray --dry-run""",
     "run": """--devices --threads --portable --logs --grace --stall-limit --restarts --restart-world --debug-rank
 --debug-port
 --nnodes --node-rank --master --interface --token-file --start-limit --rendezvous --profile script arguments""",

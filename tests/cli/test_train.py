@@ -2,13 +2,14 @@
 
 import argparse
 import shlex
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from lockstep.cli import shared_options, train
+from lockstep.cli import main, shared_options, train
 from lockstep.config.job_file import BUILT_IN_JOBS, load_job, parse_set
 from lockstep.job import JobConfig
 from lockstep.job.run_folder import one_recipe
@@ -237,3 +238,29 @@ def test_the_proof_asks_for_no_gpu_that_the_host_has_not(monkeypatch, gpus, rank
     arguments = argparse.Namespace(job="digits", set=[], portable=False, **given)
     found = train.proof(load_job("digits", [parse_set("run.devices=auto")]), arguments, ranks, "cuda")
     assert found == f"lockstep train digits {place}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--devices", "cpu:2"), "--devices cpu:2 was given with --ray. Give a number of workers, such as 4"),
+        (("--devices", "0"), "--devices 0 was given with --ray."),
+        (("--devices", "1-9"), "micro_batches=8"),
+        (("--nnodes", "2"), "--nnodes was given with --ray, which has none."),
+        (("--profile",), "--profile was given with --ray"),
+        (("--set", "run.directory=s3://bucket/runs"), "Give the run a name: --set run.name=NAME."),
+        (("--epochs", "0"), "training.epochs"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused_before_it_starts(capsys, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "digits", *words, "--ray"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_ray_the_package_to_install_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["train", "digits", "--devices", "1-4", "--ray", "10.0.0.1:6379"]) == 2
+    assert "pip install 'lockstep-train[ray]'" in capsys.readouterr().err

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import re
 import shlex
 import tomllib
 from collections.abc import Sequence
@@ -95,11 +97,20 @@ def add_arguments(parser: Parser) -> None:
     add_host_arguments(parser)
     add_rendezvous_argument(parser)
     add_profile_argument(parser)
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="train on the workers of a Ray cluster, --devices N or 1-N of them; without ADDRESS on a new one here",
+    )
     add_options(parser, ("--dry-run", "", False, "print what would run, and exit"))
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Runs the command and returns the exit status."""
+    if arguments.ray is not None:
+        return _train_on_ray(arguments)
     world = take_rendezvous(arguments, take_nodes(arguments, World.from_environment()))
     is_one_command = world.launcher == "python" and arguments.nnodes in (None, 1)
     config = load_job(arguments.job, overrides(arguments), devices_are_all=is_one_command)
@@ -155,6 +166,52 @@ def overrides(arguments: argparse.Namespace) -> list[Override]:
     if getattr(arguments, "portable", False):
         found.append(Override(path=("training", "portable"), value=True, origin="--portable"))
     return found
+
+
+_WORKERS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
+_NOT_ON_RAY = (
+    "nnodes",
+    "node_rank",
+    "master",
+    "debug_rank",
+    "rendezvous",
+    "profile",
+    "per_device_batch",
+    "restart_world",
+)
+
+
+def _train_on_ray(arguments: argparse.Namespace) -> int:
+    if given := [name for name in _NOT_ON_RAY if getattr(arguments, name)]:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} was given with --ray, which has none. Leave one of the two out."
+        )
+    asked, arguments.devices = arguments.devices, None
+    config = load_job(arguments.job, overrides(arguments), devices_are_all=False, is_here=not arguments.ray)
+    found = _WORKERS.fullmatch(asked or str(config.run.devices))
+    if found is None:
+        raise ConfigError(
+            f"--devices {asked or config.run.devices} was given with --ray. Give a number of workers, such as 4, or "
+            "the fewest and the most, such as 1-8."
+        )
+    workers = int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))
+    refuse(machine_problems(config, int(found[2] or found[1]), is_here=not arguments.ray))
+    storage, name = config.run.directory if "://" in config.run.directory else "", config.run.name
+    if storage and not name:
+        raise ConfigError(
+            f"run.directory is {config.run.directory}. Give the run a name: --set run.name=NAME."
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "--ray was given, and the package ray is not installed. Install it: pip install 'lockstep-train[ray]'"
+        )
+    if not storage:
+        config = choose_run_folder(config)
+        storage, name = str(run_folder(config).resolve().parent), config.run.name
+    from lockstep.integrations.ray import train_on_cluster  # imports Ray
+
+    print(train_on_cluster(config, arguments.ray, workers, storage, name), flush=True)
+    return EXIT_DONE
 
 
 def _laid_out(config: JobConfig, arguments: argparse.Namespace, devices: Devices, count: int) -> JobConfig:

@@ -106,15 +106,29 @@ def _note_start(run: Run, config: JobConfig, folder: Path, shares: Sequence[Shar
 
 
 def main(payload: Any) -> None:
-    """Trains a job on this rank.
+    """Trains a job on this rank, and prints the report on the main process.
 
     Args:
         payload: ``{"config": JSON of the job, "proof": a command with the same result, "profile": FIRST:COUNT}``.
     """
-    config = JobConfig.from_json(payload["config"])
     world = World.from_environment()
     log_to_terminal(logging.INFO if world.is_main else logging.WARNING)
-    trainer = assemble(config, world, profile=payload["profile"])
+    config = JobConfig.from_json(payload["config"])
+    lines = train(config, world, proof=payload["proof"], profile=payload["profile"])
+    if world.is_main:
+        print(lines, flush=True)
+
+
+def train(config: JobConfig, world: World, *, proof: str = "", profile: str = "") -> str:
+    """Trains a job on this rank; returns the report on the main process, else an empty text. Collective.
+
+    Args:
+        config: the job, whose run folder exists.
+        world: this rank.
+        proof: a command with the same result; empty where there is none.
+        profile: the steps of the timeline, as FIRST:COUNT; empty without one.
+    """
+    trainer = assemble(config, world, profile=profile)
     if world.is_main:
         mention_unused_options(trainer.run.options)
     recorder = record(trainer, config, run_folder(config))
@@ -122,14 +136,13 @@ def main(payload: Any) -> None:
     outcome = trainer.fit()
     if recorder is not None:
         recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
-    if world.is_main:
-        bitwise = (
-            outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
-        )
-        proof = payload["proof"] if bitwise else ""
-        ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
-        write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
-        print(report(outcome, proof), flush=True)
+    if not world.is_main:
+        return ""
+    bitwise = outcome.level is Level.BITWISE and config.training.reduce == "ordered" and one_recipe(starts)
+    proof = proof if bitwise else ""
+    ended = {"fingerprint": outcome.fingerprint, "portable": outcome.is_portable, "proof": proof}
+    write_whole(run_folder(config) / OUTCOME, (json.dumps(ended, indent=1) + "\n").encode())
+    return report(outcome, proof)
 
 
 def report(outcome: TrainingOutcome, proof: str) -> str:
