@@ -27,9 +27,9 @@ from typing import Any
 
 import psutil
 
+from lockstep.core.world import usable_cores
 from lockstep.distributed.network import addresses, chosen, interface_towards
 from lockstep.errors import ConfigError
-from lockstep.launch.options import usable_cores
 from lockstep.launch.runs import find_runs
 from lockstep.text import format_bytes
 

@@ -12,7 +12,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.launch.runs import end_processes, find_runs, has_ended, run_directory, write_note
+from lockstep.launch.runs import end_processes, find_runs, run_directory, write_note
+from lockstep.runtime.process_handle import ProcessHandle
 
 NO_ROOM = SimpleNamespace(f_bavail=10, f_frsize=4096, f_favail=1000, f_files=1000)
 
@@ -155,11 +156,10 @@ def test_the_end_of_a_process_is_seen_with_many_descriptors_open():
         for _ in range(1100):
             stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         with subprocess.Popen(["sleep", "60"]) as child:
-            handle = os.pidfd_open(child.pid)
-            stack.callback(os.close, handle)
-            assert not has_ended(handle, 0.0)
+            handle = stack.enter_context(ProcessHandle(child.pid))
+            assert not handle.has_ended(0.0)
             child.kill()
-            assert has_ended(handle, 5.0)
+            assert handle.has_ended(5.0)
 
 
 @pytest.mark.fault("T7")

@@ -48,6 +48,12 @@ def test_an_armed_child_ends_with_its_parent():
     wait_until(lambda: is_gone(child), 2, "the child to end")
 
 
+def test_a_thread_watches_the_parent_where_the_kernel_does_not():
+    parent, child = start("arm(os.getppid())", before="sys.platform = 'darwin'")
+    end(parent)
+    wait_until(lambda: is_gone(child), 5, "the child to end")
+
+
 def test_children_forked_later_are_armed_by_themselves():
     parent, child = start("pass", before="arm_future_children()")
     end(parent)

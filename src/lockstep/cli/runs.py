@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import time
@@ -27,12 +26,12 @@ from lockstep.launch.runs import (
     choose_run,
     end_processes,
     find_runs,
-    has_ended,
     remove_run_directory,
 )
 from lockstep.launch.stalls import snapshot_lines, take_snapshots
 from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.heartbeat import Membership
+from lockstep.runtime.process_handle import ProcessHandle
 from lockstep.text import format_bytes, format_duration, plural, printable
 
 _RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
@@ -143,17 +142,15 @@ def _refuse_restarts(run: RunOnHost) -> None:
 def _wait_for(run: RunOnHost, limit: float, first: signal.Signals | None = None) -> bool:
     """Waits for the command of a run, after a first signal to it; returns True if it exits within the limit."""
     try:
-        handle = os.pidfd_open(run.supervisor)
+        handle = ProcessHandle(run.supervisor)
     except ProcessLookupError:
         return True
-    try:
+    with handle:
         if not is_running(run.identity):  # its process id is another process's now
             return True
         if first is not None:
-            signal.pidfd_send_signal(handle, first)
-        return has_ended(handle, limit)
-    finally:
-        os.close(handle)
+            handle.send(first)
+        return handle.has_ended(limit)
 
 
 def clean(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from lockstep.cli.shared_options import add_options, add_train_options, require_
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
+from lockstep.core.world import usable_cores
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.explain.chart import png, svg
 from lockstep.scale.measured import Rounds, Row
@@ -86,7 +86,7 @@ def _measure(config: JobConfig, arguments: argparse.Namespace, folder: Path) -> 
     rounds = Rounds(config, arguments.steps, arguments.warm_up, folder)
     rows = rounds.measure(chosen, arguments.rounds, lambda line: print(line, file=sys.stderr))
     machine = Resources(
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         threads=config.run.threads,
         workers=config.data.loader_processes(
             config.run.threads, max((each.devices for each in chosen), default=1)

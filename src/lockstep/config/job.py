@@ -7,7 +7,6 @@ A job file has one table per class below; `JobConfig` only collects them. ``[mod
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -29,6 +28,7 @@ from lockstep.config.options import Recipe, RunOptions, RunSettings
 from lockstep.config.reader import read_table, to_table
 from lockstep.config.strategy_options import OPTIONS, StrategyOptions
 from lockstep.core.lr_schedule import SCHEDULES, Schedule
+from lockstep.core.world import usable_cores
 from lockstep.errors import ConfigError
 
 
@@ -105,7 +105,7 @@ class DataConfig(CheckedOptions):
         """Loader processes of each rank, where ``ranks`` of so many threads share the cores of this process."""
         if isinstance(self.workers, int):
             return self.workers
-        return max(1, min(8, len(os.sched_getaffinity(0)) // ranks - threads))
+        return max(1, min(8, usable_cores() // ranks - threads))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,6 +79,13 @@ def shared_devices() -> tuple[int, ...]:
     return tuple(int(place) for place in os.environ.get(SHARED_DEVICES, "").split(",") if place)
 
 
+def usable_cores() -> int:
+    """Returns the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """The position of one process in the run. ``rank`` is always the global rank."""

@@ -25,13 +25,16 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import psutil
+
 from lockstep.launch.rank_process import RankTask, run_rank
-from lockstep.launch.runs import has_ended
 from lockstep.launch.targets import from_json
 from lockstep.runtime.parent_death import arm, end_leftovers
+from lockstep.runtime.process_handle import ProcessHandle, is_over
 from lockstep.runtime.stop_signals import REASONS, stop_signals_held
 
 _END_LIMIT = 2.0
+_PAUSE = 0.02
 _PROGRAM = "from lockstep.launch.fork_server import main; main()"
 
 
@@ -70,8 +73,7 @@ class ServerProcess:
         self._channel.close()
         if kind is not None or not _ends_within(self._process.pid, _END_LIMIT):
             self.kill()
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status):
+        if _has_failed(self._process.pid):
             # The server is not reaped yet, so its id is still that of its session.
             end_leftovers(self._run_directory, self._process.pid)
         self._process.wait()
@@ -115,13 +117,29 @@ class ServerProcess:
 
 def _ends_within(process: int, seconds: float) -> bool:
     try:
-        handle = os.pidfd_open(process)
+        handle = ProcessHandle(process)
     except OSError:  # no descriptor is left
         return False
-    try:
-        return has_ended(handle, seconds)
-    finally:
-        os.close(handle)
+    with handle:
+        return handle.has_ended(seconds)
+
+
+def _has_failed(process: int) -> bool:
+    """Waits for a child to end and leaves it to be reaped; True, too, where the system does not tell how it ended."""
+    if not hasattr(os, "waitid"):
+        while not is_over(psutil.Process(process)):
+            time.sleep(_PAUSE)
+        return True
+    ended = os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    return ended is not None and (ended.si_code != os.CLD_EXITED or bool(ended.si_status))
+
+
+def _next_ended(processes: Iterable[int]) -> int | None:
+    """The id of a child that has ended and is not reaped; None if there is none."""
+    if not hasattr(os, "waitid"):
+        return next((each for each in processes if is_over(psutil.Process(each))), None)
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if ended is None else ended.si_pid
 
 
 def main() -> None:
@@ -253,13 +271,13 @@ class _Server:
     def _reap(self) -> None:
         """Reports ended ranks, and kills their child processes while their process id cannot be reused."""
         while self._ranks:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
+            process = _next_ended(self._ranks)
+            if process is None:
                 return
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(ended.si_pid, signal.SIGKILL)
-            _, status = os.waitpid(ended.si_pid, 0)
-            rank = self._ranks.pop(ended.si_pid)
+                os.killpg(process, signal.SIGKILL)
+            _, status = os.waitpid(process, 0)
+            rank = self._ranks.pop(process)
             code = os.waitstatus_to_exitcode(status)
             _send(self._channel, {"event": "ended", "rank": rank, "code": code, "time": time.monotonic()})
 

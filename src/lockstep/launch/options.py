@@ -26,7 +26,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep.config.checks import device_request
-from lockstep.core.world import DEBUG_RANK, LOOPBACK, PORTABLE_ENVIRONMENT, SHARED_DEVICES, HostLayout
+from lockstep.core.world import (
+    DEBUG_RANK,
+    LOOPBACK,
+    PORTABLE_ENVIRONMENT,
+    SHARED_DEVICES,
+    HostLayout,
+    usable_cores,
+)
 from lockstep.errors import ConfigError, nearest
 
 _MOST_CPU_RANKS = 8
@@ -125,13 +132,6 @@ def _count_listed(environment: Mapping[str, str]) -> int:
         listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_LIST_SECONDS).stdout
         return sum(line.startswith("GPU ") for line in listed.splitlines())
     return 0
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _found(gpus: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ removed with the run. If the launcher was killed, its lock is free, and the user
 once no process of the run is left.
 
 A process belongs to a run if its environment has the run's id; names and command lines are ignored. It is signalled
-through a pidfd that was opened before the environment was read, so a reused process id is never signalled.
+through a handle that was opened before the environment was read, so a reused process id is never signalled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import shutil
 import signal
 import tempfile
@@ -32,6 +31,7 @@ from lockstep.runtime.error_record import ErrorPage
 from lockstep.runtime.heartbeat import SIZE, Beat, heartbeat_file, read_beat
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import has_processes
+from lockstep.runtime.process_handle import ProcessHandle
 from lockstep.text import format_bytes, printable
 
 _PREFIX = "lockstep-run-"
@@ -238,14 +238,14 @@ def end_processes(run: RunOnHost, *, within: float = 3.0) -> int:
         found = []
         for pid, handle in _handles(run.run_id, _all_pids()):  # one at a time: few may be open
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, number)
-            os.close(handle)
+                handle.send(number)
+            handle.close()
             found.append(pid)
         ended.update(found)
         deadline = time.monotonic() + within
         for _, handle in _handles(run.run_id, found):
-            has_ended(handle, max(0.0, deadline - time.monotonic()))
-            os.close(handle)
+            handle.has_ended(max(0.0, deadline - time.monotonic()))
+            handle.close()
     return len(ended)
 
 
@@ -253,12 +253,12 @@ def signal_process(run: RunOnHost, pid: int, number: int) -> bool:
     """Sends a signal to one process of a run; returns False if it has ended or is not of the run."""
     for _, handle in _handles(run.run_id, [pid]):
         try:
-            signal.pidfd_send_signal(handle, number)
+            handle.send(number)
             return True
         except ProcessLookupError:
             return False
         finally:
-            os.close(handle)
+            handle.close()
     return False
 
 
@@ -317,11 +317,11 @@ def _without_descriptors(error: OSError) -> ConfigError:
     )
 
 
-def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields process id and pidfd of those processes that belong to a run; the caller closes the pidfds."""
+def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, ProcessHandle]]:
+    """Yields those processes that belong to a run, with their ids; the caller closes the handles."""
     for pid in pids:
         try:
-            handle = os.pidfd_open(pid)
+            handle = ProcessHandle(pid)
         except ProcessLookupError:
             continue
         except OSError as error:
@@ -329,11 +329,4 @@ def _handles(run_id: str, pids: Sequence[int]) -> Iterator[tuple[int, int]]:
         if pid != os.getpid() and _process_of(run_id, pid) is not None:
             yield pid, handle
         else:
-            os.close(handle)
-
-
-def has_ended(handle: int, within: float) -> bool:
-    """Waits at most ``within`` seconds for the process of a pidfd; returns True if it has ended."""
-    poll = select.poll()  # select takes no descriptor above 1023
-    poll.register(handle, select.POLLIN)
-    return bool(poll.poll(1000 * within))
+            handle.close()

@@ -40,7 +40,7 @@ from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import log_file, result_file
 from lockstep.runtime.output import TERMINAL_LOG, lasting_stderr, say
 from lockstep.runtime.parent_death import end_leftovers
-from lockstep.runtime.stop_signals import SignalInbox
+from lockstep.runtime.stop_signals import SignalInbox, nonblocking_pipe
 from lockstep.text import printable
 
 _OF_RUN = ".lockstep"
@@ -209,7 +209,7 @@ def _outcome(watch: Watch, control: Control, directory: Path, logs: Path) -> Wor
 
 @contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    reader, writer = nonblocking_pipe()
     try:
         yield reader, writer
     finally:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import fold
+from lockstep.core.world import usable_cores
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import StallError
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
@@ -59,7 +60,7 @@ class _TimeSpec(ctypes.Structure):
 
 def is_available() -> bool:
     """Returns whether this machine has the system call, and makes stores visible in the order they were made."""
-    return platform.system() == "Linux" and platform.machine() in _SYSCALL
+    return platform.system() == "Linux" and hasattr(os, "memfd_create") and platform.machine() in _SYSCALL
 
 
 class Word:
@@ -175,7 +176,7 @@ class SharedMemoryReducer(Reducer):
         self._layout = NodeLayout(0, ())
         self._started = self._folded = 0
         self._steps = 0
-        self._stay_awake = self._ranks * torch.get_num_threads() <= len(os.sched_getaffinity(0))
+        self._stay_awake = self._ranks * torch.get_num_threads() <= usable_cores()
         self._before = 0
 
     def allocate(self, buckets: list[BucketShape], header: int, leaves: int) -> None:

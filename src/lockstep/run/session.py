@@ -189,6 +189,13 @@ def _explain(
 def _choose_device(world: World, devices: int) -> torch.device:
     """The first CUDA device of this local rank where there is one, else the CPU."""
     if not torch.cuda.is_available():
+        other = torch.accelerator.current_accelerator(check_available=True)
+        if other is not None and world.is_main:
+            logger.warning(
+                "This host has a device of type %s, which Lockstep does not use yet: it trains on the CPU. NVIDIA GPUs "
+                "are supported.",
+                other.type,
+            )
         return torch.device("cpu")
     count = torch.cuda.device_count()
     number = world.local_rank * devices

@@ -18,8 +18,8 @@ def map_file(path: Path, size: int) -> mmap.mmap:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if os.fstat(descriptor).st_size < size:
-            os.posix_fallocate(descriptor, 0, size)
+        while (held := os.fstat(descriptor).st_size) < size:  # where room is short, a part is written first
+            os.pwrite(descriptor, bytes(size - held), held)
         return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +21,17 @@ from pathlib import Path
 import psutil
 
 from lockstep.core.world import World
+from lockstep.runtime.process_handle import ProcessHandle, is_over
 
 _PR_SET_PDEATHSIG = 1
 _PASSES = 3
+_PAUSE = 0.5
 _MPI_FORKS_IN_THREADS = 32
 """With so many ranks on a host Open MPI forks them in threads (``odls_base_cutoff``), which end before the ranks."""
 
 
 def arm(expected_parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Asks the kernel to send a signal to this process when ``expected_parent`` ends.
+    """Asks the kernel, or a thread where it is not Linux, for a signal to this process when ``expected_parent`` ends.
 
     If the parent has ended before this call, the process ends at once, because the signal would never come.
     """
@@ -37,8 +40,17 @@ def arm(expected_parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
             code = ctypes.get_errno()
             raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    else:
+        threading.Thread(target=_watch_parent, args=(expected_parent, number), daemon=True).start()
     if os.getppid() != expected_parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_parent(expected_parent: int, number: signal.Signals) -> None:
+    """Sends the signal to this process once its parent has ended: the kernel does that on Linux alone."""
+    while os.getppid() == expected_parent:
+        time.sleep(_PAUSE)
+    os.kill(os.getpid(), number)
 
 
 def end_leftovers(run_directory: str, session: int = 0) -> None:
@@ -50,43 +62,42 @@ def end_leftovers(run_directory: str, session: int = 0) -> None:
     """
     if not Path(run_directory).is_absolute():
         raise ValueError(f"the run directory is {run_directory!r}, not a path from the root")
-    mark = os.fsencode(f"LOCKSTEP_RUN_DIRECTORY={run_directory}")
     for _ in range(_PASSES):  # a process may have been forked while the others were looked at
         found = []
         with suppress(OSError):  # no descriptor is left, so nobody can be looked at
-            found = list(_belonging(mark, session))
+            found = list(_belonging(run_directory, session))
         for handle in found:
             with suppress(OSError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
+                handle.send(signal.SIGKILL)
+            handle.close()
         if not found:
             return
 
 
 def has_processes(run_directory: str) -> bool:
     """True if a process has the run directory in its environment."""
-    found = list(_belonging(os.fsencode(f"LOCKSTEP_RUN_DIRECTORY={run_directory}"), 0))
+    found = list(_belonging(run_directory, 0))
     for handle in found:
-        os.close(handle)
+        handle.close()
     return bool(found)
 
 
-def _belonging(mark: bytes, session: int) -> Iterator[int]:
-    """Yields a pidfd, to be closed by the caller, of each process with this mark or session that has not ended."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) in (os.getpid(), session):
+def _belonging(run_directory: str, session: int) -> Iterator[ProcessHandle]:
+    """Yields the processes of this run directory or session that have not ended; the caller closes the handles."""
+    for pid in psutil.pids():
+        if pid in (os.getpid(), session):
             continue
         try:
-            handle = os.pidfd_open(int(entry.name))
-        except OSError:
+            handle = ProcessHandle(pid)
+        except ProcessLookupError:
             continue
-        with suppress(OSError):
-            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            is_marked = mark in (entry / "environ").read_bytes().split(b"\0")
-            if state not in "ZX" and (is_marked or 0 < session == int(its_session)):
+        with suppress(OSError, psutil.Error):
+            process = psutil.Process(pid)
+            is_marked = process.environ().get("LOCKSTEP_RUN_DIRECTORY") == run_directory
+            if (is_marked or 0 < session == os.getsid(pid)) and not is_over(process):
                 yield handle
                 continue
-        os.close(handle)
+        handle.close()
 
 
 def tie_to_launcher(world: World) -> None:

@@ -117,6 +117,14 @@ def stop_signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def nonblocking_pipe() -> tuple[int, int]:
+    """Returns the reading and the writing end of a pipe that never blocks, and that started programs do not inherit."""
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
 class SignalInbox:
     """Collects the stop signals while open, and restores the former handlers when closed.
 
@@ -127,7 +135,7 @@ class SignalInbox:
     def __init__(self) -> None:
         self._taken: list[signal.Signals] = []
         self._former: dict[signal.Signals, Any] = {}
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._reader, self._writer = nonblocking_pipe()
         self._former_wakeup = -1
 
     def __enter__(self) -> SignalInbox:
