@@ -19,11 +19,12 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
+from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.data import Digits
 from lockstep.integrations.ray import LockstepTrainer
-from lockstep.models import digits_net
+from lockstep.models import digits_net, resnet18
 
 MEMORY = 80 << 20
 SETTINGS = ["log.progress=false", "log.tensorboard=false"]
@@ -149,6 +150,24 @@ def own_loop(config):
     return run.fingerprint()
 
 
+def resnet_loop(config):
+    """A small ResNet with BatchNorm and momentum on random images, saved every two steps."""
+    run = lockstep.init(global_batch=32, micro_batches=8, seed=0, **config)
+    model = resnet18(num_classes=4, small_images=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = run.prepare(model, optimizer)
+    draw = torch.Generator().manual_seed(0)
+    images, classes = torch.randn(320, 3, 8, 8, generator=draw), torch.arange(320) % 4
+    for _ in run.epochs(3):
+        for batch in run.batches(TensorDataset(images, classes)):
+            run.backward(batch, torch.nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.position.step % 2 == 1:
+                run.save()
+    return run.fingerprint()
+
+
 def function(folder, workers):
     """A function instead of a job."""
     nodes = Nodes(int(workers))
@@ -188,19 +207,21 @@ def drained(folder, _):
 
 
 def schedules(folder, seeds):
-    """Random schedules of nodes that come and are killed, each on a run of its own; ``seeds`` is FIRST:COUNT."""
-    first, count = map(int, seeds.split(":"))
+    """Random schedules of nodes that come and are killed, a run each; ``seeds`` is FIRST:COUNT, or with :resnet."""
+    first, count, *model = seeds.split(":")
+    first, count = int(first), int(count)
     nodes = Nodes(2)
     for seed in range(first, first + count):
         draw = random.Random(seed)
         settings = ["training.epochs=8", "checkpoint.every_steps=2"]
-        going = fit("digits", folder, (1, 4), name=f"run-{seed}", settings=settings)
-        changes, step = [], draw.randrange(2, 12)
+        job, most = (resnet_loop, 6) if model else ("digits", 24)
+        going = fit(job, folder, (1, 4), name=f"run-{seed}", settings=settings)
+        changes, step = [], draw.randrange(2, most // 2)
         while going.wait_for(step) and len(changes) < 4:
             add = not nodes.others or (len(nodes.others) < 3 and draw.random() < 0.5)
             changes.append(("add" if add else "kill", round(time.monotonic() - going.began, 2), going.look()))
             nodes.add() if add else nodes.kill()
-            step = going.look() + draw.randrange(2, 24)
+            step = going.look() + draw.randrange(2, most)
         ended = going.end()
         yield {**ended, "seed": seed, "changes": changes, "saved": sorted(going.saved.items())}
     nodes.close()

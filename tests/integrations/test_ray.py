@@ -6,8 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
+import psutil
 import pytest
+from tests.launch.hosts.network import TwoHostNetwork
+from tests.launch.hosts.network import missing as no_namespaces
 from tests.printed import fingerprint
 
 ray = pytest.importorskip("ray", reason="needs pip install 'ray[train]'")
@@ -91,10 +96,49 @@ def test_the_command_trains_on_a_cluster_of_its_own_and_the_run_folder_is_an_ord
     done = subprocess.run([*words, *options], capture_output=True, text=True, env={**os.environ, **QUICK})
     assert done.returncode == 0, done.stderr[-4000:]
     assert fingerprint(done.stdout) == alone(2)
-    resumed = ["--resume", "auto", "--devices", "cpu:1", "--set", f"run.directory={tmp_path}"]
-    words = [sys.executable, "-m", "lockstep", "train", "digits", "--epochs", "3", *resumed]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert fingerprint(done.stdout) == alone(3), "without Ray it goes on where Ray has ended"
+    replay = [sys.executable, "-m", "lockstep", "replay", f"{tmp_path}/digits-001", "--step", "12"]
+    done = subprocess.run(replay, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "matches: the gradient has the bits that were recorded" in done.stdout
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """A cluster of two nodes with networks of their own; gives the words a command on the first begins with."""
+    if reason := no_namespaces():
+        pytest.skip(reason)
+    environment = {**os.environ, **QUICK, "RAY_USAGE_STATS_ENABLED": "0", "OF_TEST": str(tmp_path)}
+    places = (["--head", "--port=6379", "--include-dashboard=false"], ["--address=10.77.0.1:6379"])
+    environment["RAY_TMPDIR"] = str(tmp_path)
+    ray_command = str(Path(sys.executable).with_name("ray"))
+    with TwoHostNetwork(tmp_path) as network, ExitStack() as stack:
+        stack.callback(end_all, str(tmp_path))
+        for prefix, address, place in zip(network.prefixes, network.addresses, places, strict=True):
+            words = [ray_command, "start", "--num-cpus=1", f"--node-ip-address={address}", *place]
+            subprocess.run([*prefix, *words], env=environment, check=True)
+        yield network, environment
+
+
+def end_all(mark):
+    """Kills the processes of a cluster: those whose environment has the mark."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("OF_TEST") == mark:
+                process.kill()
+                process.wait(10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_workers_on_two_hosts_have_the_fingerprint_of_one_process(two_nodes, alone, tmp_path):
+    network, environment = two_nodes
+    words = [sys.executable, "-m", "lockstep", "train", "digits", "--epochs", "2", "--ray", "10.77.0.1:6379"]
+    options = ["--devices", "2", "--set", f"run.directory={tmp_path}/runs", "--set", "log.progress=false"]
+    command = [*network.prefixes[0], *words, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert fingerprint(done.stdout) == alone(2)
+    assert min(network.bytes_sent()) > 1e6, "gradients go over the cable"
 
 
 @pytest.mark.slow

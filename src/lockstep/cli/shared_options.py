@@ -30,6 +30,7 @@ from lockstep.launch.hosts import HostOptions, Joined, join_hosts, read_token
 from lockstep.launch.options import Devices
 from lockstep.profile.trace import DEFAULT, ProfileWindow
 from lockstep.runtime.output import say
+from lockstep.runtime.stop_signals import stop_signals_raise
 from lockstep.text import plural, printable
 
 if TYPE_CHECKING:
@@ -233,7 +234,8 @@ def _take_variables_of_torchrun(arguments: argparse.Namespace, variables: Mappin
             "--node-rank and --master."
         )
     address, port = variables["PET_MASTER_ADDR"], variables.get("PET_MASTER_PORT", "29500")
-    _wait_for_name(address, arguments.start_limit)
+    with stop_signals_raise():
+        _wait_for_name(address, arguments.start_limit)
     arguments.nnodes, arguments.node_rank = int(nodes), int(variables["PET_NODE_RANK"])
     arguments.master = f"{address}:{port}"
     if arguments.devices in (None, "auto") and variables.get("PET_NPROC_PER_NODE", "").isdecimal():
@@ -353,7 +355,10 @@ def joined_hosts(
         yield None
         return
     common = common_settings(devices.kind, settings)
-    with join_hosts(hosts, ranks=devices.count, settings=common, decide=decide) as joined:
+    with (
+        stop_signals_raise(),
+        join_hosts(hosts, ranks=devices.count, settings=common, decide=decide) as joined,
+    ):
         yield joined
 
 

@@ -459,5 +459,5 @@ def _resume_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
 @_rule(JOB_RULES, "a run never writes over another", "run.name")
 def _run_folder_is_free(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     folder = Path(job.run.directory).expanduser() / job.run.name
-    if job.run.name and not job.checkpoint.resume and folder.exists():
+    if machine.is_here and job.run.name and not job.checkpoint.resume and folder.exists():
         yield f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume."

@@ -358,4 +358,4 @@ class LockstepBackend(Backend):  # type: ignore[misc]
         from lockstep.integrations import ray_worker  # imports torch
 
         with suppress(GetTimeoutError):
-            ray.get(worker_group.execute_async(ray_worker.remove_folders), timeout=_ANSWER_WITHIN)
+            ray.get(worker_group.execute_async(ray_worker.remove_run_directory), timeout=_ANSWER_WITHIN)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lockstep.config.job import JobConfig
 from lockstep.config.options import RunOptions
 from lockstep.core.world import World
 from lockstep.distributed.authentication import write_rank_key
+from lockstep.errors import ConfigError
 from lockstep.job.rank import OUTCOME, train
 from lockstep.launch.hosts.coordinator import SharedStall
 from lockstep.launch.runs import run_directory, write_note
@@ -71,10 +73,10 @@ def run_worker(function: Callable[..., Any], arguments: Callable[[RunPlace], tup
     heartbeat = Heartbeat.open(world)
     serve_stack_dumps(world)
     heartbeat.mark("start")
-    place = None
     try:
         with ExitStack() as stack:
             place = stack.enter_context(_run_place())
+            stack.push(partial(_write_record, place, world, heartbeat))
             reports = _Reports(place)
             stack.enter_context(observe_new_runs(reports, options=place.options))
             stack.enter_context(_drains_noticed(heartbeat.control))
@@ -87,19 +89,24 @@ def run_worker(function: Callable[..., Any], arguments: Callable[[RunPlace], tup
         _wait_until_reported()
         raise WorkerFailure(None, int(stop.reason)) from stop
     except Exception as error:
-        record = record_of(error, rank=world.rank, beat=heartbeat.last)
-        record = dataclasses.replace(record, time=time.time())  # of any host
-        if place is not None:
-            with suppress(OSError):
-                _write(record, place)
-        raise WorkerFailure(dataclasses.asdict(record)) from error
+        raise WorkerFailure(dataclasses.asdict(_record(error, world, heartbeat))) from error
 
 
-def _write(record: ErrorRecord, place: RunPlace) -> None:
-    folder = place.folder / RANKS
-    folder.mkdir(exist_ok=True)
-    write_record(folder, record)
-    place.publish(folder)
+def _record(error: Exception, world: World, heartbeat: Heartbeat) -> ErrorRecord:
+    """Its time is one that can be compared between hosts."""
+    return dataclasses.replace(record_of(error, rank=world.rank, beat=heartbeat.last), time=time.time())
+
+
+def _write_record(
+    place: RunPlace, world: World, heartbeat: Heartbeat, kind: Any, error: BaseException | None, trace: Any
+) -> None:
+    """Writes the error that ends a worker, if one does, while its run folder is there."""
+    if isinstance(error, Exception):
+        folder = place.folder / RANKS
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            write_record(folder, _record(error, world, heartbeat))
+            place.publish(folder)
 
 
 @stack_marker(Mark.RUNS_TARGET)
@@ -163,13 +170,16 @@ def _run_place() -> Iterator[RunPlace]:
         return
     found = get_checkpoint()
     with found.as_directory() if found is not None else nullcontext("") as resume:
-        folder = _temporary_folder(os.environ["LOCKSTEP_RUN_ID"])
-        yield RunPlace(folder, resume, storage, is_shared=False)
-
-
-def _temporary_folder(run_id: str) -> Path:
-    """The folder of a run on each node, which has one path, because the options of all ranks must be equal."""
-    return Path(tempfile.gettempdir(), f"lockstep-ray-{run_id}")
+        # One path on every node, because the options of all ranks must be equal.
+        folder = Path(tempfile.gettempdir(), f"lockstep-ray-{os.environ['LOCKSTEP_RUN_ID']}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid != os.getuid():
+            raise ConfigError(f"The folder {folder} belongs to another user. Start the run again.")
+        try:
+            yield RunPlace(folder, resume, storage, is_shared=False)
+        finally:
+            if os.environ["LOCAL_RANK"] == "0":
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Reports(Callback):
@@ -256,17 +266,14 @@ def free_address() -> str:
 
 
 _kept: list[ExitStack] = []
-"""The folders that this process has made for its node."""
+"""The run directory that this process has made for its node."""
 
 
 def make_run_directory(ranks: range, run_id: str, token: bytes) -> str:
-    """Makes the run directory of this worker's node, for these ranks, and its temporary folder; returns the first."""
+    """Makes the run directory of this worker's node, for these ranks; returns its path."""
     opened = ExitStack()
     _kept.append(opened)
     directory = opened.enter_context(run_directory(ranks=ranks))
-    temporary = _temporary_folder(run_id)
-    temporary.mkdir(mode=0o700)  # raises if somebody else has made it
-    opened.callback(shutil.rmtree, temporary, ignore_errors=True)
     write_rank_key(directory, token, run_id)
     write_note(directory, run_id, ["ray"], directory, ranks.stop)
     return str(directory)
@@ -277,8 +284,8 @@ def take_place(variables: dict[str, Any]) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
-def remove_folders() -> None:
-    """Removes the folders that this process has made for its node."""
+def remove_run_directory() -> None:
+    """Removes the run directory, in the process that has made it."""
     while _kept:
         _kept.pop().close()
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from lockstep.runtime.control import Control, StopReason
+from lockstep.runtime.control import Control, Stopped, StopReason
 
 REASONS = {
     signal.SIGINT: StopReason.INTERRUPTED,
@@ -105,6 +105,29 @@ def _keep_from_children(former: Mapping[signal.Signals, Any]) -> None:
         release()
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
+
+
+@contextmanager
+def stop_signals_raise() -> Iterator[None]:
+    """Raises ``Stopped`` for a stop signal, in the main thread, for the ``with`` block, in which no rank runs yet.
+
+    The first process of a container ends by no signal that it does not handle.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(REASONS[signal.Signals(number)])
+
+    former: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.getsignal(number) for number in REASONS if number != signal.SIGINT}
+    handled = {number: old for number, old in former.items() if old is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -32,6 +32,16 @@ def test_a_host_that_does_not_come_is_named(two_hosts, script):
     )
 
 
+@pytest.mark.fault("P5")
+def test_a_host_that_waits_for_others_ends_when_it_is_preempted(two_hosts, script):
+    """Ended by the signal before, and not at all as the first process of a container."""
+    begin(two_hosts, 0, script, "--start-limit", "60")
+    wait_until(lambda: "waiting for 1 other host" in two_hosts[0].stderr, 30, "the first line")
+    two_hosts[0].signal(signal.SIGTERM)
+    assert two_hosts[0].end()[0] == 75
+    assert two_hosts[0].seconds < 10
+
+
 @pytest.mark.slow
 @pytest.mark.fault("S1", "N5")
 def test_every_host_that_came_hears_who_is_missing(tmp_path, two_hosts, script):
