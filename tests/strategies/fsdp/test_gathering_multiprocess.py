@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
+from torch.distributed._composable import checkpoint as recomputed
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -84,6 +85,19 @@ class Recomputed(Model):
         return checkpoint(
             lambda value: self.blocks[0](torch.sigmoid(self.blocks[2](value))), x, use_reentrant=False
         )
+
+
+class RecomputedByHooks(Model):
+    """Modules that torch recomputes by their hooks, as checkpoint_activations asks for: leaves and a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Sequential(linear(), nn.Tanh(), linear())
+        for module in (self.start, self.norm, self.inner, *self.blocks):
+            recomputed(module)
+
+    def between(self, x, _):
+        return self.blocks[0](self.inner(self.norm(self.blocks[1](x))) * x)
 
 
 class Conditioned(nn.Module):
@@ -193,6 +207,7 @@ MODELS = [
     Dropped,
     UsedBoth,
     Recomputed,
+    RecomputedByHooks,
     Dictionaries,
     Hooked,
     Types,
@@ -260,7 +275,7 @@ def train_all(world, strategy, names):
     return found
 
 
-QUICK = ["CalledThrice", "Experts", "Recomputed", "Types"]
+QUICK = ["CalledThrice", "Experts", "Recomputed", "RecomputedByHooks", "Types"]
 
 
 @pytest.mark.parametrize(

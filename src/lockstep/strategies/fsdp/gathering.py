@@ -184,32 +184,47 @@ class Gathering:
             )
             return args, kwargs
 
+        covers: list[saved_tensors_hooks | None] = []
+
+        def cover(module: nn.Module, args: Any) -> None:
+            covers.append(self._packing(block))
+
+        def uncover(module: nn.Module, args: Any, output: Any) -> None:
+            if covers and (context := covers.pop()) is not None:
+                context.__exit__()
+
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             aliases = not is_inner and any(self._is_of_parameter(each) for each in tree_leaves(output))
             apart = tree_map_only(Tensor, self._apart, output) if aliases else None
             self._leave(block)
             return apart
 
+        # torch's checkpoint(module), which was there before, begins to save tensors in a hook of its own between these.
         module.register_forward_pre_hook(OwnHook(enter), prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(OwnHook(cover))
+        module.register_forward_hook(OwnHook(uncover), prepend=True, always_call=True)
         module.register_forward_hook(OwnHook(leave), always_call=True)
 
     def _enter(self, block: ShardedBlock) -> None:
-        context = None
-        if torch.is_grad_enabled():
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            if outer is None or not (isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address):
-                if (
-                    reason := torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-                ) is not None:
-                    raise ConfigError(
-                        f"Strategy 'fsdp' frees parameters between forward and backward with saved_tensors_hooks, and "
-                        f"they are disabled around {block.name or 'the model'!r} ({reason}), as torch.func.grad and "
-                        "disable_saved_tensors_hooks do. Use strategy 'ddp', or leave that out."
-                    )
-                context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
-                context.__enter__()
-        self._entered.append((block, context))
+        self._entered.append((block, self._packing(block)))
         self.need(block)
+
+    def _packing(self, block: ShardedBlock) -> saved_tensors_hooks | None:
+        """Begins to pack parameters that are saved for backward, unless the innermost hooks do; None then."""
+        if not torch.is_grad_enabled():
+            return None
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and isinstance(outer[0], _Pack) and outer[0].blocks is self._by_address:
+            return None
+        if (reason := torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()) is not None:
+            raise ConfigError(
+                f"Strategy 'fsdp' frees parameters between forward and backward with saved_tensors_hooks, and "
+                f"they are disabled around {block.name or 'the model'!r} ({reason}), as torch.func.grad and "
+                "disable_saved_tensors_hooks do. Use strategy 'ddp', or leave that out."
+            )
+        context = saved_tensors_hooks(_Pack(self._by_address, outer), _Unpack(self.need, outer))
+        context.__enter__()
+        return context
 
     def _leave(self, block: ShardedBlock) -> None:
         _, context = self._entered.pop()
