@@ -208,6 +208,9 @@ def test_workers_of_a_portable_job_have_its_variables_before_torch():
     trainer = LockstepTrainer("digits", run_config=given)
     variables = trainer.run_config.worker_runtime_env["env_vars"]
     assert variables["OWN"] == "1" and variables["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    trainer = LockstepTrainer(print, portable=True, run_config=RunConfig())
+    assert "ONEDNN_MAX_CPU_ISA" in trainer.run_config.worker_runtime_env["env_vars"]
+    assert not LockstepTrainer(print, run_config=RunConfig()).run_config.worker_runtime_env
 
 
 def test_a_range_of_workers_restarts_after_losses_without_limit():

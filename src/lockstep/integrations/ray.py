@@ -62,6 +62,8 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
         run_config: of Ray. With a range of workers, losses restart the run without limit unless ``FailureConfig`` has
             one.
         threads: CPU threads of each worker; part of the recipe. A job has its own setting.
+        portable: gives the workers of a function the environment that ``lockstep.init(portable=True)`` needs. A job has
+            its own setting.
         stall_limit: seconds without progress after which a run that waits for a rank is ended; 0: never. A job has its
             own setting.
 
@@ -78,6 +80,7 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         threads: int = 1,
+        portable: bool = False,
         stall_limit: float = 60.0,
     ) -> None:
         scaling, run_config = scaling_config or ScalingConfig(), run_config or RunConfig()
@@ -89,9 +92,10 @@ class LockstepTrainer(DataParallelTrainer):  # type: ignore[misc]  # Ray has no 
             for count in {scaling.min_workers, scaling.max_workers}:
                 refuse(machine_problems(config, count, is_here=False))
             threads, stall_limit = config.run.threads, config.run.stall_limit
+            portable = bool(config.training.portable)
             loop = partial(_train_job, config.to_json())
-            if config.training.portable:
-                _add_environment(run_config, PORTABLE_ENVIRONMENT)
+        if portable:
+            _add_environment(run_config, PORTABLE_ENVIRONMENT)
         if scaling.elasticity_enabled and run_config.failure_config.max_failures == 0:
             run_config.failure_config = dataclasses.replace(run_config.failure_config, max_failures=-1)
         self._stall_limit = stall_limit
