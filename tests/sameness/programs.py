@@ -21,11 +21,8 @@ from tests.sameness.drawing import SINGLE, draw, layouts, plain, text_of
 from tests.sameness.parts import BLOCKS
 from tests.sameness.trials import Worlds, folder_of, run_trial, script
 
-OPEN = frozenset({"again", "optimizer_state"})
-"""Parts whose programs are known to end otherwise in some layouts; the tests leave them out.
-
-Under ``fsdp``, a process may be aborted where the loss calls the model again (``again`` in seed 40083, on 2 ranks).
-"""
+OPEN = frozenset({"optimizer_state"})
+"""Parts whose programs are known to end otherwise in some layouts; the tests leave them out."""
 CLOSE = 2e-2
 """How far losses of layouts at level B may be apart, relative."""
 

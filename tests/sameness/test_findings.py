@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from tests.sameness.drawing import SINGLE, plain_program, text_of
-from tests.sameness.programs import judge
+from tests.sameness.programs import compare, judge
 from tests.sameness.trials import Layout, run_trial
 
 FSDP = Layout("fsdp 2", 2, {"strategy": "fsdp"})
@@ -141,3 +141,38 @@ def test_a_loss_that_is_another_one_on_each_rank_is_refused(factor, said):
     text = text_of(plain_program()).replace("(out, target)", f"(out, target) * {factor}")
     ended = run_trial(text.replace("def loss_fn", "weights = torch.rand(C)\ndef loss_fn"), [DDP])
     assert ended.how == "refused" and said in ended.message, ended
+
+
+CALLS_MODEL = """
+def loss_fn(output, target):
+    loss = F.cross_entropy(output, target)
+    with torch.no_grad():
+        other = trained(inputs[:2]) if target[0] == 0 else output
+    return loss + trained(inputs[:3]).square().mean() + F.mse_loss(output.mean(), other.mean())
+
+def accuracy(output, target):
+    if target[0] == 0:
+        trained(inputs[:2])
+    return output.sum(-1) - trained(inputs[:2]).mean()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_and_metrics_may_call_the_model_on_some_ranks_only(ranks):
+    """A rank that asked whether the loss is a mean called the model more often, and the other went on without it."""
+    program = dataclasses.replace(plain_program(), recipe=ODD, count=14, blocks=("dropout", "linear"))
+    text = text_of(program).replace("def keep(", CALLS_MODEL + "\ndef keep(")
+    assert text.count("def loss_fn") == 2
+    phases = [Layout(f"fsdp {ranks}", ranks, {"strategy": "fsdp"})]
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, phases), phases[0])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, SERVER])
+def test_a_backward_pass_without_a_step_leaves_the_loss_scale_right(layout):
+    """The second backward pass of sharpness-aware minimisation raised that gradients had been divided already."""
+    text = text_of(dataclasses.replace(plain_program(), recipe=FP16, count=16))
+    again = "optimizer.zero_grad(); run.backward(batch, loss_fn); optimizer.step()"
+    text = text.replace("optimizer.step()", again)
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)

@@ -230,20 +230,22 @@ def evaluate(
     functions = [exact(metric) for metric in metrics.values()]
     deviations: dict[str, str] = {}
     seen: list[Part] = []
-    for place, micro_batch in opened.rounds():
-        if micro_batch is None:
-            continue
+    def compute(place: int, micro_batch: MicroBatch) -> None:
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
-            continue  # padding, run because the forward pass is collective
+            return  # padding, run because the forward pass is collective
         if place < _ROUNDS_CHECKED and unchecked:
             seen.append((output, target, len(micro_batch)))
-            deviations |= reasons(
-                {name: metrics[name] for name in sorted(unchecked - deviations.keys())}, seen
-            )
+            named = {name: metrics[name] for name in sorted(unchecked - deviations.keys())}
+            deviations.update(reasons(named, seen))
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
+
+    for place, micro_batch in opened.rounds():
+        with strategy.joined_calls():  # a metric may call the model
+            if micro_batch is not None:
+                compute(place, micro_batch)
     if unchecked:
         require_means(gather_records(strategy, deviations, group))
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
@@ -368,7 +370,8 @@ def predict(
     found, dtype, shape = [torch.empty(0)] * loader.count, "", list[int]()
     row = torch.zeros(1, dtype=torch.float64, device=strategy.device)
     for place, micro_batch in opened.rounds():
-        output = None if micro_batch is None else _kept(opened, micro_batch, keep)
+        with strategy.joined_calls():
+            output = None if micro_batch is None else _kept(opened, micro_batch, keep)
         form = None if output is None else [str(output.dtype), list(output.shape[1:])]
         if place == 0:  # a process without a micro-batch learns here what a row is
             forms = [each for each in gather_records(strategy, form, group) if each is not None]

@@ -51,7 +51,7 @@ class GradientState:
         self._optimizers, self._strategy, self._scaler = list(optimizers), strategy, scaler
         self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
-        self._reduced = self._stepping = self._scale_outdated = False
+        self._reduced = self._stepping = False
         self._stepped: set[int] = set()
         self._failure = ""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
@@ -219,10 +219,15 @@ class GradientState:
         return taken
 
     def update_scale(self) -> None:
-        """Adapts the scale to what the last steps found; nothing where there were none."""
-        if self._scaler is None or not self._scale_outdated:
+        """Adapts the scale to what the last backward passes found, also where their gradients were thrown away.
+
+        Nothing where there were none, or where gradients that have been divided by the scale wait for their step.
+        """
+        if self._scaler is None or self:
             return
-        self._scale_outdated = False
+        seen = self._scaler._per_optimizer_states.values()  # as in _share_overflows
+        if not any(state["found_inf_per_device"] for state in seen):
+            return
         self._scaler.update()
         if self.scale < _SMALLEST_SCALE:
             raise NonFiniteError(
@@ -236,7 +241,6 @@ class GradientState:
         handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         scaler.step(optimizer)
         handle.remove()
-        self._scale_outdated = True
         self.skipped += not taken
         return bool(taken)
 

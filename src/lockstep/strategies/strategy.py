@@ -182,6 +182,13 @@ class Strategy(ABC):
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank where some call the model while others are here. Collective."""
 
+    def joined_calls(self) -> AbstractContextManager[None]:
+        """The context in which a rank calls the model without gradients as often as it likes, or never. Collective.
+
+        Every rank enters and leaves it; none leaves before all have made their calls.
+        """
+        return nullcontext()
+
     @abstractmethod
     def after_step(self) -> None:
         """Called on every rank when an optimizer has been stepped, or its step was skipped. Collective."""

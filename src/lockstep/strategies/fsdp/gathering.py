@@ -163,6 +163,15 @@ class Gathering:
         finally:
             self._where = _OUTSIDE
 
+    @contextmanager
+    def joined_calls(self) -> Iterator[None]:
+        """See ``Strategy.joined_calls``."""
+        self._where = _IN_STEP
+        yield
+        self._request(_NOTHING)
+        self.free()
+        self._where = _OUTSIDE
+
     def free(self) -> None:
         """Frees all whole parameters: they are gathered anew when they are used."""
         for block in self.blocks:
@@ -236,9 +245,8 @@ class Gathering:
         if not still_used:
             self._free(block)
         if not self._entered and not torch.is_grad_enabled():
-            if (
-                not self._is_refused
-            ):  # torch calls this hook after that error too, and no other rank would answer
+            # Within a step, ranks may call the model more often than others. After a refusal nobody would answer.
+            if self._where == _OUTSIDE and not self._is_refused:
                 self._request(_NOTHING)
             self.free()
 

@@ -176,6 +176,10 @@ class FullyShardedDataParallel(Strategy):
         """See ``Strategy.require_no_calls``."""
         self._gathering.require_no_calls()
 
+    def joined_calls(self) -> AbstractContextManager[None]:
+        """See ``Strategy.joined_calls``."""
+        return self._gathering.joined_calls()
+
     def after_step(self) -> None:
         """See ``Strategy.after_step``: what was gathered before is out of date."""
         self._gathering.free()
