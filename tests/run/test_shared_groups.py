@@ -1,5 +1,6 @@
 """The groups and the state of an optimizer that holds parts, as the user sees them."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -59,17 +60,40 @@ def test_a_scheduler_takes_them():
     assert own.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_state_is_found_by_the_prepared_models_parameters():
+def test_state_is_found_by_the_prepared_models_parameters_to_be_scaled_and_forgotten():
     optimizer, own, seen, held = shared()
-    own.state[held["weight"]]["momentum_buffer"] = torch.ones(1, 3)
+    momentum = own.state[held["weight"]]["momentum_buffer"] = torch.ones(1, 3)
+    own.state[held["weight"]]["step"] = torch.tensor(2.0)
     state = optimizer.state
-    assert [seen["weight"] is parameter for parameter in state] == [True]
-    assert state[seen["weight"]] is own.state[held["weight"]] and state[seen["other"]] == {}
+    assert [id(each) for each in state] == [id(seen["weight"]), id(seen["other"])]
     for values in state.values():
         values["momentum_buffer"].mul_(0.5)
-    assert own.state[held["weight"]]["momentum_buffer"].max() == 0.5
+    state[seen["weight"]]["momentum_buffer"] *= 0.5
+    assert momentum.max() == 0.25 and state[seen["weight"]]["step"] == 2
+    assert [*state[seen["weight"]]] == ["momentum_buffer", "step"]
+    state[seen["weight"]] = {}
+    assert seen["weight"] in state and not own.state[held["weight"]]
     state.clear()
     assert not own.state
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state, weight, other: state[weight]["momentum_buffer"].norm(),
+        lambda state, weight, other: torch.save(state[weight]["momentum_buffer"], io.BytesIO()),
+        lambda state, weight, other: len(state),
+        lambda state, weight, other: other in state,
+        lambda state, weight, other: sorted({key for each in state.values() for key in each}),
+        lambda state, weight, other: float(state[other]["step"]),
+    ],
+)
+def test_state_is_not_read_where_a_process_has_a_part_or_nothing(read):
+    """Rows were given under fsdp, and nothing where another process has the parameter."""
+    optimizer, own, seen, held = shared()
+    own.state[held["weight"]]["momentum_buffer"] = torch.ones(1, 3)
+    with pytest.raises(ConfigError, match="The optimizer's state .* was read"):
+        read(optimizer.state, seen["weight"], seen["other"])
 
 
 def test_a_group_of_known_parameters_is_added():

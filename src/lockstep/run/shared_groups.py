@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
+from lockstep.strategies.sharding import Absence, AbsentTensor
 
 
 class SharedGroups:
@@ -37,6 +39,7 @@ class SharedGroups:
         self._optimizer, self._members, self._parameters = optimizer, members, parameters
         self._strategy = strategy
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
         self.is_whole = strategy.replicated
         """True if the optimizer holds the very parameters that the user sees."""
         self.has_values = all(type(each) is nn.Parameter for each in parameters.values())
@@ -70,8 +73,10 @@ class SharedGroups:
         """The state, by the prepared model's parameters."""
         if self.is_whole:
             return self._optimizer.state
-        held = self._strategy.trainable()
-        return SharedState(self._optimizer, {self._parameters[name]: held[name] for name in held})
+        names = [name for names in self._members for name in names if name in self._trained]
+        return SharedState(
+            self._optimizer, {self._parameters[name]: name for name in names}, self._strategy
+        )
 
     def forget_gradients(self) -> None:
         """Clears what parameters show as their gradients, where the optimizer holds others."""
@@ -162,25 +167,138 @@ class ParameterGroup(MutableMapping[str, Any]):
 
 
 class SharedState(MutableMapping[Tensor, Any]):
-    """The state of an optimizer by the prepared model's parameters; of each this process's part."""
+    """The state of an optimizer by the prepared model's parameters, of which a process has parts at most.
 
-    def __init__(self, optimizer: Optimizer, held: Mapping[Tensor, Tensor]) -> None:
-        self._own, self._held = optimizer.state, held
+    Args:
+        optimizer: with this process's parts.
+        names: of all trained parameters.
+        strategy: whose parts.
+    """
 
-    def __getitem__(self, parameter: Tensor) -> Any:
-        held = self._held.get(parameter)
-        return {} if held is None else self._own[held]
+    def __init__(self, optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
+        self._own, self._names, self._strategy = optimizer.state, names, strategy
+        held = strategy.trainable()
+        self._held = {parameter: held.get(name) for parameter, name in names.items()}
 
-    def __setitem__(self, parameter: Tensor, value: Any) -> None:
-        if parameter in self._held:
-            self._own[self._held[parameter]] = value
+    def __getitem__(self, parameter: Tensor) -> ParameterState:
+        held = self._held[parameter]
+        own = None if held is None else self._own[held]
+        return ParameterState(own, self._names[parameter], parameter, self._strategy)
+
+    def __setitem__(self, parameter: Tensor, value: Mapping[Any, Any]) -> None:
+        state = self[parameter]
+        state.clear()
+        state.update(value)
 
     def __delitem__(self, parameter: Tensor) -> None:
-        if parameter in self._held:
-            del self._own[self._held[parameter]]
+        held = self._held[parameter]
+        if held is not None:
+            del self._own[held]
+
+    def clear(self) -> None:
+        """Forgets the state of all parameters."""
+        self._own.clear()
+
+    def __contains__(self, parameter: object) -> bool:
+        held = self._held.get(parameter) if isinstance(parameter, Tensor) else None
+        if held is None and parameter in self._held:
+            raise _state_refused(self._names[parameter], self._strategy.name)  # type: ignore[index]  # a key of it
+        return held is not None and held in self._own
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (parameter for parameter, held in self._held.items() if held in self._own)
+        """Those that have state here, and those of which only other processes know."""
+        return (each for each, held in self._held.items() if held is None or held in self._own)
 
     def __len__(self) -> int:
+        elsewhere = [each for each, held in self._held.items() if held is None]
+        if elsewhere:
+            raise _state_refused(self._names[elsewhere[0]], self._strategy.name)
         return len(list(iter(self)))
+
+
+class ParameterState(MutableMapping[Any, Any]):
+    """The state of an optimizer for one parameter: tensors can be scaled and cleared, and not read.
+
+    Args:
+        own: of this process's part; None where others have all of it.
+        name: of the parameter.
+        parameter: of the prepared model.
+        strategy: whose part.
+    """
+
+    def __init__(
+        self, own: MutableMapping[Any, Any] | None, name: str, parameter: Tensor, strategy: Strategy
+    ) -> None:
+        self._own, self._name, self._parameter, self._strategy = own, name, parameter, strategy
+
+    def __getitem__(self, key: Any) -> Any:
+        value = None if self._own is None else self._own[key]
+        if value is not None and not (isinstance(value, Tensor) and value.dim()):
+            return value  # a count of steps, the same for every part
+        return AbsentState(self._parameter, value, f"{key!r} of {self._name!r}", self._strategy.name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._own is None or (isinstance(value, AbsentState) and value.held_part is self._own.get(key)):
+            return
+        if isinstance(value, Tensor) and value.shape == self._parameter.shape and value.dim():
+            value = self._strategy.local_shard(self._name, value)
+        self._own[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        if self._own is not None:
+            del self._own[key]
+
+    def clear(self) -> None:
+        """Forgets all of it."""
+        if self._own is not None:
+            self._own.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._known())
+
+    def __len__(self) -> int:
+        return len(self._known())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known()
+
+    def _known(self) -> Mapping[Any, Any]:
+        if self._own is None:
+            raise _state_refused(repr(self._name), self._strategy.name)
+        return self._own
+
+
+class AbsentState(AbsentTensor):
+    """A tensor of an optimizer's state, of which this process has a part at most."""
+
+    _part: Tensor | None
+
+    def __new__(cls, parameter: Tensor, part: Tensor | None, name: str, strategy: str) -> AbsentState:
+        """Makes one like ``parameter``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = parameter.shape, parameter.dtype
+        made = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), False)
+        made._part, made.parameter_name = part, name
+        made.parameter_device = torch.device("cpu") if part is None else part.device
+        made.absence = Absence(strategy, "no process holds it whole")
+        return made
+
+    def __init__(self, parameter: Tensor, part: Tensor | None, name: str, strategy: str) -> None:
+        """See ``__new__``."""
+
+    @property
+    def held_part(self) -> Tensor | None:
+        """See ``AbsentTensor``."""
+        return self._part
+
+    def refusal(self, names: str) -> ConfigError:
+        """See ``AbsentTensor``."""
+        return _state_refused(names, self.absence.strategy)
+
+
+def _state_refused(name: str, strategy: str) -> ConfigError:
+    return ConfigError(
+        f"The optimizer's state {name} was read, and under strategy {strategy!r} no process holds the state of all "
+        "parameters whole. Scale it in place by its name, as in state['momentum_buffer'].mul_(0.5), forget it with "
+        "optimizer.state.clear(), read it from a checkpoint of run.save(), or use strategy 'ddp'."
+    )
