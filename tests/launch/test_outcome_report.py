@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from lockstep.errors import ConfigError
 from lockstep.launch.outcome import RankEnd, judge, report
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.error_record import log_file, read_record, record_of, write_record
@@ -50,6 +51,14 @@ def test_many_ranks_that_ended_alike_share_a_line(tmp_path):
     )
     assert shown[1] == "  ranks 0-16, 18-63: stopped after it"
     assert shown[2:] == [f"Logs: {tmp_path}"]
+
+
+def test_ranks_that_waited_for_a_refused_one_name_it(tmp_path):
+    refused = failure(1, ConfigError("The loss reads 'x'."))
+    waiting = [failure(rank, RuntimeError("Connection closed by peer [::1]:9")) for rank in (0, 2)]
+    shown = lines([waiting[0], refused, waiting[1]], tmp_path)
+    assert shown[0] == "ConfigError: The loss reads 'x'."
+    assert "  ranks 0, 2: disconnected by the ConfigError of rank 1" in shown
 
 
 def test_samples_are_shown_but_not_all_of_them(tmp_path):

@@ -176,3 +176,35 @@ def test_a_backward_pass_without_a_step_leaves_the_loss_scale_right(layout):
     text = text.replace("optimizer.step()", again)
     verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [[SINGLE, SINGLE], [SERVER, FSDP], [FSDP, PIPELINE], [PIPELINE, SERVERS]],
+    ids=["single", "server, fsdp", "fsdp, pipeline", "pipeline, servers"],
+)
+def test_gradients_that_no_optimizer_clears_are_kept_over_a_restart(phases):
+    """They add up from step to step, and a clip over all parameters counts them."""
+    program = dataclasses.replace(
+        plain_program(), lines=("clip",), epochs=2, count=12, blocks=("linear",) * 2
+    )
+    text = text_of(program).replace("SGD(model.parameters()", "SGD(list(model.parameters())[2:]")
+    assert "[2:]" in text
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, phases), phases[-1])
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+PRESENT = "found[f'{at} present %s'] = [n for n, p in model.named_parameters() if p.grad is not None]"
+
+
+@pytest.mark.parametrize(
+    "layout", [PIPELINE, Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"})]
+)
+def test_parameters_that_a_step_did_not_use_have_no_gradient_in_any_process(layout):
+    """Those of other stages seemed to have one once there had been a step."""
+    program = dataclasses.replace(plain_program(), blocks=("unused", "linear", "unused"), recipe=K8, count=32)
+    text = text_of(program).replace("optimizer.step()", f"{PRESENT % 'before'}; optimizer.step()")
+    text = text.replace("optimizer.zero_grad()", f"optimizer.zero_grad(); {PRESENT % 'after'}")
+    assert text.count("present") == 2
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)

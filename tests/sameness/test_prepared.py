@@ -321,6 +321,17 @@ class MomentumForgotten(Loop):
             self.optimizer.state.clear()
 
 
+class MomentumNamed(Loop):
+    def stepped(self, step):
+        self.found[str(sorted({key for each in self.optimizer.state.values() for key in each}))] = NOTHING
+
+
+class MomentumMeasured(Loop):
+    def stepped(self, step):
+        state = self.optimizer.state
+        self.found[f"norm {step}"] = sum(each["momentum_buffer"].double().norm() for each in state.values())
+
+
 class ClippedByNorm(Loop):
     def reduced(self, step):
         nn.utils.clip_grad_norm_(self.parameters, 0.1)
@@ -408,7 +419,7 @@ WORK = (
 """Equal bits in every layout."""
 WHOLE = (
     *(ClippedByNorm, ClippedInGroups, GradientNoise, GradientSigns, Noise, NoiseInGroups, Assigned, Vector),
-    *(Copied, Stated, OptimizerStated, Penalized, Logged),
+    *(Copied, Stated, OptimizerStated, Penalized, Logged, MomentumNamed, MomentumMeasured),
 )
 """Equal bits where a process holds the whole model."""
 NEVER = {
@@ -423,16 +434,20 @@ PROGRAMS = (*WORK, *WHOLE, *NEVER)
 ABSENT = "is used outside of the forward pass of its module, where under strategy"
 GRADIENT = "was asked for, and under strategy"
 STATE = "no process holds the whole state of the optimizer"
+READ = "was read, and under strategy"
 SHARDED = {
     **NEVER,
     **dict.fromkeys((ClippedByNorm, ClippedInGroups, GradientNoise, GradientSigns, Logged), GRADIENT),
     **dict.fromkeys((Noise, NoiseInGroups, Assigned, Vector, Stated, Penalized, Copied), ABSENT),
     OptimizerStated: STATE,
+    MomentumMeasured: READ,
 }
-PIPELINE = {**SHARDED, Copied: "no process has the values of all stages"}
+PIPELINE = {**SHARDED, Copied: "no process has the values of all stages", MomentumNamed: READ}
 SERVERS = {
     **NEVER,
     **dict.fromkeys((ClippedByNorm, ClippedInGroups, GradientNoise, GradientSigns, Logged), GRADIENT),
+    **dict.fromkeys((MomentumNamed, MomentumMeasured), READ),
+    OptimizerStated: STATE,
 }
 REFUSED = {
     "ddp": NEVER,
@@ -440,8 +455,8 @@ REFUSED = {
     "layers": NEVER,
     "fsdp": SHARDED,
     "fsdp-3": SHARDED,
-    "server": {**SERVERS, OptimizerStated: STATE},
-    "servers": {**SERVERS, OptimizerStated: STATE},
+    "server": SERVERS,
+    "servers": SERVERS,
     "pipeline": PIPELINE,
     "data-pipeline": PIPELINE,
     "fsdp-pipeline": PIPELINE,

@@ -212,6 +212,8 @@ def _others(others: Sequence[RankEnd], cause: RankEnd) -> list[str]:
 def _fate(end: RankEnd, cause: RankEnd) -> str:
     record = end.record
     if end.is_consequence:
+        if cause.record is not None and cause.record.on_purpose:
+            return f"disconnected by the {cause.record.kind} of rank {cause.rank}"
         return "lost the connection to a rank that was gone"
     if record is not None:
         if cause.record and (record.kind, record.message) == (cause.record.kind, cause.record.message):

@@ -230,6 +230,7 @@ def evaluate(
     functions = [exact(metric) for metric in metrics.values()]
     deviations: dict[str, str] = {}
     seen: list[Part] = []
+
     def compute(place: int, micro_batch: MicroBatch) -> None:
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:

@@ -27,6 +27,7 @@ class SharedGroups:
         members: the names of the parameters in each group; gets those of groups that are added.
         parameters: of the prepared model, by name.
         strategy: whose parts.
+        shares_all: True if every process has a part of each trained parameter.
     """
 
     def __init__(
@@ -35,7 +36,10 @@ class SharedGroups:
         members: list[list[str]],
         parameters: Mapping[str, Tensor],
         strategy: Strategy,
+        *,
+        shares_all: bool = False,
     ) -> None:
+        self._shares_all = shares_all
         self._optimizer, self._members, self._parameters = optimizer, members, parameters
         self._strategy = strategy
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -53,12 +57,13 @@ class SharedGroups:
         parameters: Mapping[str, Tensor],
         strategy: Strategy,
     ) -> SharedGroups | None:
-        """The groups of an optimizer; None where processes are independent, which see their own parts."""
-        return (
-            None
-            if isinstance(strategy, IndependentStrategy)
-            else cls(optimizer, members, parameters, strategy)
-        )
+        """The groups of an optimizer; None where processes are independent, which see their own parts. Collective."""
+        if isinstance(strategy, IndependentStrategy):
+            return None
+        trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        lacks = torch.tensor([float(trained > strategy.trainable().keys())], device=strategy.device)
+        shares_all = not strategy.all_reduce_max(lacks).any()
+        return cls(optimizer, members, parameters, strategy, shares_all=shares_all)
 
     def groups(self) -> list[Any]:
         """The groups, with the prepared model's parameters."""
@@ -75,14 +80,16 @@ class SharedGroups:
             return self._optimizer.state
         names = [name for names in self._members for name in names if name in self._trained]
         return SharedState(
-            self._optimizer, {self._parameters[name]: name for name in names}, self._strategy
+            self._optimizer,
+            {self._parameters[name]: name for name in names},
+            self._strategy,
+            shares_all=self._shares_all,
         )
 
     def forget_gradients(self) -> None:
         """Clears what parameters show as their gradients, where the optimizer holds others."""
         for name in {name for names in self._members for name in names}:
-            if type(self._parameters[name]) is nn.Parameter:  # others show the gradient of what is held
-                self._parameters[name].grad = None
+            self._parameters[name].grad = None
 
     def add(self, group: Mapping[str, Any]) -> None:
         """Adds a group; see ``PreparedOptimizer.add_param_group``."""
@@ -173,17 +180,23 @@ class SharedState(MutableMapping[Tensor, Any]):
         optimizer: with this process's parts.
         names: of all trained parameters.
         strategy: whose parts.
+        shares_all: True if every process has a part of each, and so knows what state there is.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy) -> None:
+    def __init__(
+        self, optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, *, shares_all: bool
+    ) -> None:
         self._own, self._names, self._strategy = optimizer.state, names, strategy
+        self._shares_all = shares_all
         held = strategy.trainable()
         self._held = {parameter: held.get(name) for parameter, name in names.items()}
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         held = self._held[parameter]
         own = None if held is None else self._own[held]
-        return ParameterState(own, self._names[parameter], parameter, self._strategy)
+        return ParameterState(
+            own, self._names[parameter], parameter, self._strategy, is_known=self._shares_all
+        )
 
     def __setitem__(self, parameter: Tensor, value: Mapping[Any, Any]) -> None:
         state = self[parameter]
@@ -200,9 +213,8 @@ class SharedState(MutableMapping[Tensor, Any]):
         self._own.clear()
 
     def __contains__(self, parameter: object) -> bool:
+        self._require_known()
         held = self._held.get(parameter) if isinstance(parameter, Tensor) else None
-        if held is None and parameter in self._held:
-            raise _state_refused(self._names[parameter], self._strategy.name)  # type: ignore[index]  # a key of it
         return held is not None and held in self._own
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -210,10 +222,12 @@ class SharedState(MutableMapping[Tensor, Any]):
         return (each for each, held in self._held.items() if held is None or held in self._own)
 
     def __len__(self) -> int:
-        elsewhere = [each for each, held in self._held.items() if held is None]
-        if elsewhere:
-            raise _state_refused(self._names[elsewhere[0]], self._strategy.name)
+        self._require_known()
         return len(list(iter(self)))
+
+    def _require_known(self) -> None:
+        if not self._shares_all:
+            raise _state_refused("", self._strategy.name)
 
 
 class ParameterState(MutableMapping[Any, Any]):
@@ -224,18 +238,27 @@ class ParameterState(MutableMapping[Any, Any]):
         name: of the parameter.
         parameter: of the prepared model.
         strategy: whose part.
+        is_known: True if every process knows what there is.
     """
 
     def __init__(
-        self, own: MutableMapping[Any, Any] | None, name: str, parameter: Tensor, strategy: Strategy
+        self,
+        own: MutableMapping[Any, Any] | None,
+        name: str,
+        parameter: Tensor,
+        strategy: Strategy,
+        *,
+        is_known: bool,
     ) -> None:
+        self._is_known = is_known
         self._own, self._name, self._parameter, self._strategy = own, name, parameter, strategy
 
     def __getitem__(self, key: Any) -> Any:
         value = None if self._own is None else self._own[key]
-        if value is not None and not (isinstance(value, Tensor) and value.dim()):
+        if value is not None and self._is_known and not (isinstance(value, Tensor) and value.dim()):
             return value  # a count of steps, the same for every part
-        return AbsentState(self._parameter, value, f"{key!r} of {self._name!r}", self._strategy.name)
+        part = value if isinstance(value, Tensor) else None
+        return AbsentState(self._parameter, part, f"{key!r} of {self._name!r} ", self._strategy.name)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._own is None or (isinstance(value, AbsentState) and value.held_part is self._own.get(key)):
@@ -263,8 +286,8 @@ class ParameterState(MutableMapping[Any, Any]):
         return key in self._known()
 
     def _known(self) -> Mapping[Any, Any]:
-        if self._own is None:
-            raise _state_refused(repr(self._name), self._strategy.name)
+        if self._own is None or not self._is_known:
+            raise _state_refused(f"for {self._name!r} ", self._strategy.name)
         return self._own
 
 
@@ -298,7 +321,7 @@ class AbsentState(AbsentTensor):
 
 def _state_refused(name: str, strategy: str) -> ConfigError:
     return ConfigError(
-        f"The optimizer's state {name} was read, and under strategy {strategy!r} no process holds the state of all "
+        f"The optimizer's state {name}was read, and under strategy {strategy!r} no process holds the state of all "
         "parameters whole. Scale it in place by its name, as in state['momentum_buffer'].mul_(0.5), forget it with "
         "optimizer.state.clear(), read it from a checkpoint of run.save(), or use strategy 'ddp'."
     )

@@ -29,7 +29,7 @@ from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import Strategy, gather_records
-from lockstep.strategies.sharding import is_elementwise
+from lockstep.strategies.sharding import AbsentParameter, is_elementwise
 
 logger = logging.getLogger(__name__)
 _GRADIENT = "gradient|"
@@ -181,27 +181,31 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        self._capture_gradients(state)
+        self._capture_gradients(state, keep)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
 
-    def _capture_gradients(self, state: CheckpointState) -> None:
-        """Adds what a step has left: gradients where processes have them whole, else which are zeros. Collective."""
+    def _capture_gradients(self, state: CheckpointState, keep: bool) -> None:
+        """Adds what a step has left: gradients where processes have them whole, and which are zeros. Collective.
+
+        Those of parameters that no optimizer has, which add up from step to step, are gathered.
+        """
         kept = {name: p.grad for name, p in self.strategy.trainable().items() if p.grad is not None}
         zeros = {name for name, gradient in kept.items() if not gradient.any()}
-        if self.strategy.replicated:
-            groups = (group for optimizer in self.parts.optimizers for group in optimizer.param_groups)
-            stepped = {
-                id(p.grad) for group in groups for p in group["params"]
-            }  # no optimizer ever clears the others
-            left = {n: gradient for n, gradient in kept.items() if n not in zeros and id(gradient) in stepped}
-            state.optimizer.update({f"{_GRADIENT}{name}": gradient for name, gradient in left.items()})
-        elif self.group is not None:
-            zeros = {
-                n for names in gather_json(sorted(zeros), self.group, self.strategy.device) for n in names
-            }
+        left = kept
+        if not self.strategy.replicated:
+            stepped = {n for optimizer in self.model.members for names in optimizer for n in names}
+            mine = [sorted(zeros), sorted(kept.keys() - stepped)]
+            everyone = [mine] if self.group is None else gather_json(mine, self.group, self.strategy.device)
+            zeros = {name for names, _ in everyone for name in names}
+            nobodys = sorted({name for _, names in everyone for name in names} - zeros)
+            dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
+            left = {n: self.strategy.gather_full(n, kept.get(n), dtypes[n]) for n in nobodys}
+        if keep:
+            tensors = {f"{_GRADIENT}{name}": gradient for name, gradient in left.items() if name not in zeros}
+            state.optimizer.update(tensors)
         state.progress.update({"zero_gradients": sorted(zeros)} if zeros else {})
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
@@ -236,12 +240,17 @@ class RunState:
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         trained = self.strategy.trainable()
-        for name, gradient in _under(_GRADIENT, state.optimizer).items():
-            trained[name].grad = gradient.to(trained[name].device, copy=True)
+        left = _under(_GRADIENT, state.optimizer)
+        for name, gradient in left.items():
+            part = self.strategy.local_shard(name, gradient)
+            if part is not None and name in trained:
+                trained[name].grad = part.to(trained[name].device, copy=True)
         zeros = set(written.get("zero_gradients", ()))
         for name, parameter in (*trained.items(), *self.parts.model.named_parameters()):
-            if name in zeros and type(parameter) is nn.Parameter:  # others show the gradient of what is held
+            if name in zeros and type(parameter) is nn.Parameter:
                 parameter.grad = torch.zeros_like(parameter)
+            elif (name in zeros or name in left) and isinstance(parameter, AbsentParameter):
+                parameter.has_gradient = True  # of which no rows are here; others show that of their rows
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])

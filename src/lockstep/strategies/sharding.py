@@ -222,8 +222,6 @@ class Absence:
     strategy: str
     where: str
     """Who has them, as the end of "under strategy 'fsdp' ..."."""
-    has_gradients: bool = False
-    """True once there has been a backward pass, where nothing is held here that says more."""
     is_computing: bool = False
     """True within a step, where every process runs micro-batches of its own, so that changes would not agree."""
 
@@ -325,6 +323,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     """
 
     parameter_rows: nn.Parameter | None
+    has_gradient: bool | Tensor = False
+    """Whether the process that has it has its gradient, where no rows are here; a tensor is read when it is asked."""
     parameter_class: type[nn.Parameter]
 
     @classmethod
@@ -365,9 +365,10 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         if asked == "get data":
             return self
         if asked == "get grad":
-            has_one = self.absence.has_gradients if rows is None else rows.grad is not None
+            has_one = self.has_gradient if rows is None else rows.grad is not None
             return AbsentGradient(self) if has_one else None
         if asked in ("set grad", "delete grad") and (len(args) < 2 or args[1] is None):
+            self.has_gradient = False
             if rows is not None:
                 rows.grad = None
             return None

@@ -274,6 +274,7 @@ class Pipeline(Strategy):
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(model, self._passes, self._answers, self._absences, self._whole_stages)
         self._whole_parameters = list(placed.parameters())
+        self._elsewhere = {n: p for n, p in placed.named_parameters() if isinstance(p, AbsentParameter)}
         self._opened["the prepared model"] = placed
         self._read = [
             (name, each, _forward_of(each), dict(each._modules)) for name, each in self._opened.items()
@@ -351,7 +352,7 @@ class Pipeline(Strategy):
             yield
         finally:
             for absence in self._absences:
-                absence.has_gradients, absence.is_computing = True, False
+                absence.is_computing = False
 
     def _frozen(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
@@ -528,10 +529,15 @@ class Pipeline(Strategy):
         for ends in self.events.exchange_end:
             ends()
         finite = torch.stack([result.finite for result in results]).all()
-        flags = torch.stack([(~finite).long(), torch.full((), stop, device=self.device)])
+        held = [self._trainable.get(name) for name in self._trained]
+        present = torch.tensor([stop, *(each is not None and each.grad is not None for each in held)])
+        flags = torch.cat([present.to(self.device), (~finite).long().view(1)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         for passes in self._passes.values():
             passes.neighbours.flush()
         for channel in self._answers.values():
             channel.flush()
-        return replace(results[0], stop=flags[1], finite=flags[0] == 0)
+        for name, has_gradient in zip(self._trained, flags[1:-1].unbind()):
+            if name in self._elsewhere:
+                self._elsewhere[name].has_gradient = has_gradient
+        return replace(results[0], stop=flags[0], finite=flags[-1] == 0)
