@@ -208,3 +208,27 @@ def test_parameters_that_a_step_did_not_use_have_no_gradient_in_any_process(layo
     assert text.count("present") == 2
     verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+def test_a_gradient_that_the_loop_keeps_has_its_values_at_later_steps():
+    """Gradients were in memory that the next step used again."""
+    kept = "kept = globals().setdefault('kept', []); kept.append(next(model.parameters()).grad); optimizer.step()"
+    text = text_of(dataclasses.replace(plain_program(), count=16)).replace("optimizer.step()", kept)
+    text = text.replace("steps += 1", "found[f'{at} kept'] = [float(each.sum()) for each in kept]")
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [DDP]), DDP)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+def test_a_shallow_copy_of_a_module_may_be_called():
+    """Its weight is the model's own; it was refused as a parameter that nobody sums."""
+    block = "class Shallow(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = nn.Linear(D, D)\n"
+    block += "    def forward(self, x):\n        other = copy.copy(self.inner)\n        other.scale = 2.0\n"
+    block += "        return other(x) + self.inner(x)\n\n"
+    text = (
+        text_of(plain_program())
+        .replace("nn.Linear(D, D)", "Shallow()")
+        .replace("data = Tensor", block + "data = Tensor")
+    )
+    for layout in (DDP, FSDP, PIPELINE):
+        verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
+        assert verdict.what == "equal", (layout.name, verdict.said, verdict.traceback)

@@ -30,6 +30,7 @@ class CalledModules:
         parts = prepared.state.parts
         own = (parts.model, prepared.compute.model)
         self._own = {id(module) for each in own for module in each.modules()}
+        self._parameters = {id(parameter) for each in own for parameter in each.parameters()}
         self._kept = {id(module) for each in parts.modules for module in each.modules()}
         self._before, self._roots = before, roots
         self._is_compiled = any("forward" in vars(module) for each in own for module in each.modules())
@@ -62,7 +63,12 @@ class CalledModules:
             self.wrong[name] = (
                 f"changes its running statistics (a {type(module).__qualname__} in training mode)"
             )
-        trained = [key for key, each in module.named_parameters(recurse=False) if each.requires_grad]
+        trained = [
+            key
+            for key, each in module.named_parameters(recurse=False)
+            if each.requires_grad
+            and id(each) not in self._parameters  # a copy.copy of a module has the model's
+        ]
         if trained and torch.is_grad_enabled() and id(module) not in self._kept:
             self.wrong[name] = (
                 f"has parameters that require gradients ({trained[0]}), which nobody sums or updates"

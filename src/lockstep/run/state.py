@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -239,18 +239,7 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-        trained = self.strategy.trainable()
-        left = _under(_GRADIENT, state.optimizer)
-        for name, gradient in left.items():
-            part = self.strategy.local_shard(name, gradient)
-            if part is not None and name in trained:
-                trained[name].grad = part.to(trained[name].device, copy=True)
-        zeros = set(written.get("zero_gradients", ()))
-        for name, parameter in (*trained.items(), *self.parts.model.named_parameters()):
-            if name in zeros and type(parameter) is nn.Parameter:
-                parameter.grad = torch.zeros_like(parameter)
-            elif (name in zeros or name in left) and isinstance(parameter, AbsentParameter):
-                parameter.has_gradient = True  # of which no rows are here; others show that of their rows
+        self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
             checkpoint.load_model_state(module, own, checkpoint.model_state(module)[1])
@@ -263,6 +252,25 @@ class RunState:
         self.position.load_state_dict(written["position"])
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
+
+    def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
+        """Sets gradients that a checkpoint holds, whole and in parts; ``zeros``: those that are zeros."""
+        for name, parameter in self.strategy.trainable().items():
+            if name in kept:
+                part = self.strategy.local_shard(name, kept[name])
+                parameter.grad = None if part is None else part.to(parameter.device, copy=True)
+            elif name in zeros:
+                parameter.grad = torch.zeros_like(parameter)
+        for name, parameter in self.parts.model.named_parameters():
+            if name not in kept and name not in zeros:
+                continue
+            if isinstance(parameter, AbsentParameter):
+                parameter.has_gradient = True  # in another process; one with rows here shows theirs
+            elif type(parameter) is nn.Parameter:
+                whole = kept.get(name)
+                parameter.grad = (
+                    torch.zeros_like(parameter) if whole is None else whole.to(parameter.device, copy=True)
+                )
 
     def _without_tensors(self, fingerprint: str) -> CheckpointState:
         scaler = self.precision.scaler

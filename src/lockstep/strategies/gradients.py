@@ -9,6 +9,7 @@ statistics to that, for a model or one stage of it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -113,7 +114,8 @@ class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
     __slots__ = (
-        *("bucket", "early", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used"),
+        *("bucket", "early", "given", "held", "name", "parameter", "pushed", "stack", "staging", "total"),
+        "used",
     )
 
     def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter | None = None) -> None:
@@ -127,6 +129,8 @@ class Slot:
         self.bucket = -1
         self.staging: list[list[Tensor]] = []
         self.total: Tensor | None = None
+        self.given: weakref.ref[Tensor] | None = None
+        """The gradient that was set last; in memory of the bucket, which is used again."""
 
 
 class GradientTree:
@@ -213,6 +217,9 @@ class GradientTree:
             if slot.held.grad is not None:
                 self._prior.append((slot.held, slot.held.grad.clone()))
                 slot.held.grad = None
+            kept = None if slot.given is None else slot.given()
+            if kept is not None:  # by user code, which may read it at a later step
+                kept.data = kept.detach().clone()
 
     def go_on_with(self, number: int) -> None:
         """Makes the gradients that come next those of this rank's micro-batch ``number``, counted from 0."""
@@ -254,7 +261,8 @@ class GradientTree:
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
                 # Detached: what user code makes of it, outside of torch.no_grad, stays out of the bucket's graph.
-                slot.held.grad = total.to(slot.held.device).detach()
+                slot.held.grad = given = total.to(slot.held.device).detach()
+                slot.given = None if slot.total is None else weakref.ref(given)
         self.end()
         add_prior(self._prior)
         return sums
