@@ -219,16 +219,22 @@ def test_a_gradient_that_the_loop_keeps_has_its_values_at_later_steps():
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
-def test_a_shallow_copy_of_a_module_may_be_called():
+SHALLOW = """
+class Shallow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, x):
+        return copy.copy(self.inner)(x) + self.inner(x)
+
+"""
+
+
+@pytest.mark.parametrize("layout", [DDP, FSDP, PIPELINE])
+def test_a_shallow_copy_of_a_module_may_be_called(layout):
     """Its weight is the model's own; it was refused as a parameter that nobody sums."""
-    block = "class Shallow(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = nn.Linear(D, D)\n"
-    block += "    def forward(self, x):\n        other = copy.copy(self.inner)\n        other.scale = 2.0\n"
-    block += "        return other(x) + self.inner(x)\n\n"
-    text = (
-        text_of(plain_program())
-        .replace("nn.Linear(D, D)", "Shallow()")
-        .replace("data = Tensor", block + "data = Tensor")
-    )
-    for layout in (DDP, FSDP, PIPELINE):
-        verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
-        assert verdict.what == "equal", (layout.name, verdict.said, verdict.traceback)
+    text = text_of(plain_program()).replace("nn.Linear(D, D)", "Shallow()")
+    text = text.replace("data = Tensor", SHALLOW + "data = Tensor")
+    verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
+    assert verdict.what == "equal", (verdict.said, verdict.traceback)
