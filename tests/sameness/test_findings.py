@@ -210,10 +210,11 @@ def test_parameters_that_a_step_did_not_use_have_no_gradient_in_any_process(layo
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
-def test_a_gradient_that_the_loop_keeps_has_its_values_at_later_steps():
+@pytest.mark.parametrize("view", ["", ".detach()", ".view(-1)[1:]"])
+def test_a_gradient_that_the_loop_keeps_has_its_values_at_later_steps(view):
     """Gradients were in memory that the next step used again."""
-    kept = "kept = globals().setdefault('kept', []); kept.append(next(model.parameters()).grad); optimizer.step()"
-    text = text_of(dataclasses.replace(plain_program(), count=16)).replace("optimizer.step()", kept)
+    kept = f"globals().setdefault('kept', []).append(next(model.parameters()).grad{view}); optimizer.step()"
+    text = text_of(dataclasses.replace(plain_program(), count=80)).replace("optimizer.step()", kept)
     text = text.replace("steps += 1", "found[f'{at} kept'] = [float(each.sum()) for each in kept]")
     verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [DDP]), DDP)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf
@@ -110,6 +111,13 @@ class StepHeader:
         return torch.empty_like(entries).index_copy_(0, self._orders[leaves], entries)
 
 
+_COPIED_PASSES = 16
+"""Backward passes whose gradients are no part of a bucket, so that views which user code keeps of them are noticed.
+
+Two steps and their rehearsals; as many again after one that was kept.
+"""
+
+
 class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
@@ -155,6 +163,9 @@ class GradientTree:
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
         self._reducer, self._events = reducer, events
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
+        self._copies_left = _COPIED_PASSES
+        self._copies: list[StorageWeakRef] = []
+        """Memory of the gradients that were set last, where they are no part of a bucket."""
         self._merges: tuple[int, ...] = ()
         self._leaf = 0
         self._waiting: list[int] = []
@@ -220,6 +231,9 @@ class GradientTree:
             kept = None if slot.given is None else slot.given()
             if kept is not None:  # by user code, which may read it at a later step
                 kept.data = kept.detach().clone()
+        if not all(each.expired() for each in self._copies):  # type: ignore[no-untyped-call]  # torch's own
+            self._copies_left = _COPIED_PASSES  # user code keeps views of them
+        self._copies = []
 
     def go_on_with(self, number: int) -> None:
         """Makes the gradients that come next those of this rank's micro-batch ``number``, counted from 0."""
@@ -261,8 +275,14 @@ class GradientTree:
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
                 # Detached: what user code makes of it, outside of torch.no_grad, stays out of the bucket's graph.
-                slot.held.grad = given = total.to(slot.held.device).detach()
-                slot.given = None if slot.total is None else weakref.ref(given)
+                given = total.to(slot.held.device).detach()
+                if slot.total is not None and self._copies_left:
+                    given = given.clone()
+                    self._copies.append(StorageWeakRef(given.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's own
+                elif slot.total is not None:
+                    slot.given = weakref.ref(given)
+                slot.held.grad = given
+        self._copies_left = max(0, self._copies_left - 1)
         self.end()
         add_prior(self._prior)
         return sums
