@@ -273,7 +273,7 @@ def script(text, layout):
         + f"    LAYOUT = {{{options}}} if len(sys.argv) > 1 else {{'strategy': 'single'}}\n"
         + "    run = lockstep.init(**RECIPE, **LAYOUT)\n"
         + "    found = train(run, EPOCHS)\n"
-        + "    run.print(*(f'{key}: {value}' for key, value in found.items()), sep='\\n')\n"
+        + "    run.print('\\n'.join(f'{key}: {value}' for key, value in found.items()))\n"
     )
 
 
