@@ -1,5 +1,6 @@
 import dataclasses
 import random
+import time
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from lockstep.data import (
     adopt,
     check_batch_size,
 )
+from lockstep.data.reader import SampleReader
 from lockstep.errors import ConfigError, DataError
 
 DATA = TensorDataset(torch.arange(40), torch.arange(40))
@@ -214,6 +216,23 @@ def test_a_stream_may_keep_what_it_has_read_and_count_where_set_epoch_is_told():
     stream = Stream(counting)
     for epoch in range(2):
         stream.get_batch(keys.indices, dataclasses.replace(keys, epoch=epoch))
+
+
+def test_a_stream_is_begun_twice_to_be_compared_and_once_to_be_read():
+    begun = []
+    stream = Stream(Changing(begun.append))
+    reader = SampleReader(stream, seed=0, checks=True)
+    reader.read(0, np.arange(4))
+    assert len(begun) == 3
+    reader.read(0, np.arange(4))
+    assert len(begun) == 4
+
+    class Clock(IterableDataset):
+        def __iter__(self):
+            return iter(torch.tensor([time.perf_counter_ns()]))
+
+    with pytest.raises(DataError, match="gave other values when it was read again"):
+        SampleReader(Stream(Clock(), 1), seed=0, checks=True).read(0, np.arange(1))
 
 
 def test_a_loader_of_a_stream_is_adopted_with_its_collate_function():

@@ -88,8 +88,6 @@ class Stream(Dataset[Any]):
     keeps_order = True
     in_memory = True
     """Says that worker processes do not read it: each would read all of it."""
-    begins_anew = True
-    """Says that its first sample, read again, begins it anew."""
 
     def __init__(self, dataset: Any, samples: int | None = None, *, collate: Collate | None = None) -> None:
         name = type(dataset).__name__
@@ -111,6 +109,8 @@ class Stream(Dataset[Any]):
         self._iterator: Iterator[Any] | None = None
         self._begun, self._next = (0, 0), 0
         self._as_given = plain_state(dataset)
+        self.is_compared = False
+        """Whether its first sample was read by several processes, or twice, and compared."""
 
     def __len__(self) -> int:
         return self.samples

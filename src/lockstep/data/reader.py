@@ -309,11 +309,15 @@ class SampleReader:
 
     def _require_repeatable(self, keys: SampleKeys) -> None:
         """Reads samples twice under the same keys; see ``require_repeatable``."""
-        begins_anew = getattr(self._dataset, "begins_anew", False)
-        is_known = type(self._dataset).__module__.startswith("lockstep.") and not begins_anew
-        if self._read == self._read_tensors or is_known:
+        is_stream = getattr(self._dataset, "is_compared", True) is False
+        if self._read == self._read_tensors or (
+            type(self._dataset).__module__.startswith("lockstep.") and not is_stream
+        ):
             return
-        parts = [replace(keys, indices=np.array([0])) if begins_anew else keys]
+        parts = [keys]
+        if is_stream:  # its first sample, read again, begins it anew
+            self._dataset.is_compared = True
+            parts = [replace(keys, indices=np.array([0]))]
         if self._read == self._read_each:
             parts = [replace(keys, indices=keys.indices[n : n + 1]) for n in range(len(keys.indices))]
         for part in parts:

@@ -127,7 +127,9 @@ class LoaderCache:
         if self._options.checks == "off":
             return {}
         count = len(source.dataset)
-        some = [0] if isinstance(source.dataset, Stream) else sorted({0, count // 2, count - 1})
+        some = sorted({0, count // 2, count - 1})
+        if isinstance(source.dataset, Stream):
+            some, source.dataset.is_compared = [0], True
         return sample_digests(source.dataset, some, **self._reading(source, workers))
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
