@@ -198,6 +198,8 @@ _NOT_RESUMED |= {
     "state_loaded_by_hand",
     "norm_momentum",
     "counted_dict",
+    "gradient_cosine",
+    "rate_by_position",
 }
 """Parts whose state is the program's own: a program that is started again would not have it."""
 

@@ -21,8 +21,6 @@ from tests.sameness.drawing import SINGLE, draw, layouts, plain, text_of
 from tests.sameness.parts import BLOCKS
 from tests.sameness.trials import Worlds, folder_of, run_trial, script
 
-OPEN: frozenset[str] = frozenset()
-"""Parts whose programs are known to end otherwise in some layouts; the tests leave them out."""
 CLOSE = 2e-2
 """How far losses of layouts at level B may be apart, relative."""
 
@@ -235,14 +233,14 @@ def main(arguments=None):
         "--without",
         default="",
         metavar="PART,...",
-        help="parts that are not used; open: those that the tests leave out",
+        help="parts that are not used",
     )
     parser.add_argument("--show", action="store_true", help="print the programs and run none")
     parser.add_argument("--sentences", action="store_true", help="print how often each refusal was said")
     given = parser.parse_args(arguments)
     first, _, last = given.seeds.partition(":")
     seeds = range(int(first), int(last) if last else int(first) + 1)
-    without = OPEN if given.without == "open" else {*given.without.split(",")}
+    without = {*given.without.split(",")}
     if given.show:
         for program in (draw(seed, without) for seed in seeds):
             print(text_of(program))

@@ -42,7 +42,15 @@ EVERYWHERE = {
 SHARED = {
     "blocks": dict.fromkeys(("viewed_weight", "buffer_of_memory"), "share memory"),
     "lines": dict.fromkeys(
-        ("step_pre_hook", "step_hook_after", "listed_norm", "foreach_scaled", "penalty_gradient"), GRADIENT
+        (
+            "step_pre_hook",
+            "step_hook_after",
+            "listed_norm",
+            "foreach_scaled",
+            "penalty_gradient",
+            "gradient_cosine",
+        ),
+        GRADIENT,
     )
     | {"optimizer_copied": WHOLE_STATE},
     "loss": {},
@@ -89,6 +97,23 @@ NAMES = {
         *("forked", "threaded", "forward_mode", "func_jvp", "func_vjp", "functional_vhp", "jacobian"),
         *("ensemble", "inference", "inner_loop", "data_class", "delegating", "always_eval", "state_hooks"),
         *("hook_with_all", "backward_pre_hook", "old_weight_norm", "doubles", "integer_table", "many_dims"),
+        *(
+            "hyper",
+            "transposed_weight",
+            "exits_early",
+            "attention_dropout",
+            "drawn_in_place",
+            "shuffled_order",
+        ),
+        *(
+            "weight_by_pre_hook",
+            "pooled_threads",
+            "drawn_in_thread",
+            "eval_and_back",
+            "shallow_copy",
+            "teacher",
+        ),
+        *("beta_mixed", "normed_twice"),
         *("transposed_view", "raised", "compiled", "generator_of_layers", "set_attribute", "own_checkpoint"),
     ),
     "lines": (
@@ -111,11 +136,12 @@ NAMES = {
             "shared_memory",
             "sliced",
         ),
-        "swapped_rates",
+        *("swapped_rates", "steered", "rate_by_position", "gradient_cosine"),
     ),
     "loss": (
         *("output_gradient", "in_place_output", "again", "self_taught", "named_penalty", "state_penalty"),
-        *("partial_loss", "loss_object", "drawn_targets", "mixed_rows"),
+        *("partial_loss", "loss_object", "drawn_targets", "mixed_rows", "clamped_gradient", "counted_rows"),
+        "flipped_labels",
     ),
     "data": (
         *("fetched", "collated", "mixing_collate", "worker_number", "seeded_by_index", "cached"),

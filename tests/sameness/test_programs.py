@@ -6,7 +6,7 @@ import pytest
 from tests.sameness import programs
 from tests.sameness.drawing import SINGLE, draw, layouts, plain_program, text_of
 from tests.sameness.parts import BLOCKS, DATA, ENDS, GROUPS, HELPERS, LINES, LOSSES, OPTIMIZERS, SHAPES
-from tests.sameness.programs import OPEN, Verdict, compare, run_seeds, shrink
+from tests.sameness.programs import Verdict, compare, run_seeds, shrink
 from tests.sameness.trials import Ended, Layout, run_trial, script
 
 DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
@@ -131,7 +131,7 @@ def test_a_rank_that_waits_for_one_that_was_refused_is_not_waited_for():
 
 @pytest.mark.timeout(120)
 def test_random_programs_are_equal_or_refused():
-    tally = run_seeds(range(3_000, 3_003), pairs=2, without=OPEN)
+    tally = run_seeds(range(3_000, 3_003), pairs=2)
     assert not tally.findings, finding_text(tally)
     assert tally.wrong <= 1
     assert sum(row["equal"] for row in tally.outcomes.values()) >= 2
@@ -149,6 +149,6 @@ def test_many_random_programs_are_equal_or_refused(part, pytestconfig):
     """--programs A:B says which seeds; each of the 20 tests takes its twentieth."""
     first, last = map(int, pytestconfig.getoption("--programs").split(":"))
     seeds = range(first, last)[part::20]
-    tally = run_seeds(seeds, pairs=3, without=OPEN)
+    tally = run_seeds(seeds, pairs=3)
     assert not tally.findings, finding_text(tally)
     assert tally.wrong <= len(seeds) * 0.1, tally.own_errors
