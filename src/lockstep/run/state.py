@@ -28,7 +28,7 @@ from lockstep.run.epoch_loop import Position
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.run.step import ForwardPass
-from lockstep.strategies import Strategy, gather_records
+from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.sharding import AbsentParameter, is_elementwise
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,9 @@ class RunState:
             zeros = {name for names, _ in everyone for name in names}
             nobodys = sorted({name for _, names in everyone for name in names} - zeros)
             dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
-            left = {n: self.strategy.gather_full(n, kept.get(n), dtypes[n]) for n in nobodys}
+            left = {}
+            if not isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
+                left = {n: self.strategy.gather_full(n, kept.get(n), dtypes[n]) for n in nobodys}
         if keep:
             tensors = {f"{_GRADIENT}{name}": gradient for name, gradient in left.items() if name not in zeros}
             state.optimizer.update(tensors)

@@ -167,10 +167,12 @@ class Gathering:
     def joined_calls(self) -> Iterator[None]:
         """See ``Strategy.joined_calls``."""
         self._where = _IN_STEP
-        yield
-        self._request(_NOTHING)
+        try:
+            yield
+            self._request(_NOTHING)
+        finally:
+            self._where = _OUTSIDE
         self.free()
-        self._where = _OUTSIDE
 
     def free(self) -> None:
         """Frees all whole parameters: they are gathered anew when they are used."""

@@ -273,6 +273,8 @@ class Pipeline(Strategy):
                 for module in others:
                     _empty(module, names_of, absence)
         placed = PlacedPipeline(model, self._passes, self._answers, self._absences, self._whole_stages)
+        self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
+        """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
         self._elsewhere = {n: p for n, p in placed.named_parameters() if isinstance(p, AbsentParameter)}
         self._opened["the prepared model"] = placed
@@ -530,8 +532,10 @@ class Pipeline(Strategy):
             ends()
         finite = torch.stack([result.finite for result in results]).all()
         held = [self._trainable.get(name) for name in self._trained]
-        present = torch.tensor([stop, *(each is not None and each.grad is not None for each in held)])
-        flags = torch.cat([present.to(self.device), (~finite).long().view(1)])
+        present = (stop, *(each is not None and each.grad is not None for each in held))
+        if present != self._present[0]:  # a copy to a device, which the host waits for
+            self._present = present, torch.tensor(present, device=self.device)
+        flags = torch.cat([self._present[1], (~finite).long().view(1)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         for passes in self._passes.values():
             passes.neighbours.flush()
