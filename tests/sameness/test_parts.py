@@ -111,7 +111,7 @@ NAMES = {
             "drawn_in_thread",
             "eval_and_back",
             "shallow_copy",
-            "teacher",
+            "older_weights",
         ),
         *("beta_mixed", "normed_twice"),
         *("transposed_view", "raised", "compiled", "generator_of_layers", "set_attribute", "own_checkpoint"),
