@@ -11,7 +11,7 @@ PINS := pyproject.toml constraints.txt
 # Everything but torch is compared with hashes/ before it is installed; HASHES=no leaves that out, for an index that builds
 # files of its own.
 HASHES ?= yes
-HASHED = $(if $(filter-out no,$(HASHES)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+HASHED = $(if $(filter-out no,$(HASHES)),$(or $(2),$(BIN))/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	--require-hashes -r hashes/$(1).txt || { echo "The packages of hashes/$(1).txt were not installed (see above). If your index \
 	builds packages itself: make HASHES=no" >&2; exit 1; })
 JOB ?= digits
@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	pipeline/bubble.py reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all course course-pages chaos gpu ports portable audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all course course-pages docs chaos gpu ports portable audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -38,6 +38,11 @@ course: $(VENV)/.test
 
 course-pages: $(VENV)/.test
 	$(BIN)/python -m tests.course.pages --run $(ARGS)
+
+# The site, in build/site/index.html, which needs no server and no network; every link is checked.
+docs: .docs/.stamp
+	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 .docs/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 # Random runs under random faults, judged by docs/faults.md: make chaos SECONDS=600 SEED=1
 SECONDS ?= 600
@@ -102,7 +107,7 @@ figures: $(VENV)/.train
 	$(BIN)/python tests/explain/figures.py docs/figures
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .docs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -123,4 +128,12 @@ $(VENV)/.test: $(VENV)/.train hashes/test.txt
 $(VENV)/.check: $(VENV)/.train hashes/check.txt
 	$(call HASHED,check)
 	$(PIP) -e '.[check]'
+	@touch $@
+
+.docs/.stamp: constraints.txt hashes/docs.txt
+	@[ -n "$(PYTHON)" ] || { echo "Lockstep needs Python 3.11 or newer as python3, or PYTHON=/path/to/it." >&2; exit 2; }
+	$(PYTHON) -m venv .docs
+	$(call HASHED,docs,.docs/bin)
+	.docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' \
+		jieba ruff numpy psutil filelock tqdm
 	@touch $@

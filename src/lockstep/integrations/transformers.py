@@ -36,7 +36,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
 
     Args:
         run: from ``lockstep.init``, which must have been called before ``TrainingArguments``.
-        given, named: of ``transformers.Trainer``.
+        *given: of ``transformers.Trainer``.
+        **named: of ``transformers.Trainer``.
 
     Raises:
         ConfigError: an argument asks for what this class does not have.

@@ -388,13 +388,13 @@ class Run:
     ) -> Tensor | None:
         """The model's output for every sample, each once, in the order of the data set. Collective.
 
-        Every output has the same bits on any number of devices, as far as the strategy promises level A.
+        Every output has the same bits on any number of devices, as far as the strategy promises level A. ``model``,
+        ``forward`` and ``workers`` are those of ``evaluate``.
 
         Args:
             data: a map-style data set or a DataLoader; its samples are those of ``evaluate``, or inputs alone.
             keep: makes of the output for a micro-batch what is kept of it, a tensor with a row for each sample, such as
                 ``lambda output: output.argmax(1)``; by default the output itself.
-            model, forward, workers: as in ``evaluate``.
 
         Returns:
             A tensor of shape (samples, ...), on the CPU of the main process; None on the others.
