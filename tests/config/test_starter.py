@@ -124,3 +124,39 @@ def test_the_texts_are_a_job_and_a_script_whatever_the_path_holds(tmp_path):
     assert repr(str(folder / "t.csv")) in script
     photos = look_at(write_photos(folder / "photos"), "images")
     assert tomllib.loads(job_text(photos, "mine"))["data"]["root"] == str(folder / "photos")
+
+
+def test_rows_without_a_value_to_predict_are_no_class_of_their_own(tmp_path):
+    (tmp_path / "t.csv").write_text(
+        "a,kind\n" + "".join(f"{row},{'' if row % 7 else 'x'}\n" for row in range(14))
+    )
+    with pytest.raises(ConfigError, match=r"no value in 12 rows of column 'kind'.*row 3\. Remove"):
+        look_at(tmp_path / "t.csv", "table")
+
+
+def test_a_table_in_another_encoding_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "t.csv").write_bytes("größe,kind\n1,2\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"cannot be read as CSV in UTF-8.*Save it so"):
+        look_at(tmp_path / "t.csv", "table")
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_row_that_is_not_finite_is_named(tmp_path, name):
+    arrays = {"x": np.zeros((5000, 2)), "y": np.zeros(5000)}
+    arrays[name][4500] = np.nan
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(ConfigError, match=f"Row 4500 of {name} is NaN or infinite"):
+        look_at(tmp_path / "t.npz", "tensors")
+
+
+def test_tensors_of_bfloat16_are_read(tmp_path):
+    torch.save({"x": torch.ones(12, 3, dtype=torch.bfloat16), "y": torch.arange(12) % 2}, tmp_path / "t.pt")
+    assert look_at(tmp_path / "t.pt", "tensors").outputs == 2
+
+
+def test_a_photo_that_cannot_be_opened_is_named_with_what_to_do(tmp_path):
+    folder = write_photos(tmp_path / "data")
+    broken = sorted(folder.rglob("*.*g"))[0]
+    broken.write_bytes(b"no photo")
+    with pytest.raises(ConfigError, match=rf"{broken.name}.*Replace or remove it"):
+        look_at(folder, "images")

@@ -193,7 +193,9 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
             with Image.open(path) as photo:
                 sides.append(min(photo.size))
     except OSError as error:
-        raise ConfigError(f"'{path}' cannot be opened as a photo: {error}") from error
+        raise ConfigError(
+            f"'{path}' cannot be opened as a photo: {str(error).rstrip('.')}. Replace or remove it."
+        ) from error
     middle = sorted(sides)[len(sides) // 2]
     is_small = middle <= 64
     size = (32 if middle <= 32 else 64) if is_small else 224
@@ -224,7 +226,7 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
         with data.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"'{data}' cannot be read as CSV in UTF-8: {error}") from error
+        raise ConfigError(f"'{data}' cannot be read as CSV in UTF-8: {error}. Save it so.") from error
     header = [name.strip() for name in rows[0]] if rows else []
     if len(set(header)) < max(2, len(header)):
         raise ConfigError(f"'{data}' needs a first line that names at least two columns, each once.")
@@ -238,6 +240,12 @@ def _look_at_table(data: Path, target: str, goal: str) -> DataSummary:
         )
     columns = {name: [row[place].strip() for row in rows[1:]] for place, name in enumerate(header)}
     wanted = columns.pop(label)
+    empty = [number for number, text in enumerate(wanted, 2) if not text]
+    if empty:
+        raise ConfigError(
+            f"'{data}' has no value in {plural(len(empty), 'row')} of column {label!r}, which is predicted; the first "
+            f"is row {empty[0]}. Remove these rows, or choose another column with --target."
+        )
     inputs = [name for name, texts in columns.items() if all(_is_number(text) for text in texts)]
     left_out = [name for name in columns if name not in inputs]
     if not inputs:
@@ -324,7 +332,8 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
             import torch
 
             tensors = torch.load(data, weights_only=True)
-            x, y = np.asarray(tensors["x"]), np.asarray(tensors["y"])
+            known = (torch.as_tensor(tensors[name]) for name in ("x", "y"))
+            x, y = ((each.float() if each.dtype == torch.bfloat16 else each).numpy() for each in known)
             read = 'tensors = torch.load(DATA, weights_only=True)\n    x, y = tensors["x"], tensors["y"]'
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ConfigError(f"'{data}' does not hold tensors named x and y: {error}") from error
@@ -333,6 +342,17 @@ def _look_at_tensors(data: Path, target: str, goal: str) -> DataSummary:
             f"x is {x.dtype} of shape {list(x.shape)} and y {y.dtype} of shape {list(y.shape)}. Both need as many rows "
             "of numbers, and x at least one number in each."
         )
+    for name, values in (("x", x), ("y", y)):
+        for first in range(0, len(values), 4096):
+            rows = (
+                np.isfinite(values[first : first + 4096])
+                .reshape(len(values[first : first + 4096]), -1)
+                .all(1)
+            )
+            if not rows.all():
+                raise ConfigError(
+                    f"Row {first + int(rows.argmin())} of {name} is NaN or infinite. Fill or remove such rows."
+                )
     whole = y.ndim == 1 and y.dtype.kind in "iu"
     goal = goal or ("classes" if whole else "numbers")
     if goal == "classes" and (not whole or int(y.min()) < 0):
