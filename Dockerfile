@@ -10,7 +10,7 @@
 ARG BASE=python:3.13-slim
 FROM ${BASE}
 
-# Where torch comes from if the base has none: builds without CUDA, which are a tenth of the size.
+# Where torch comes from if the base has none: builds without CUDA, which are a tenth of the size. What it needs comes with Lockstep.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # Shown by `lockstep --version`: --build-arg COMMIT=$(git rev-parse --short=12 HEAD)
 ARG COMMIT=unknown
@@ -22,7 +22,7 @@ COPY src /opt/lockstep/src
 RUN cd /opt/lockstep \
     && echo "$COMMIT" > src/lockstep/commit.txt \
     && if python -c "import torch" 2> /dev/null; then grep -v "^torch" constraints.txt > used.txt; else \
-       cp constraints.txt used.txt && pip install torch -c used.txt --index-url "$TORCH_INDEX"; fi \
+       cp constraints.txt used.txt && pip install --no-deps torch -c used.txt --index-url "$TORCH_INDEX"; fi \
     && pip install ".[tensorboard]" -c used.txt \
     && rm -rf /opt/lockstep
 
