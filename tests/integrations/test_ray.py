@@ -109,7 +109,10 @@ def two_nodes(tmp_path):
         pytest.skip(reason)
     environment = {**os.environ, **QUICK, "RAY_USAGE_STATS_ENABLED": "0", "OF_TEST": str(tmp_path)}
     places = (["--head", "--port=6379", "--include-dashboard=false"], ["--address=10.77.0.1:6379"])
-    environment["RAY_TMPDIR"] = str(tmp_path)
+    environment |= {
+        "RAY_TMPDIR": str(tmp_path),
+        "RAY_AUTH_MODE": "disabled",
+    }  # nobody else is in that network
     ray_command = str(Path(sys.executable).with_name("ray"))
     with TwoHostNetwork(tmp_path) as network, ExitStack() as stack:
         stack.callback(end_all, str(tmp_path))
