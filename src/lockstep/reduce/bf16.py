@@ -46,6 +46,9 @@ class _RoundedBucket(OrderedBucket):
     def total(self) -> Tensor:
         return self._total
 
+    def renew(self) -> None:
+        self._total = torch.zeros_like(self._total)
+
     def finish(self) -> None:
         super().finish()
         self._total.copy_(self._gathered[: self._total.numel()])

@@ -86,6 +86,10 @@ class OrderedReducer(Reducer):
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].renew()
+
     def _send(self, bucket: int) -> None:
         self._buckets[bucket].send(self._layout, self._rank, self._group)
         self.bytes_sent += self._buckets[bucket].bytes_sent(len(self._layout.ranks[self._rank]))
@@ -123,6 +127,11 @@ class OrderedBucket:
     def total(self) -> Tensor:
         """The flat sum, once it is finished."""
         return self._gathered[: self._numel]
+
+    def renew(self) -> None:
+        """Gives other memory to ``total``."""
+        self._outgoing = torch.zeros_like(self._outgoing)
+        self._gathered = self._outgoing[0]
 
     def staging(self, slot: int) -> Tensor:
         """The memory into which this rank writes its node number ``slot``."""

@@ -113,6 +113,10 @@ class PowerSgdReducer(Reducer):
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].total = torch.zeros_like(self._buckets[bucket].total)
+
     def release(self) -> None:
         """See ``Reducer.release``."""
         for part in (self._exact, self._left, self._right):

@@ -110,7 +110,11 @@ class Reducer(ABC):
 
     @abstractmethod
     def total(self, bucket: int) -> Tensor:
-        """The flat sum of a bucket after ``finish``. Always the same memory."""
+        """The flat sum of a bucket after ``finish``. The same memory until ``renew``."""
+
+    @abstractmethod
+    def renew(self, bucket: int) -> None:
+        """Gives other memory to ``total(bucket)`` and ``staging(bucket, ...)``, between steps; on any rank alone."""
 
     def release(self) -> None:
         """Lets go of process groups, at the end of the run."""

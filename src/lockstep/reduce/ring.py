@@ -61,3 +61,7 @@ class RingReducer(Reducer):
     def total(self, bucket: int) -> Tensor:
         """See ``Reducer.total``."""
         return self._staging[bucket][0]
+
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._staging[bucket] = torch.zeros_like(self._staging[bucket])

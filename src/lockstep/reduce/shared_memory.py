@@ -245,6 +245,10 @@ class SharedMemoryReducer(Reducer):
         """See ``Reducer.total``."""
         return self._buckets[bucket].total
 
+    def renew(self, bucket: int) -> None:
+        """See ``Reducer.renew``."""
+        self._buckets[bucket].renew()
+
     def _fold_next(self) -> None:
         self._buckets[self._folded].fold(self._layout, self.turn)
         self._folded += 1
@@ -306,6 +310,12 @@ class _SharedBucket:
             torch.add(nodes[0][1], nodes[1][1], out=target)
         else:
             target.copy_(fold(nodes, layout.leaves, torch.add))
+
+    def renew(self) -> None:
+        """Gives other memory to ``total``."""
+        self.total = torch.empty_like(self.total)
+        if not self.sharded:
+            self._result = self.total
 
     def copy_out(self) -> None:
         self.total.copy_(self._result)

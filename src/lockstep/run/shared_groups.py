@@ -61,7 +61,7 @@ class SharedGroups:
         if isinstance(strategy, IndependentStrategy):
             return None
         trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-        lacks = torch.tensor([float(trained > strategy.trainable().keys())], device=strategy.device)
+        lacks = torch.tensor([int(trained > strategy.trainable().keys())], device=strategy.device)
         shares_all = not strategy.all_reduce_max(lacks).any()
         return cls(optimizer, members, parameters, strategy, shares_all=shares_all)
 

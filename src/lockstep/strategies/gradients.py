@@ -9,14 +9,12 @@ statistics to that, for a model or one stage of it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import TreeStack, fold_rows, merges_after_leaf, push_leaf
@@ -27,8 +25,8 @@ from lockstep.reduce.reducer import most_slots
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.strategy import StepResult
 
-_BUCKET_BYTES = {"cpu": 8 << 20, "cuda": 25 << 20}
-"""By device: on a GPU an exchange costs launches, and fewer and larger ones are faster."""
+_BUCKET_BYTES, _CUDA_BUCKET_BYTES = 8 << 20, 25 << 20
+"""On a GPU an exchange costs launches, and fewer and larger ones are faster."""
 _FIRST_BUCKET_BYTES = 1 << 20
 
 
@@ -111,19 +109,11 @@ class StepHeader:
         return torch.empty_like(entries).index_copy_(0, self._orders[leaves], entries)
 
 
-_COPIED_PASSES = 16
-"""Backward passes whose gradients are no part of a bucket, so that views which user code keeps of them are noticed.
-
-Two steps and their rehearsals; as many again after one that was kept.
-"""
-
-
 class Slot:
     """One parameter: its stack of tree nodes, and its place in a bucket."""
 
     __slots__ = (
-        *("bucket", "early", "given", "held", "name", "parameter", "pushed", "stack", "staging", "total"),
-        "used",
+        *("bucket", "early", "held", "name", "parameter", "pushed", "stack", "staging", "total", "used"),
     )
 
     def __init__(self, name: str, parameter: nn.Parameter, held: nn.Parameter | None = None) -> None:
@@ -137,8 +127,6 @@ class Slot:
         self.bucket = -1
         self.staging: list[list[Tensor]] = []
         self.total: Tensor | None = None
-        self.given: weakref.ref[Tensor] | None = None
-        """The gradient that was set last; in memory of the bucket, which is used again."""
 
 
 class GradientTree:
@@ -163,13 +151,12 @@ class GradientTree:
         self.slots = [Slot(name, parameter, held[name]) for name, parameter in parameters.items()]
         self._reducer, self._events = reducer, events
         self._prior: list[tuple[nn.Parameter, Tensor]] = []
-        self._copies_left = _COPIED_PASSES
-        self._copies: list[StorageWeakRef] = []
-        """Memory of the gradients that were set last, where they are no part of a bucket."""
         self._merges: tuple[int, ...] = ()
         self._leaf = 0
         self._waiting: list[int] = []
         self._members: list[list[Slot]] = _fill_buckets(self.slots)
+        self._own_references: list[int] = []
+        """To the memory of each bucket's sum, of which the gradients are views."""
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(self._take, slot))  # type: ignore[no-untyped-call]  # torch's stub
             for slot in self.slots
@@ -196,22 +183,37 @@ class GradientTree:
         """Makes the views of the reducer's memory, once it has been allocated with ``slots`` nodes per rank."""
         if self._reducer is None:
             return
-        for bucket, members in enumerate(self._members):
-            offset = held = 0
-            for slot in members:
-                slot.bucket = bucket
-                place = slice(offset, offset + slot.parameter.numel())
-                slot.staging = [
-                    [
-                        _shaped_like(slot.parameter, self._reducer.staging(bucket, node, turn)[place])
-                        for node in range(slots)
-                    ]
-                    for turn in range(self._reducer.turns)
+        self._slots = slots
+        for bucket in range(len(self._members)):
+            self._connect(bucket, self._reducer)
+        self._own_references = [
+            _references(self._reducer.total(bucket)) for bucket in range(len(self._members))
+        ]
+
+    def _connect(self, bucket: int, reducer: Reducer) -> None:
+        offset = held = 0
+        for slot in self._members[bucket]:
+            slot.bucket = bucket
+            place = slice(offset, offset + slot.parameter.numel())
+            slot.staging = [
+                [
+                    _shaped_like(slot.parameter, reducer.staging(bucket, node, turn)[place])
+                    for node in range(self._slots)
                 ]
-                own = self._reducer.total(bucket)[held : held + slot.held.numel()]
-                slot.total = _shaped_like(slot.held, own)
-                offset += slot.parameter.numel()
-                held += slot.held.numel()
+                for turn in range(reducer.turns)
+            ]
+            slot.total = _shaped_like(slot.held, reducer.total(bucket)[held : held + slot.held.numel()])
+            offset += slot.parameter.numel()
+            held += slot.held.numel()
+
+    def _leave_to_user_code(self) -> None:
+        """Gives memory of their own to buckets whose last gradients, or views of them, user code keeps."""
+        if self._reducer is None:
+            return
+        for bucket, own in enumerate(self._own_references):
+            if _references(self._reducer.total(bucket)) > own:
+                self._reducer.renew(bucket)
+                self._connect(bucket, self._reducer)
 
     def begin(self, start: int, stop: int, leaves: int) -> None:
         """Starts a step in which this rank runs the micro-batches ``start <= k < stop`` of ``leaves``.
@@ -228,12 +230,7 @@ class GradientTree:
             if slot.held.grad is not None:
                 self._prior.append((slot.held, slot.held.grad.clone()))
                 slot.held.grad = None
-            kept = None if slot.given is None else slot.given()
-            if kept is not None:  # by user code, which may read it at a later step
-                kept.data = kept.detach().clone()
-        if not all(each.expired() for each in self._copies):  # type: ignore[no-untyped-call]  # torch's own
-            self._copies_left = _COPIED_PASSES  # user code keeps views of them
-        self._copies = []
+        self._leave_to_user_code()
 
     def go_on_with(self, number: int) -> None:
         """Makes the gradients that come next those of this rank's micro-batch ``number``, counted from 0."""
@@ -275,14 +272,7 @@ class GradientTree:
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
                 # Detached: what user code makes of it, outside of torch.no_grad, stays out of the bucket's graph.
-                given = total.to(slot.held.device).detach()
-                if slot.total is not None and self._copies_left:
-                    given = given.clone()
-                    self._copies.append(StorageWeakRef(given.untyped_storage()))  # type: ignore[no-untyped-call]  # torch's own
-                elif slot.total is not None:
-                    slot.given = weakref.ref(given)
-                slot.held.grad = given
-        self._copies_left = max(0, self._copies_left - 1)
+                slot.held.grad = total.to(slot.held.device).detach()
         self.end()
         add_prior(self._prior)
         return sums
@@ -479,13 +469,20 @@ def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
+def _references(tensor: Tensor) -> int:
+    """How many tensors share the memory of this one; those of an array of NumPy's and a kept graph count, too."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
 def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
     """Groups the parameters in the reverse order of their registration, about the order in which backward reaches
     them: a small first bucket that can start early, then larger ones, each of one number type."""
     buckets: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
-        limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else _BUCKET_BYTES[slot.parameter.device.type]
+        limit = _CUDA_BUCKET_BYTES if slot.parameter.device.type == "cuda" else _BUCKET_BYTES
+        limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else limit
         full = bool(buckets) and size + slot.parameter.nbytes > limit
         if not buckets or full or buckets[-1][0].parameter.dtype != slot.parameter.dtype:
             buckets.append([])

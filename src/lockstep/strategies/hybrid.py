@@ -321,6 +321,10 @@ class _RowBucket(OrderedBucket):
         """This rank's rows of the members' sums, one after the other."""
         return self._total
 
+    def renew(self) -> None:
+        """See ``OrderedBucket.renew``."""
+        self._total = self._sent = self._received = torch.zeros_like(self._total)
+
     def take_memory(self) -> None:
         """Makes room for a step's nodes, which views of ``staging`` then see."""
         self._nodes.untyped_storage().resize_(self._bytes)

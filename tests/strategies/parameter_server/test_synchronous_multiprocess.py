@@ -31,7 +31,8 @@ def held_and_sent(world, servers, make=network):
         run.backward(batch, nn.functional.cross_entropy)
         optimizer.step()
         optimizer.zero_grad()
-    state = sum(t.nbytes for each in optimizer.state.values() for t in each.values() if t.dim())
+    (held_optimizer,) = run.require_prepared().state.parts.optimizers
+    state = sum(t.nbytes for each in held_optimizer.state.values() for t in each.values() if t.dim())
     held = {name: parameter.nbytes for name, parameter in run.strategy.trainable().items()}
     value = run.evaluate(dataset(seed=2), correct)
     found = held, state, run.strategy.bytes_sent, sizes, value, run.fingerprint()
