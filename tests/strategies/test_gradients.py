@@ -119,9 +119,11 @@ def test_a_gradient_that_was_there_is_added_to():
     batch, strategy = batch_of(torch.randn(4, 3), 1, 4), Single(CPU, 4)
     strategy.setup_model(model)
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=0)
-    first = model.weight.grad.clone()
+    gradient = model.weight.grad
+    first = gradient.clone()
     strategy.backward(batch, SquaredOutputs(model), scale=1.0, stop=3)
     assert torch.equal(model.weight.grad, first + first)
+    assert model.weight.grad is gradient
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -1,4 +1,5 @@
-"""Gradients are views of memory that the next step uses again, unless user code keeps them."""
+"""Gradients are views of memory that the next step uses again, unless user code keeps them; those that are not cleared
+are added to where they lie."""
 
 import gc
 import logging
@@ -36,7 +37,26 @@ def addresses_and_kept(world, ways, keep):
     return {way: _train(world, WAYS[way], KEEP[keep]) for way in ways}
 
 
-def _train(world, options, keep):
+def is_one_tensor(world, ways):
+    """By way: whether a parameter's gradient, set to zeros after each step, is one tensor from the first step on."""
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    found = {}
+    for way in ways:
+        run, optimizer, first, data = _prepared(world, WAYS[way])
+        gradients = []
+        for batch in run.batches(data):
+            run.backward(batch, nn.functional.cross_entropy)
+            gradients.append(first.grad)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        run.close()
+        found[way] = len({id(each) for each in gradients})
+    return found
+
+
+def _prepared(world, options):
+    """A run, its optimizer, the first parameter of which this rank has rows, and data of four steps."""
     torch.manual_seed(0)
     run = Run(RunOptions.of(**{"global_batch": 8, "micro_batches": 4, "threads": 1, **options}), world)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -45,6 +65,11 @@ def _train(world, options, keep):
     data = torch.utils.data.TensorDataset(
         torch.randn(8 * STEPS, 64), torch.randint(3, (8 * STEPS,), generator=torch.Generator().manual_seed(1))
     )
+    return run, optimizer, first, data
+
+
+def _train(world, options, keep):
+    run, optimizer, first, data = _prepared(world, options)
     places, kept = [], []
     for batch in run.batches(data):
         run.backward(batch, nn.functional.cross_entropy)
@@ -58,10 +83,20 @@ def _train(world, options, keep):
     return len(set(places)), same
 
 
-@pytest.mark.parametrize("keep", KEEP)
-@pytest.mark.parametrize(
+WORLDS = pytest.mark.parametrize(
     ("world_size", "ways"), [(2, tuple(WAYS)[:-1]), (4, tuple(WAYS)[-1:])], ids=["2 ranks", "4 ranks"]
 )
+
+
+@WORLDS
+def test_a_gradient_that_is_not_cleared_stays_one_tensor(world_size, ways):
+    """As with torch: code that has a list of all gradients finds in it those of every later step."""
+    for found in run_ranks(is_one_tensor, world_size, ways):
+        assert found == dict.fromkeys(ways, 1)
+
+
+@WORLDS
+@pytest.mark.parametrize("keep", KEEP)
 def test_memory_is_used_again_unless_user_code_keeps_a_gradient(world_size, ways, keep):
     for found in run_ranks(addresses_and_kept, world_size, ways, keep):
         for way, (memories, same) in found.items():

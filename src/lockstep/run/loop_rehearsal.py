@@ -95,6 +95,8 @@ class LoopRehearsal:
         called, findings = CalledModules(prepared, before, roots), Findings()
         short, self._compute = shortened(self._batch, self._opened.compute, strategy.share, 1)
         prior = {p: p.grad for p in strategy.trainable().values()}
+        for parameter in prior:
+            parameter.grad = None
         try:
             with run._events.silenced(), generators_kept():
                 values = parameter_values(model)

@@ -229,8 +229,7 @@ class Rehearsals:
         strategy, model = self._strategy, prepared.state.parts.model
         strategy.before_step()
         trained = strategy.trainable()
-        # Copies: a gradient that was kept may lie in memory that the reducer uses again.
-        prior = {p: (p.grad, None if p.grad is None else p.grad.clone()) for p in trained.values()}
+        prior = {p: p.grad for p in trained.values()}
         sent, buffers = strategy.bytes_sent, Buffers((model, prepared.compute.model))
         roots = {"": model, f"the loss {_words(loss)}": loss}
         if compute.forward is not None:
@@ -267,10 +266,8 @@ class Rehearsals:
         finally:
             before.restore()
             buffers.restore()
-            for parameter, (gradient, values_before) in prior.items():
+            for parameter, gradient in prior.items():
                 parameter.grad = gradient
-                if gradient is not None and values_before is not None:
-                    gradient.copy_(values_before)
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
         findings.deviation = next((each.reason for each in deviations or () if each.reason), "")

@@ -228,7 +228,7 @@ class GradientTree:
         for slot in self.slots:
             slot.stack, slot.pushed, slot.used, slot.early = [], 0, 0, {}
             if slot.held.grad is not None:
-                self._prior.append((slot.held, slot.held.grad.clone()))
+                self._prior.append((slot.held, slot.held.grad))
                 slot.held.grad = None
         self._leave_to_user_code()
 
