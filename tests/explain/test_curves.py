@@ -89,10 +89,12 @@ def test_a_run_in_its_first_epoch_has_its_last_values_and_is_drawn_against_time(
 def test_learning_rates_of_groups_have_a_panel_each(tmp_path):
     folder = write(tmp_path / "a")
     text = (folder / "log.jsonl").read_text()
-    text = text.replace('"learning_rate": 0.1', '"learning_rate_1": 0.1, "learning_rate_2": 0.01')
-    (folder / "log.jsonl").write_text(text)
+    rates = ", ".join(f'"learning_rate_{number}": {number / 10}' for number in range(1, 11))
+    (folder / "log.jsonl").write_text(text.replace('"learning_rate": 0.1', rates))
     words = [shape.text for shape in chart(read_logs([folder])).shapes if isinstance(shape, Label)]
-    assert (words.count("learning rate 1"), words.count("learning rate 2")) == (2, 2)
+    assert [word for word in words if word.startswith("learning rate")] == [
+        f"learning rate {number}" for number in range(1, 11) for _ in range(2)
+    ]
 
 
 def test_the_table_has_the_last_values_and_the_best_accuracy(tmp_path):
@@ -119,6 +121,16 @@ def test_the_table_has_the_means_of_the_last_epoch_and_not_those_of_its_last_ste
     head, row = final_table(read_logs([folder]))
     values = dict(zip(head, row, strict=True))
     assert (values["epochs"], values["loss"], values["learning rate"]) == ("2", "0.5", "0.1")
+
+
+def test_evaluations_between_epochs_and_after_them_are_one_curve(tmp_path):
+    path = write(tmp_path / "a") / "log.jsonl"
+    between = {"kind": "step", "step": 7, "epoch": 1, "seconds": 420.0, "validation_accuracy": 0.55}
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], json.dumps(between) + "\n", lines[-1]]))
+    (log,) = read_logs([path.parent])
+    assert log.points("validation_accuracy", "epochs") == [(1.0, 0.5), (1.75, 0.55), (2.0, 0.6)]
+    assert final_table([log])[1][-1] == "60 % (2)"
 
 
 def test_a_run_that_went_on_from_another_has_the_epochs_of_both(tmp_path):

@@ -51,9 +51,14 @@ class RunLog:
         return [record for record in self.records if record.get("kind") == "epoch"]
 
     def values(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
-        """Records and their values of a metric: steps where those have it, else epochs; without what is not finite."""
-        steps = [record for record in self.records if record.get("kind") == "step" and metric in record]
-        pairs = ((record, record.get(metric)) for record in steps or self.ends)
+        """Records and their values of a metric, without what is not finite.
+
+        All records of an evaluation; what is measured while training from steps where those have it, else from epochs.
+        """
+        found = [record for record in self.records if record.get("kind") == "step" and metric in record]
+        if metric.startswith("validation_"):
+            found = [record for record in self.records if metric in record]
+        pairs = ((record, record.get(metric)) for record in found or self.ends)
         return [(record, float(y)) for record, y in pairs if isinstance(y, int | float) and math.isfinite(y)]
 
     def final(self, metric: str) -> float | None:
@@ -112,7 +117,8 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
 def metrics_of(logs: Sequence[RunLog]) -> list[str]:
     """The metrics that some run has, in order; groups of parameters may have learning rates of their own."""
     of_groups = {name for log in logs for record in log.records for name in record if _GROUP.fullmatch(name)}
-    names = [*_METRICS[:-1], *sorted(of_groups), _METRICS[-1]]
+    rates = sorted(of_groups, key=lambda name: int(name.rpartition("_")[2]))
+    names = [*_METRICS[:-1], *rates, _METRICS[-1]]
     return [name for name in names if any(log.values(name) for log in logs)]
 
 
