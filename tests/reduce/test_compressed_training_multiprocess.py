@@ -13,7 +13,7 @@ from torch import nn
 import lockstep
 from lockstep.data import Digits
 from lockstep.models import digits_net
-from lockstep.trainer.state import accuracy
+from lockstep.trainer import Accuracy
 
 EPOCHS = 12
 
@@ -78,7 +78,7 @@ def train_digits(reduce):
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    right = run.evaluate(Digits("validation"), accuracy)
+    right = run.evaluate(Digits("validation"), Accuracy())
     run.close()
     return right
 

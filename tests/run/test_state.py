@@ -1,6 +1,7 @@
 """Checkpoints that a run refuses to restore."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lockstep.errors import CheckpointError, CheckpointMismatch
 
 
 def saved(tmp_path, **options):
-    run, _, optimizer = begin(directory=tmp_path, **options)
+    run, _, optimizer, *_ = begin(directory=tmp_path, **options)
     train_step(run, next(iter(run.batches(dataset()))), optimizer)
     run.save()
 
@@ -45,6 +46,37 @@ def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):
             resume="auto",
             make_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
         )
+
+
+def cosine(steps):
+    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def test_settings_that_the_checkpoint_would_replace_are_refused(tmp_path):
+    """torch's load_state_dict takes the learning rate and T_max of the checkpoint, and says nothing."""
+    saved(tmp_path, make_scheduler=cosine(9))
+    *_, scheduler = begin(directory=tmp_path, resume="auto", make_scheduler=cosine(9))
+    assert scheduler.T_max == 9
+    with pytest.raises(CheckpointMismatch, match=r"T_max of scheduler 0: 9 in the checkpoint's run, 12 here"):
+        begin(directory=tmp_path, resume="auto", make_scheduler=cosine(12))
+    for settings in ({"lr": 0.05}, {"make_optimizer": partial(torch.optim.SGD, weight_decay=0.5)}):
+        with pytest.raises(CheckpointMismatch, match=r"(?s)of optimizer 0, group 0: .* weights\.path"):
+            begin(directory=tmp_path, resume="auto", make_scheduler=cosine(9), **settings)
+    begin(
+        directory=tmp_path,
+        resume="auto",
+        make_scheduler=cosine(9),
+        make_optimizer=partial(torch.optim.SGD, foreach=None, fused=None),
+    )
+
+
+def test_settings_that_a_script_changes_after_prepare_stay_over_a_restart(tmp_path):
+    run, _, optimizer = begin(directory=tmp_path)
+    optimizer.param_groups[0]["lr"] = 0.25
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    run.save()
+    _, _, optimizer = begin(directory=tmp_path, resume="auto")
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
-from lockstep.trainer import Trainer, TrainingParts
+from lockstep.trainer import Accuracy, Trainer, TrainingParts
 from lockstep.trainer.gradient_record import FILE, GradientDigest, GradientRecorder, read_records
 
 
@@ -70,7 +70,7 @@ def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **o
         optimizer=optimizer,
         scheduler=scheduler,
         loss=nn.CrossEntropyLoss(),
-        classifies=True,
+        accuracy=Accuracy(),
         training_set=samples(),
         validation_set=None,
         workers=0,

@@ -1,4 +1,10 @@
-from lockstep.trainer import Progress
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.trainer import Accuracy, Progress
 
 
 def judged(metric, values):
@@ -25,3 +31,27 @@ def test_progress_continues_from_what_was_stored():
     later = Progress("validation_loss")
     later.load_state_dict(progress.as_dict())
     assert later == progress
+
+
+SCORES = torch.tensor([[[3.0, 0.0, 3.0, 0.0], [0.0, 3.0, 0.0, 3.0]]])  # one sample, two classes, four tokens
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "right", "counted"),
+    [
+        (nn.CrossEntropyLoss(), [[0, 1, 1, -100]], 2, 3),
+        (nn.CrossEntropyLoss(ignore_index=0), [[0, 1, 0, 1]], 2, 2),
+        (nn.NLLLoss(ignore_index=1), [[0, 1, 1, 0]], 1, 2),
+        (partial(nn.functional.cross_entropy, ignore_index=1), [[0, 1, 0, 0]], 2, 3),
+        (nn.functional.cross_entropy, [[0, 1, 0, 0]], 3, 4),
+        (nn.CrossEntropyLoss(), [[-100] * 4], 0, 0),
+        (nn.CrossEntropyLoss(), [[[0.6, 0.6, 0.4, 0.4], [0.4, 0.4, 0.6, 0.6]]], 2, 4),
+    ],
+)
+def test_accuracy_counts_the_targets_that_the_loss_counts(loss, target, right, counted):
+    found = Accuracy.of(loss)(SCORES, torch.tensor(target))
+    assert tuple(map(int, found)) == (right, counted)
+
+
+def test_a_loss_of_numbers_has_no_accuracy():
+    assert Accuracy.of(nn.MSELoss()) is None

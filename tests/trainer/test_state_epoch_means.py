@@ -15,7 +15,7 @@ from lockstep.core.world import World
 from lockstep.loggers import MultiLogger
 from lockstep.runtime import Callback
 from lockstep.runtime.control import Stopped, StopReason
-from lockstep.trainer import Meter
+from lockstep.trainer import Accuracy, Meter
 
 EPOCHS, STEPS, SAMPLES = 2, 4, 60
 
@@ -44,7 +44,7 @@ STEPS_BY_HAND = [([1.0, 2.5], 4, [1, 0, 0, 1]), ([0.25, 0.5], 3, [1, 1, 1]), ([4
 
 
 def meter():
-    return Meter(Alone(), classifies=True)
+    return Meter(Alone(), Accuracy())
 
 
 def test_the_means_of_an_epoch_are_sums_over_weights_whenever_they_are_read():

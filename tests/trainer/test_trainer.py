@@ -9,7 +9,7 @@ from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
-from lockstep.trainer import Trainer, TrainingParts
+from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 
 def blobs(seed):
@@ -52,7 +52,7 @@ def trainer(
         optimizer=optimizer,
         scheduler=scheduler,
         loss=nn.CrossEntropyLoss(),
-        classifies=True,
+        accuracy=Accuracy(),
         training_set=blobs(0),
         validation_set=blobs(1),
         workers=0,

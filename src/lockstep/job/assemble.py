@@ -42,8 +42,7 @@ from lockstep.run.step import ForwardPass
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.trainer import Trainer, TrainingParts
-from lockstep.trainer.state import is_of_classes
+from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         loss=loss,
         average=averages[0] if averages else None,
         metrics=metrics,
-        classifies=is_of_classes(loss),
+        accuracy=Accuracy.of(loss),
         training_set=training_set,
         validation_set=validation_set,
         workers=config.data.loader_processes(config.run.threads, world.local_world_size),

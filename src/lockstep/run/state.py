@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _GRADIENT = "gradient|"
 _MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
+_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+"""Of a parameter group: not what is computed. How it is computed belongs to the context."""
+_MOST_LINES, _MOST_CHARACTERS = 5, 60
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,25 @@ class RunState:
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
+    settings: dict[str, str] = field(init=False)
+    """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
+
+    def __post_init__(self) -> None:
+        groups = {
+            f"optimizer {number}, group {position}": group
+            for number, optimizer in enumerate(self.parts.optimizers)
+            for position, group in enumerate(optimizer.param_groups)
+        }
+        states = {
+            f"scheduler {number}": _plain(each.state_dict())
+            for number, each in enumerate(self.parts.schedulers)
+        }
+        self.settings = {
+            f"{key} of {whose}": repr(_number(value))
+            for whose, made_with in {**groups, **states}.items()
+            for key, value in made_with.items()
+            if key not in _HOW and _is_plain(_number(value))
+        }
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
@@ -234,6 +256,7 @@ class RunState:
             )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
+        self._require_equal_settings(written.get("settings", {}))
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
@@ -282,6 +305,7 @@ class RunState:
             "context": self.context.as_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
+            "settings": self.settings,
             "modules": len(self.parts.modules),
             "extra": self.extra,
             "run": self.run_id,
@@ -315,6 +339,24 @@ class RunState:
             return checkpoint.parameter_names(self.parts.model)
         return {parameter: name for name, parameter in self.strategy.trainable().items()}
 
+    def _require_equal_settings(self, stored: Mapping[str, str]) -> None:
+        """Refuses settings that the checkpoint's would replace."""
+        others = [
+            f"{key}: {_cut(stored[key])} in the checkpoint's run, {_cut(here)} here"
+            for key, here in self.settings.items()
+            if key in stored and stored[key] != here
+        ]
+        if others:
+            more = f"\n  and {len(others) - _MOST_LINES} more" if len(others) > _MOST_LINES else ""
+            raise CheckpointMismatch(
+                "The optimizer or a scheduler was made with other settings than in the checkpoint's run:\n  "
+                + "\n  ".join(others[:_MOST_LINES])
+                + more
+                + "\nA checkpoint restores its own, so the new ones would not be used. Give those of the checkpoint's "
+                "run. To train on with others, start a new run from the checkpoint's model.safetensors (in a job: "
+                "weights.path), or in a script set them after run.prepare, in optimizer.param_groups."
+            )
+
     def _require_equal_counts(self, state: CheckpointState) -> None:
         written = state.progress
         for kind, stored, here in (
@@ -331,6 +373,23 @@ class RunState:
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names begin with ``prefix``, without it."""
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    """True for numbers, texts and what is made of them, whose text is the same in every process."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(each) for each in (*value.keys(), *value.values()))
+    if isinstance(value, list | tuple):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def _plain(state: Any) -> Any:

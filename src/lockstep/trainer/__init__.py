@@ -1,6 +1,6 @@
 """The loop of a whole job."""
 
-from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts, accuracy
+from lockstep.trainer.state import Accuracy, Meter, Progress, TrainingOutcome, TrainingParts
 from lockstep.trainer.trainer import Trainer
 
-__all__ = ["Meter", "Progress", "Trainer", "TrainingOutcome", "TrainingParts", "accuracy"]
+__all__ = ["Accuracy", "Meter", "Progress", "Trainer", "TrainingOutcome", "TrainingParts"]

@@ -55,13 +55,14 @@ class MeterSums:
 class Meter(Callback):
     """Adds up losses, right answers and samples of the steps of an epoch; every rank has one.
 
-    ``classifies`` says whether outputs are class scores, so that answers can be right.
+    ``accuracy`` counts right answers, where outputs are class scores.
     """
 
-    def __init__(self, strategy: Strategy, *, classifies: bool) -> None:
-        self._strategy, self._classifies = strategy, classifies
-        self._right: list[Tensor] = []
-        self._answers = self._samples = 0
+    def __init__(self, strategy: Strategy, accuracy: Accuracy | None) -> None:
+        self._strategy, self._accuracy = strategy, accuracy
+        self._answers: list[Tensor] = []
+        """Of each micro-batch not read yet: right answers and all of them, on the device."""
+        self._samples = 0
         self._losses: list[Tensor] = []
         """Of each step not read yet: the sums of its micro-batches' losses and its weight, on the device."""
         self._since = time.monotonic()
@@ -84,9 +85,8 @@ class Meter(Callback):
 
     def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
         """Counts right answers, on the device."""
-        if self._classifies:
-            self._right.append((output.detach().argmax(1) == target).sum())
-            self._answers += target.numel()
+        if self._accuracy is not None:
+            self._answers.append(torch.stack(self._accuracy(output.detach(), target)))
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Notes the loss scale."""
@@ -108,8 +108,8 @@ class Meter(Callback):
         if not self._losses:
             return
         row = torch.zeros(2, dtype=torch.float64, device=self._strategy.device)
-        if self._right:
-            row[0], row[1] = torch.stack(self._right).sum(), self._answers
+        if self._answers:
+            row.copy_(torch.stack(self._answers).sum(0))
         right, answers = sum_counts(self._strategy, row).tolist()
         numbers = torch.split(torch.cat(self._losses).cpu(), [len(step) for step in self._losses])
         steps = [(float(fold_rows(step[:-1])), float(step[-1])) for step in numbers]
@@ -118,7 +118,7 @@ class Meter(Callback):
             for loss, weight in steps:
                 totals.add(loss=loss, weight=weight)
             totals.add(right=right, answers=answers, samples=self._samples, seconds=now - self._since)
-        self._losses, self._right, self._answers, self._samples, self._since = [], [], 0, 0, now
+        self._losses, self._answers, self._samples, self._since = [], [], 0, now
 
     def means(self) -> dict[str, float]:
         """The means of all steps of the epoch up to the last reading."""
@@ -140,9 +140,35 @@ def is_of_log_probabilities(loss: Any) -> bool:
     return isinstance(loss, nn.NLLLoss) or getattr(loss, "func", loss) is nll_loss
 
 
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """True for each sample whose highest score is at its class: shape (n,) from scores (n, classes)."""
-    return output.argmax(1) == target
+@dataclass(frozen=True)
+class Accuracy:
+    """Counts the samples, or tokens, whose highest score is at their class.
+
+    Args:
+        ignore_index: the class that the loss leaves out; it is not counted either.
+    """
+
+    ignore_index: int = -100
+
+    @classmethod
+    def of(cls, loss: Any) -> Accuracy | None:
+        """What counts as a loss of classes does; None for another loss."""
+        if not is_of_classes(loss):
+            return None
+        given = getattr(loss, "keywords", {}).get("ignore_index", cls.ignore_index)
+        return cls(getattr(loss, "ignore_index", given))
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of right answers and that of all answers, both 0-dim.
+
+        Args:
+            output: scores, shape (n, classes, ...).
+            target: classes, shape (n, ...), or probabilities, shape (n, classes, ...), of which the highest counts.
+        """
+        if target.is_floating_point():
+            target = target.argmax(1)
+        counted = target != self.ignore_index
+        return ((output.argmax(1) == target) & counted).sum(), counted.sum()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +179,8 @@ class TrainingParts:
     optimizer: Optimizer
     scheduler: Any
     loss: Callable[..., Any]
-    classifies: bool
-    """True where the model's outputs are class scores, so that there is an accuracy."""
+    accuracy: Accuracy | None
+    """Where the model's outputs are class scores."""
     training_set: Sized
     validation_set: Sized | None
     workers: int

@@ -25,7 +25,6 @@ from lockstep.trainer.state import (
     Progress,
     TrainingOutcome,
     TrainingParts,
-    accuracy,
 )
 
 WEIGHTS = "model.safetensors"
@@ -55,9 +54,9 @@ class Trainer(Callback):
         self.run, self._parts, self._logger = run, parts, logger
         self.loss = parts.loss
         self._settings, self._saving, self._log_every = settings, saving, log_every
-        self._meter = Meter(run.strategy, classifies=parts.classifies)
+        self._meter = Meter(run.strategy, parts.accuracy)
         self._learning_rates: list[Any] = []
-        self._progress = Progress("validation_accuracy" if parts.classifies else "validation_loss")
+        self._progress = Progress("validation_loss" if parts.accuracy is None else "validation_accuracy")
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._samples, self._seconds = 0, 0.0
@@ -204,8 +203,8 @@ class Trainer(Callback):
     def _evaluate(self, *, repeatable: bool = False) -> dict[str, float]:
         parts = self._parts
         metrics: dict[str, Callable[..., Any]] = {"validation_loss": parts.loss}
-        if parts.classifies:
-            metrics["validation_accuracy"] = accuracy
+        if parts.accuracy is not None:
+            metrics["validation_accuracy"] = parts.accuracy
         metrics |= {f"validation_{name}": each for name, each in parts.metrics.items()}
         results = self.run.evaluate(
             *(parts.validation_set, metrics),
