@@ -99,7 +99,14 @@ BROKEN = {
         ["training.evaluate_every_steps=5"],
         "but the job has no [data.validation] to evaluate",
     ),
-    "metrics are of an evaluation": (["metrics.a.target=m:f"], "no [data.validation] to compute them on"),
+    "statistics are frozen beside parameters": (
+        ["weights.freeze_statistics=true"],
+        "weights.freeze is not given",
+    ),
+    "metrics are of an evaluation": (
+        ["metrics.a.target=m:f"],
+        "work.toml: metrics are given, but the job has no",
+    ),
     "layer_decay is of a known learning rate": (
         ["parameters.layer_decay=0.5", "optimizer.lr=none"],
         "Give optimizer.lr a number",

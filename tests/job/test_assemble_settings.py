@@ -195,6 +195,7 @@ def test_every_strategy_has_the_bits_of_one_device(strategy, job):
     ("sets", "said"),
     [
         (("training.max_steps=100",), "Set training.epochs=17, or leave max_steps out"),
+        (("schedule.warmup_steps=10",), "the warm-up has 10 steps and the run 9, so it would never end"),
         (('training.checkpoint_activations=["9"]',), "match no module"),
         (('parameters.groups=[{names=["nothing"], lr=1.0}]',), "match no parameter that is trained"),
         (

@@ -125,6 +125,20 @@ class ScheduleConfig(CheckedOptions):
     step_factor: float = field(default=0.1, metadata={"check": more_than(0)})
     """Factor of each drop of step."""
 
+    @property
+    def unused(self) -> list[str]:
+        """The settings that differ from their defaults and belong to schedules of another kind."""
+        of_kinds = {
+            "final_factor": ("cosine", "linear"),
+            "step_epochs": ("step",),
+            "step_factor": ("step",),
+        }
+        return [
+            name
+            for name, kinds in of_kinds.items()
+            if self.kind not in kinds and getattr(self, name) != getattr(type(self), name)
+        ]
+
     def schedule(self, *, steps: int, steps_per_epoch: int) -> Schedule:
         """The schedule of a run of this length."""
         return Schedule(

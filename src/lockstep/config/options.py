@@ -179,3 +179,5 @@ def mention_unused_options(options: RunSettings) -> None:
         logger.warning(
             "Strategy %r does not use what is set for others: %s.", options.strategy, ", ".join(unused)
         )
+    if options.reduce != "powersgd" and options.powersgd_rank != RunSettings.powersgd_rank:
+        logger.warning("reduce %r does not use powersgd_rank.", options.reduce)

@@ -76,8 +76,9 @@ class SettingsRule(Generic[S]):
     @property
     def path(self) -> KeyPath:
         """The setting in a job file."""
-        tables = {"devices": "run"}
-        return tuple(self.key.split(".")) if "." in self.key else (tables.get(self.key, "training"), self.key)
+        tables = {"devices": ("run", "devices"), "metrics": ("metrics",)}
+        given = tuple(self.key.split("."))
+        return given if len(given) > 1 else tables.get(self.key, ("training", self.key))
 
 
 RULES: list[SettingsRule[RunSettings]] = []
@@ -374,6 +375,12 @@ def _warm_up_ends(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     schedule, epochs = job.schedule, job.training.epochs
     if not isinstance(schedule, Component) and schedule.warmup_epochs > epochs:
         yield f"is {schedule.warmup_epochs}, but the job has {epochs} epochs, so the warm-up would never end."
+
+
+@_rule(JOB_RULES, "statistics are frozen beside parameters", "weights.freeze_statistics")
+def _statistics_have_parameters(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    if job.weights.freeze_statistics and not job.weights.freeze:
+        yield "is true, which keeps statistics beside frozen parameters, and weights.freeze is not given. Give it."
 
 
 @_rule(JOB_RULES, "a schedule counts optimizer steps", "schedule.target")

@@ -278,6 +278,11 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
         )
     if not isinstance(config.schedule, Component):
         schedule = config.schedule.schedule(steps=steps, steps_per_epoch=steps_per_epoch)
+        if schedule.warmup_steps > steps:
+            raise ConfigError(
+                f"schedule: the warm-up has {schedule.warmup_steps} steps and the run {steps}, so it would never end. "
+                "Make it shorter, or the run longer."
+            )
         return LambdaLR(optimizer, schedule.factor)
     component = with_lengths(
         config.schedule, epochs=training.epochs, steps=steps, steps_per_epoch=steps_per_epoch

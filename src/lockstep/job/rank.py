@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.job import JobConfig
+from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.options import mention_unused_options
 from lockstep.config.strategy_options import Level
 from lockstep.core.atomic import write_whole
@@ -37,6 +37,8 @@ from lockstep.trainer.gradient_record import GradientRecorder
 
 OUTCOME = "outcome.json"
 """The file of a run folder that has the fingerprint in which the run ended, and a command that ends in the same."""
+
+logger = logging.getLogger(__name__)
 
 
 def record(trainer: Trainer, config: JobConfig, folder: Path) -> AuditRecorder | None:
@@ -131,6 +133,9 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
     trainer = assemble(config, world, profile=profile)
     if world.is_main:
         mention_unused_options(trainer.run.options)
+        if isinstance(config.schedule, ScheduleConfig) and config.schedule.unused:
+            unused = ", ".join(f"schedule.{name}" for name in config.schedule.unused)
+            logger.warning("A schedule of kind %r does not use %s.", config.schedule.kind, unused)
     recorder = record(trainer, config, run_folder(config))
     starts = read_starts(run_folder(config)) if world.is_main else []
     outcome = trainer.fit()
