@@ -139,10 +139,10 @@ def test_a_failed_save_ends_the_run_after_the_next_step(tmp_path):
     run.close()
 
 
-def prepared(folder, world, **options):
+def prepared(folder, world, lr=0.1, **options):
     run = Run(RunOptions.of(global_batch=24, directory=folder, **options), world)
     model = network()
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=lr))
     return run, optimizer
 
 
@@ -165,6 +165,16 @@ def test_a_restarted_run_goes_on_from_its_own_checkpoint_and_not_from_that_of_a_
     assert new.position.step == 0
     other, _ = prepared(tmp_path, World(run_id="other", restart=1))
     assert other.position.step == 0
+
+
+def test_a_restarted_run_keeps_its_learning_rate_whatever_the_script_gives(tmp_path, caplog):
+    """As a script does that multiplies it by the number of processes, and is restarted on fewer."""
+    some_steps(tmp_path, World(run_id="this"), 2)
+    with caplog.at_level("WARNING", "lockstep"):
+        _, optimizer = prepared(tmp_path, World(run_id="this", restart=1), lr=0.05)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert "lr of optimizer 0, group 0: 0.1 in the checkpoint's run, 0.05 here" in caplog.text
+    assert "goes on with those of the checkpoint" in caplog.text
 
 
 def test_a_restarted_run_that_began_from_a_checkpoint_begins_there_again_until_it_has_one(tmp_path):

@@ -117,7 +117,7 @@ def resume(
         return False
     path, position = found.path, state.position
     with returning_freed_memory(state.strategy.device):
-        written = _restore(state, path, found.state, options.force_context)
+        written = _restore(state, path, found.state, options.force_context, restarted)
         del found  # its files are mapped into memory
         is_equal = fingerprint() == written
     if not position.inside and position.done:
@@ -131,10 +131,12 @@ def resume(
     return True
 
 
-def _restore(state: RunState, path: Path, stored: CheckpointState, force_context: bool) -> str:
+def _restore(
+    state: RunState, path: Path, stored: CheckpointState, force_context: bool, restarted: bool
+) -> str:
     """As ``RunState.restore``; a record that passes its checksums and is not one of a run is refused as a whole."""
     try:
-        return state.restore(stored, force_context)
+        return state.restore(stored, force_context, restarted=restarted)
     except LockstepError:
         raise
     except (

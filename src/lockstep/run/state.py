@@ -240,8 +240,14 @@ class RunState:
                 found[name] = tensor if self.strategy.replicated else tensor.detach().to("cpu", copy=True)
         return found
 
-    def restore(self, state: CheckpointState, force_context: bool) -> str:
+    def restore(self, state: CheckpointState, force_context: bool, *, restarted: bool = False) -> str:
         """Takes up a state; returns the fingerprint it was written with. Collective.
+
+        Args:
+            state: of a checkpoint.
+            force_context: goes on under other conditions than those it was written under.
+            restarted: the launcher has restarted the run, which is to end as if it had never stopped: settings of
+                optimizers and schedulers that are others now, as those that depend on the number of ranks, are named.
 
         Raises:
             CheckpointMismatch: it is of another model, recipe or software.
@@ -256,7 +262,7 @@ class RunState:
             )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
-        self._require_equal_settings(written.get("settings", {}))
+        self._compare_settings(written.get("settings", {}), restarted)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
         self.strategy.load_state(
             {**state.model, **{a: state.model[name] for a, name in state.aliases.items()}}
@@ -339,23 +345,30 @@ class RunState:
             return checkpoint.parameter_names(self.parts.model)
         return {parameter: name for name, parameter in self.strategy.trainable().items()}
 
-    def _require_equal_settings(self, stored: Mapping[str, str]) -> None:
-        """Refuses settings that the checkpoint's would replace."""
+    def _compare_settings(self, stored: Mapping[str, str], restarted: bool) -> None:
+        """Refuses settings that the checkpoint's would replace, or names them where the run was ``restarted``."""
         others = [
             f"{key}: {_cut(stored[key])} in the checkpoint's run, {_cut(here)} here"
             for key, here in self.settings.items()
             if key in stored and stored[key] != here
         ]
-        if others:
-            more = f"\n  and {len(others) - _MOST_LINES} more" if len(others) > _MOST_LINES else ""
-            raise CheckpointMismatch(
-                "The optimizer or a scheduler was made with other settings than in the checkpoint's run:\n  "
-                + "\n  ".join(others[:_MOST_LINES])
-                + more
-                + "\nA checkpoint restores its own, so the new ones would not be used. Give those of the checkpoint's "
-                "run. To train on with others, start a new run from the checkpoint's model.safetensors (in a job: "
-                "weights.path), or in a script set them after run.prepare, in optimizer.param_groups."
-            )
+        if not others:
+            return
+        more = f"\n  and {len(others) - _MOST_LINES} more" if len(others) > _MOST_LINES else ""
+        said = (
+            "The optimizer or a scheduler was made with other settings than in the checkpoint's run:\n  "
+            + "\n  ".join(others[:_MOST_LINES])
+            + more
+        )
+        if restarted:
+            if self.strategy.share.holder == 0:
+                logger.warning("%s\nThe restarted run goes on with those of the checkpoint.", said)
+            return
+        raise CheckpointMismatch(
+            f"{said}\nA checkpoint restores its own, so the new ones would not be used. Give those of the checkpoint's "
+            "run. To train on with others, start a new run from the checkpoint's model.safetensors (in a job: "
+            "weights.path), or in a script set them after run.prepare, in optimizer.param_groups."
+        )
 
     def _require_equal_counts(self, state: CheckpointState) -> None:
         written = state.progress
