@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.scale.browser import needs_browser, open_page
 
 from lockstep.cli import main
 from lockstep.data import Digits
 from lockstep.explain.run_report import Answers, answers_of, picture_of, run_page
 from lockstep.job.run_folder import read_starts
+from lockstep.models.weights import metadata_of
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 
@@ -79,8 +81,6 @@ def test_rows_are_what_is_and_columns_what_was_said():
 
 
 def test_weights_that_were_changed_are_found_out(folder, trained):
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     next(iter(weights.values())).view(-1)[0] += 1
     save_file(weights, folder / "model.safetensors")
@@ -98,6 +98,36 @@ def test_what_is_missing_is_said(folder):
         "Not computed, because --recorded-only was given",
     ):
         assert words in page
+
+
+def test_a_run_that_went_on_after_its_end_has_no_fingerprint_yet(folder):
+    """The weights and the command beside them are those of the first end."""
+    (last,) = folder.glob("step-*")
+    shutil.copytree(last, folder / f"step-{int(last.name[5:]) + 3:08}")
+    page = run_page(folder, computes=False)
+    assert "the run ended once, went on, and has not ended again" in page
+    assert "ends in the same fingerprint" not in page
+
+
+def test_a_run_that_goes_on_with_resume_auto_is_computed_again(folder):
+    table = json.loads((folder / "job.json").read_text())
+    table["starts"][-1]["job"]["checkpoint"]["resume"] = "auto"
+    (folder / "job.json").write_text(json.dumps(table))
+    assert "samples are right" in run_page(folder)
+
+
+def test_a_failure_of_the_last_start_is_on_the_page(folder):
+    (folder / "ranks").mkdir(exist_ok=True)
+    (folder / "ranks" / "report.txt").write_text("NonFiniteError: The loss of step 1 is <nan>\n")
+    assert "NonFiniteError: The loss of step 1 is &lt;nan&gt;" in run_page(folder, computes=False)
+
+
+def test_scores_that_are_nan_are_no_answers(folder):
+    weights = load_file(folder / "model.safetensors")
+    metadata = metadata_of(folder / "model.safetensors")
+    next(each for each in weights.values() if each.is_floating_point()).fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata=metadata)
+    assert "The model gives NaN for 359 of 359 samples" in run_page(folder)
 
 
 def test_a_data_set_that_is_gone_is_said_and_the_rest_of_the_page_is_there(folder):

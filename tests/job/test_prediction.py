@@ -39,6 +39,11 @@ def test_scores_become_a_class_and_probabilities():
     assert found.dtype == np.float32 and np.array_equal(found, np.array(wanted, dtype=np.float32))
 
 
+def test_scores_that_are_nan_have_no_class():
+    found = table(torch.tensor([[float("nan"), 1.0], [0.0, 1.0]]), [0, 1], nn.CrossEntropyLoss(), ["a", "b"])
+    assert found["class"] == ["NaN", "b"]
+
+
 def test_logarithms_of_probabilities_are_not_normalised_again():
     columns = table(SCORES.log_softmax(1), [0, 0, 0], nn.NLLLoss())
     assert list(columns) == ["index", "class", "probability_0", "probability_1"]

@@ -30,9 +30,10 @@ from lockstep.explain.curves import FILE, RunLog, chart, final_table, read_logs
 from lockstep.explain.timeline import explain_timeline, timeline_svg
 from lockstep.job.assemble import balance, build_model, collated
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
-from lockstep.job.prediction import class_names, load_run
+from lockstep.job.prediction import class_names, has_ended, load_run
 from lockstep.job.rank import OUTCOME
 from lockstep.job.run_folder import Start, one_recipe, read_starts
+from lockstep.models.weights import metadata_of
 from lockstep.run import Run
 from lockstep.text import plural
 from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
@@ -85,7 +86,8 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     data_set = instantiate(job.data.validation, name="data.validation")
     source = collated(data_set, job.data)
     alone = dataclasses.replace(job.training, strategy="single", mesh="")
-    run = Run(dataclasses.replace(job, training=alone).run_options(None), World())
+    begun = dataclasses.replace(job.checkpoint, resume="")
+    run = Run(dataclasses.replace(job, training=alone, checkpoint=begun).run_options(None), World())
     try:
         model = build_model(job.model)
         load_run(model, folder, best=False)
@@ -97,6 +99,8 @@ def answers_of(folder: Path, job: JobConfig) -> Answers:
     if outputs is None or outputs.dim() != 2:
         raise ConfigError("The model does not give one row of scores for each sample.")
     scores = outputs.double()
+    if without := int(scores.isnan().any(1).sum()):
+        raise ConfigError(f"The model gives NaN for {without:,} of {plural(len(scores), 'sample')}.")
     certainty, predicted = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).max(1)
     labels = torch.tensor([int(data_set[index][1]) for index in range(len(scores))])
     names = class_names(folder, data_set) or tuple(map(str, range(scores.shape[1])))
@@ -142,7 +146,8 @@ def run_page(folder: Path, *, computes: bool = True) -> str:
     starts = read_starts(folder)
     title = f"Run {folder.resolve().name}"
     log = read_logs([folder])[0] if (folder / FILE).is_file() else None
-    parts = [f"<h1>{escape(title)}</h1>", *_curves(log), "<h2>Time of each rank</h2>", _rank_time(folder)]
+    parts = [f"<h1>{escape(title)}</h1>", *_failure(folder), *_curves(log)]
+    parts += ["<h2>Time of each rank</h2>", _rank_time(folder)]
     parts += _answers(folder, starts[-1].job, log, computes)
     parts += ["<h2>Fingerprint</h2>", *_fingerprint(folder, starts)]
     parts += ["<h2>Starts</h2>", _starts(starts), "<h2>Recipe</h2>", _recipe(starts[-1])]
@@ -153,9 +158,21 @@ def _note(sentence: str) -> str:
     return f'<p class="limit">{escape(sentence)}</p>'
 
 
+def _failure(folder: Path) -> list[str]:
+    """What the launcher said of the last start, where that failed."""
+    report = folder / "ranks" / "report.txt"
+    if not report.is_file():
+        return []
+    return ["<h2>The last start failed</h2>", f"<pre>{escape(report.read_text(errors='replace'))}</pre>"]
+
+
 def _curves(log: RunLog | None) -> list[str]:
     if log is None:
-        return [_note(f"There are no curves: the run has no {FILE}. Train with log.json = true.")]
+        return [
+            _note(
+                f"There are no curves: the run has no {FILE} (log.json = false), or ended before its first line."
+            )
+        ]
     try:
         drawn = svg(chart([log], also=("samples_per_second",)))
     except ConfigError as error:
@@ -235,6 +252,9 @@ def _confusion(found: Answers) -> str:
 def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
     outcome = json.loads((folder / OUTCOME).read_bytes()) if (folder / OUTCOME).is_file() else {}
     parts = []
+    knows_step = (folder / WEIGHTS).is_file() and "step" in metadata_of(folder / WEIGHTS)
+    if outcome and knows_step and not has_ended(folder):
+        return [_note("There is none: the run ended once, went on, and has not ended again.")]
     recorded = str(outcome.get("fingerprint", ""))
     if (folder / WEIGHTS).is_file():
         found = combine(digest_tensors(safetensors.torch.load_file(folder / WEIGHTS)))

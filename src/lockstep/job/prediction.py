@@ -66,6 +66,21 @@ def main(payload: Any) -> None:
         columns = table(outputs, data_set, instantiate_function(config.loss, ("loss",)), names)
         write_table(Path(payload["out"]), columns)
         print(report(columns, payload["out"]), flush=True)
+        if config.training.ema_decay is not None:
+            print("These are of the weights themselves; the log's evaluations are of their moving average.")
+
+
+def has_ended(folder: Path) -> bool:
+    """True where a run folder has the weights of the run's end, and no checkpoint of a later step."""
+    exported = folder / WEIGHTS
+    return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= max(
+        _steps(folder), default=-1
+    )
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a run folder by their steps."""
+    return {found[0]: path for path in checkpoint.committed(folder) if (found := step_of(path)) is not None}
 
 
 def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
@@ -73,11 +88,9 @@ def load_run(model: nn.Module, folder: Path, *, best: bool) -> None:
 
     ``CheckpointError`` where there is none that is sound.
     """
-    steps = {found[0]: path for path in checkpoint.committed(folder) if (found := step_of(path)) is not None}
-    exported = folder / WEIGHTS
-    step = int(metadata_of(exported).get("step", -1)) if exported.is_file() else -2
-    if not best and step >= max(steps, default=-1):
-        load_weights(model, exported, strict_head=True)
+    steps = _steps(folder)
+    if not best and has_ended(folder):
+        load_weights(model, folder / WEIGHTS, strict_head=True)
         return
     if best:
         record = checkpoint.read_best(folder)
@@ -131,7 +144,10 @@ def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()
         )
     scores = rows.double()
     probabilities = (scores.exp() if is_of_log_probabilities(loss) else scores.softmax(1)).float().numpy()
-    columns["class"] = [names[label] for label in rows.argmax(1).tolist()]
+    has_nan = scores.isnan().any(1).tolist()
+    columns["class"] = [
+        "NaN" if unknown else names[label] for label, unknown in zip(rows.argmax(1).tolist(), has_nan)
+    ]
     return columns | {f"probability_{name}": probabilities[:, label] for label, name in enumerate(names)}
 
 
