@@ -7,11 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-STEPS, READ, COMPUTE = (
-    20,
-    0.02,
-    0.02,
-)  # seconds for one batch: a disk that takes 20 ms, a step that takes 20 ms
+STEPS = 20
+READ = COMPUTE = 0.02  # seconds that the disk and the device take for one batch
 
 
 def read(step: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The loss of this script never changes. Why?"""
+"""The weights of this model never change. Why?"""
 
 import os
 
