@@ -38,10 +38,8 @@ equal = all(torch.allclose(a, b.grad, atol=1e-6) for a, b in zip(found, whole.pa
 print("gradients are those of the whole model:", equal)
 
 # Channels: each of two devices has half of the rows of a weight, and computes half of the outputs.
-halves = first[0].weight.chunk(2)
-together = torch.cat([inputs @ half.T for half in halves], dim=1) + first[0].bias
-print(
-    "two halves of a layer:",
-    [list(half.shape) for half in halves],
-    torch.allclose(together, first[0](inputs)),
-)
+layer = first[0]
+halves = layer.weight.chunk(2)
+together = torch.cat([inputs @ half.T for half in halves], dim=1) + layer.bias
+equal = torch.allclose(together, layer(inputs))
+print("two halves of a layer:", [list(half.shape) for half in halves], equal)
