@@ -3,6 +3,7 @@ are added to where they lie."""
 
 import gc
 import logging
+import os
 
 import pytest
 import torch
@@ -22,11 +23,22 @@ WAYS = {
     "fsdp": {"strategy": "fsdp"},
     "rows of a hybrid": {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"},
 }
+
+
+def as_another_process_has_it(gradient):
+    """A tensor over the memory that is mapped where a gradient was sent through a queue."""
+    descriptor, size = gradient.untyped_storage()._share_fd_cpu_()
+    mapped = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
+    place = gradient.storage_offset(), gradient.shape, gradient.stride()
+    return torch.empty(0, dtype=gradient.dtype).set_(mapped, *place)
+
+
 KEEP = {
     "nothing": lambda gradient: None,
     "the gradient": lambda gradient: gradient,
     "a view": lambda gradient: gradient.view(-1)[1:],
     "an array": lambda gradient: gradient.numpy(),
+    "in another process": as_another_process_has_it,
 }
 
 
@@ -52,6 +64,26 @@ def is_one_tensor(world, ways):
             optimizer.zero_grad(set_to_none=False)
         run.close()
         found[way] = len({id(each) for each in gradients})
+    return found
+
+
+def other_gradients_written(world, ways):
+    """By way: the gradient of a loss that saved one of the model's, before others of that bucket were written to."""
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    found = {}
+    for way in ways:
+        run, _, first, data = _prepared(world, WAYS[way])
+        for batch in run.batches(data):
+            run.backward(batch, nn.functional.cross_entropy)
+            factor = torch.ones((), requires_grad=True)
+            loss = (factor.expand(first.shape) * first.grad).sum()
+            for parameter in run.strategy.trainable().values():
+                if parameter is not first and parameter.grad is not None:
+                    parameter.grad.mul_(2)
+            loss.backward()
+            found[way] = torch.equal(factor.grad, first.grad.sum())
+        run.close()
     return found
 
 
@@ -100,6 +132,16 @@ def test_a_gradient_that_is_not_cleared_stays_one_tensor(world_size, ways):
 def test_memory_is_used_again_unless_user_code_keeps_a_gradient(world_size, ways, keep):
     for found in run_ranks(addresses_and_kept, world_size, ways, keep):
         for way, (memories, same) in found.items():
-            if way != "fsdp":  # FSDP's own memory, new in each step
-                assert memories == (1 if keep == "nothing" else STEPS), way
+            if way == "fsdp" or keep == "in another process":
+                pass  # new memory in each step
+            elif keep != "nothing":
+                assert memories == STEPS, way
+            elif way not in ("collectives", "ring"):  # there a thread of gloo lets go of it when it likes
+                assert memories == 1, way
             assert same == [True] * (0 if keep == "nothing" else STEPS), way
+
+
+def test_a_write_to_one_gradient_is_none_to_the_others():
+    ways = [way for way in WAYS if "strategy" not in WAYS[way]]
+    for found in run_ranks(other_gradients_written, 2, ways):
+        assert found == dict.fromkeys(ways, True)

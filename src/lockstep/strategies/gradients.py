@@ -207,11 +207,15 @@ class GradientTree:
             held += slot.held.numel()
 
     def _leave_to_user_code(self) -> None:
-        """Gives memory of their own to buckets whose last gradients, or views of them, user code keeps."""
+        """Gives memory of their own to buckets whose last gradients, or views of them, user code keeps.
+
+        So it does where they were sent to another process, which reads them whenever it likes.
+        """
         if self._reducer is None:
             return
         for bucket, own in enumerate(self._own_references):
-            if _references(self._reducer.total(bucket)) > own:
+            total = self._reducer.total(bucket)
+            if _references(total) > own or (total.device.type == "cpu" and total.is_shared()):
                 self._reducer.renew(bucket)
                 self._connect(bucket, self._reducer)
 
@@ -271,8 +275,8 @@ class GradientTree:
                     total = slot.stack[0]
                     total.div_(weight.to(total.device))
                     sums.append(total.sum().to(weight.device))
-                # Detached: what user code makes of it, outside of torch.no_grad, stays out of the bucket's graph.
-                slot.held.grad = total.to(slot.held.device).detach()
+                # Not detach(): a write to one gradient would count as one to all of the bucket, for autograd.
+                slot.held.grad = total.to(slot.held.device).data
         self.end()
         add_prior(self._prior)
         return sums
