@@ -215,7 +215,9 @@ class GradientTree:
             return
         for bucket, own in enumerate(self._own_references):
             total = self._reducer.total(bucket)
-            if _references(total) > own or (total.device.type == "cpu" and total.is_shared()):
+            if _references(total) > own or (
+                total.device.type == "cpu" and total.untyped_storage().is_shared()
+            ):
                 self._reducer.renew(bucket)
                 self._connect(bucket, self._reducer)
 
