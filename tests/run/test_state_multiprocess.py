@@ -1,5 +1,6 @@
 """Stopped anywhere and resumed on another number of ranks, a run ends as if it had never stopped."""
 
+import logging
 import os
 import random
 import signal
@@ -8,9 +9,12 @@ import pytest
 import torch
 from tests.ranks import RankFailed, run_ranks
 from tests.run.jobs import begin, correct, dataset, train_step, whole_state
+from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import TensorDataset
 
 from lockstep.errors import LockstepError
+from lockstep.run import Run, RunOptions
 
 EPOCHS, STEPS, TRIALS = 3, 3, 20
 RECIPES = {
@@ -103,3 +107,27 @@ def test_a_run_saved_after_an_epoch_goes_on_with_the_next(tmp_path):
     state, evaluated = run_ranks(save_between_epochs, 3, str(tmp_path / "cut"), 3)[0]
     assert state == whole[0]
     assert evaluated == whole[1][2:]
+
+
+def gradients_of_nobody(world, settings):
+    """Gradients, in a checkpoint, of parameters that no optimizer has; those of two words are zeros."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run = Run(RunOptions.of(global_batch=6, micro_batches=3, seed=0, threads=1, **settings), world)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(8, 2))
+    model, _ = run.prepare(model, torch.optim.SGD([model[2].weight], lr=0.1))
+    words = torch.tensor([[0, 1], [2, 3]] * 3)
+    for batch in run.batches(TensorDataset(words, torch.arange(6) % 2)):
+        run.backward(batch, nn.functional.cross_entropy)
+    state = run.require_prepared().state.capture(run.fingerprint(), keep=True)
+    run.close()
+    return {name: value for name, value in state.optimizer.items() if name.startswith("gradient|")}
+
+
+def test_gradients_are_kept_where_a_rank_has_no_rows_of_them_or_zeros_only():
+    (whole,) = run_ranks(gradients_of_nobody, 1, {"strategy": "single"})
+    assert {*whole} >= {"gradient|0.weight", "gradient|2.bias"}
+    for world in (2, 3):
+        for found in run_ranks(gradients_of_nobody, world, {"strategy": "fsdp"}):
+            for name in ("gradient|0.weight", "gradient|2.bias"):
+                assert torch.equal(found[name], whole[name]), (world, name)

@@ -219,10 +219,13 @@ class RunState:
         left = kept
         if not self.strategy.replicated:
             stepped = {n for optimizer in self.model.members for names in optimizer for n in names}
-            mine = [sorted(zeros), sorted(kept.keys() - stepped)]
+            mine = [sorted(kept.keys() - zeros), sorted(kept), sorted(kept.keys() - stepped)]
             everyone = [mine] if self.group is None else gather_json(mine, self.group, self.strategy.device)
-            zeros = {name for names, _ in everyone for name in names}
-            nobodys = sorted({name for _, names in everyone for name in names} - zeros)
+            others, known, unstepped = (
+                {name for names in of_ranks for name in names} for of_ranks in zip(*everyone)
+            )
+            zeros = known - others  # on a rank without rows, or with some, there may be nothing but zeros
+            nobodys = sorted(unstepped - zeros)
             dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
             left = {}
             if not isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
