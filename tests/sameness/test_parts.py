@@ -30,7 +30,6 @@ EVERYWHERE = {
         **dict.fromkeys(("own_numpy", "own_python"), "Random numbers were drawn from the attribute"),
         "sobol": TWICE,
         "swapped": WRITES,
-        "temporary": "is not part of the model that run.prepare was given",
         "cached_rotation": "The forward pass changes the buffer",
         "scripted": "was compiled by torch.jit",
     },
