@@ -101,7 +101,12 @@ RUN_OPTIONS = {
     "mesh": "",
     "dp": {"replicas": 0},
     "layers": {"devices": 0, "split": (), "balance": "bytes"},
-    "fsdp": {"reshard_after_forward": True, "cpu_offload": False, "mixed_precision": ""},
+    "fsdp": {
+        "reshard_after_forward": True,
+        "reshard_after_backward": True,
+        "cpu_offload": False,
+        "mixed_precision": "",
+    },
     "parameter_server": {"servers": 1, "mode": "synchronous", "staleness": 4, "snapshot_every": 100},
     "pipeline": {"schedule": "1f1b", "stages_per_rank": 0, "split": (), "balance": "bytes"},
     "tensor": {"plan": (), "shards": 0},
@@ -267,6 +272,7 @@ dp.replicas = 0
 fsdp.cpu_offload = False
 fsdp.mixed_precision = ''
 fsdp.reshard_after_forward = True
+fsdp.reshard_after_backward = True
 job = 'job'
 layers.balance = 'bytes'
 layers.devices = 0

@@ -35,6 +35,10 @@ BROKEN = {
         ["training.strategy=fsdp", "fsdp.cpu_offload=true", "run.devices=cpu:2"],
         "moves parameters from a GPU to the host, and the devices are CPUs. Use false.",
     ),
+    "what stays whole after backward does after forward": (
+        ["training.strategy=fsdp", "fsdp.reshard_after_backward=false"],
+        "Make both false",
+    ),
     "stages are gathered once": (
         ["training.strategy=hybrid", "training.mesh=fsdp=2,pipeline=2", "fsdp.reshard_after_forward=false"],
         "has no use for fsdp.reshard_after_forward. Leave that out",

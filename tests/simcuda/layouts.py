@@ -10,6 +10,11 @@ LAYOUTS = {
     "fsdp 2": (2, "fsdp", {}),
     "fsdp 3": (3, "fsdp", {}),
     "fsdp 4": (4, "fsdp", {}),
+    "fsdp 2, whole for the step": (
+        2,
+        "fsdp",
+        {"fsdp": {"reshard_after_forward": False, "reshard_after_backward": False}},
+    ),
     "fsdp 2, whole after forward": (2, "fsdp", {"fsdp": {"reshard_after_forward": False}}),
     "layers 2": (1, "layers", {"layers": {"devices": 2}}),
     "pipeline 2": (2, "pipeline", {}),

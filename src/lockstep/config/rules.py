@@ -256,6 +256,12 @@ def _offload_has_a_gpu(options: RunSettings, machine: AvailableDevices) -> Itera
         yield "is true, which moves parameters from a GPU to the host, and the devices are CPUs. Use false."
 
 
+@_rule(RULES, "what stays whole after backward does after forward", "fsdp.reshard_after_backward")
+def _stays_whole(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    if options.fsdp.reshard_after_forward and not options.fsdp.reshard_after_backward:
+        yield "is false and fsdp.reshard_after_forward is true. Make both false, or leave this out."
+
+
 @_rule(RULES, "stages are gathered once", "mesh")
 def _stages_are_gathered_once(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
     given = [each.name for each in fields(options.fsdp) if getattr(options.fsdp, each.name) != each.default]

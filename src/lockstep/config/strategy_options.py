@@ -52,6 +52,9 @@ class FsdpOptions(CheckedOptions):
 
     reshard_after_forward: bool = True
     """Frees a block's parameters after its forward pass and gathers them again for backward: less memory."""
+    reshard_after_backward: bool = True
+    """Frees all parameters after each micro-batch; false: after the step, so that they are gathered once. This takes
+    the memory of all parameters, and needs ``reshard_after_forward`` to be false, too."""
     cpu_offload: bool = False
     """Keeps the rows of a rank and their optimizer state in the host's memory; GPUs only."""
     mixed_precision: str = field(default="", metadata={"check": one_of("", "bf16", "fp16")})

@@ -59,6 +59,37 @@ def measure(world, again=True, watched=()):
     return found
 
 
+def sent_and_kept(world, options):
+    """Bytes sent in a step of four micro-batches a rank, bytes of memory after it, and the fingerprint."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Rows(), *[nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"strategy": "fsdp", "fsdp": options, "checks": "off", "fingerprint_every": 0}
+    run = Run(RunOptions.of(global_batch=8, micro_batches=8, threads=1, **given), world)
+    model, optimizer = run.prepare(model, optimizer)
+    for batch in run.batches(TensorDataset(torch.arange(8), torch.arange(8) % WIDTH)):
+        before = run.strategy.bytes_sent
+        run.backward(batch, nn.CrossEntropyLoss())
+        sent = run.strategy.bytes_sent - before
+        optimizer.step()
+        del batch
+    gc.collect()
+    found = sent, live_bytes(), run.fingerprint()
+    run.close()
+    return found
+
+
+def test_parameters_that_stay_whole_for_a_step_are_gathered_once_in_it_and_freed_after_it():
+    """Rank sends its half of the parameters once, and half of the gradients for each of its four micro-batches."""
+    kept = {"reshard_after_forward": False, "reshard_after_backward": False}
+    for (sent, after, fingerprint), (more, _, other) in zip(
+        run_ranks(sent_and_kept, 2, kept), run_ranks(sent_and_kept, 2, {}), strict=True
+    ):
+        assert sent == WHOLE // 2 + 4 * WHOLE // 2 < more
+        assert after == 4 * WHOLE // 2
+        assert fingerprint == other
+
+
 def measure_save(world, folder):
     """The most that a rank has while the files of a checkpoint are written, and what it has afterwards."""
     torch.manual_seed(0)

@@ -22,6 +22,9 @@ def trained(world):
     cases = [(precision, "resnet", {"precision": precision, **settings}) for precision in ("bf16", "fp16")]
     gathered = {"strategy": "fsdp", "fsdp": {"reshard_after_forward": False}}
     cases.append(("kept", "perceptron", gathered if world > 1 else settings))
+    whole = {"reshard_after_forward": False, "reshard_after_backward": False}
+    kept = {"strategy": "fsdp", "fsdp": whole}
+    cases.append(("kept for the step", "attention", kept if world > 1 else settings))
     cast = {"strategy": "fsdp", "fsdp": {"mixed_precision": "bf16"}}
     cases.append(("cast by torch", "perceptron", cast if world > 1 else settings))
     return run_ranks(train_all, world, cases, timeout=200)[0]
@@ -31,7 +34,7 @@ def trained(world):
 @pytest.mark.slow
 def test_autocast_over_shards_and_kept_parameters_give_the_bits_of_one_device(world):
     expected, found = trained(1), trained(world)
-    for case in ("bf16", "fp16", "kept"):
+    for case in ("bf16", "fp16", "kept", "kept for the step"):
         wanted, given = digest_tensors(expected[case]), digest_tensors(found[case])
         assert [name for name in wanted if given.get(name) != wanted[name]] == [], case
 

@@ -48,6 +48,7 @@ class Gathering:
         group: the ranks that hold rows.
         device: of this rank.
         keep: True to free blocks after the backward pass only.
+        keep_for_step: True to free them after the step only.
         dtype: to gather, and compute, floating-point parameters in; None for their own.
         offload: True to keep rows in the CPU's memory.
         whole: parameters that one rank holds, the one that has least of them so far.
@@ -61,12 +62,14 @@ class Gathering:
         device: torch.device,
         *,
         keep: bool = False,
+        keep_for_step: bool = False,
         dtype: torch.dtype | None = None,
         offload: bool = False,
         whole: Collection[str] = (),
         initial_values: InitialValues | None = None,
     ) -> None:
         self._group, self._keep, self._dtype = group, keep, dtype
+        self._keep_for_step = keep_for_step
         self._host = exchange_device(group, device)
         modules = find_blocks(model)
         users = users_of_parameters(model)
@@ -147,12 +150,14 @@ class Gathering:
         self._request(_NOTHING)
         for block in self.blocks:
             block.end_micro_batch(counts)
-        self.free()
+        if not self._keep_for_step:
+            self.free()
 
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
         self._absence.is_computing = False
         self._where = _OUTSIDE
+        self.free()
         return {name: total for block in self.blocks for name, total in block.take().items()}
 
     def require_no_calls(self) -> None:

@@ -95,6 +95,7 @@ class FullyShardedDataParallel(Strategy):
             self._group,
             self.device,
             keep=not options.reshard_after_forward,
+            keep_for_step=not options.reshard_after_backward,
             dtype=_TYPES.get(options.mixed_precision),
             offload=options.cpu_offload,
             whole=self.whole_parameters,
