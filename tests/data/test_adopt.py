@@ -162,6 +162,8 @@ class Changing(IterableDataset):
     def __init__(self, change, at_end=False):
         self.count, self.generator, self.pipeline = 0, torch.Generator(), [Drawing([])]
         self.numpy, self.plain, self.index = np.random.default_rng(0), random.Random(0), None
+        self.zero_dim, self.one_row, self.missing = torch.zeros(()), np.zeros(1), float("nan")
+        self.memory = np.zeros(4)
         self._change, self._at_end = change, at_end
 
     def __len__(self):
@@ -185,6 +187,8 @@ class Changing(IterableDataset):
         (lambda stream: stream.numpy.random(), "numpy"),
         (lambda stream: stream.plain.random(), "plain"),
         (lambda stream: setattr(stream.pipeline[0], "epoch", 1), "pipeline.0.epoch"),
+        (lambda stream: stream.zero_dim.add_(1), "zero_dim"),
+        (lambda stream: stream.one_row.__iadd__(1), "one_row"),
     ],
 )
 def test_a_stream_that_counts_how_often_it_was_read_is_refused(change, name, at_end):
@@ -207,6 +211,7 @@ def test_a_stream_may_keep_what_it_has_read_and_count_where_set_epoch_is_told():
         lambda stream: setattr(stream, "index", 5),
         lambda stream: setattr(stream, "more", 5),
         lambda stream: setattr(stream, "pipeline", []),
+        lambda stream: stream.memory.__iadd__(1),
     ):
         stream = Stream(Changing(change))
         for epoch in range(2):

@@ -21,7 +21,8 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
     held = {"weight": nn.Parameter(torch.ones(1, 3)), "bias": nn.Parameter(torch.ones(3))}
     absence = Absence("fsdp", "no process holds it whole")
     for name, whole in wholes.items():
-        AbsentParameter.describe(whole, name, held.get(name), absence)
+        place = slice(0, 1) if name == "weight" else slice(None)
+        AbsentParameter.describe(whole, name, held.get(name), absence, place)
         whole.__class__ = AbsentParameter
     names = list(wholes)[: len(wholes) - left_out]
     own = optim.SGD([held[name] for name in names if name in held], lr=lr, momentum=0.9)
@@ -136,3 +137,12 @@ def test_state_is_not_handed_out_in_parts():
         optimizer.state_dict()
     with pytest.raises(ConfigError, match=r"optimizer\.load_state_dict\(\) was called"):
         optimizer.load_state_dict(own.state_dict())
+
+
+def test_state_takes_the_rows_of_a_whole_tensor():
+    optimizer, own, seen, held = shared(shares_all=True)
+    momentum = own.state[held["weight"]]["momentum_buffer"] = torch.ones(1, 3)
+    optimizer.state[seen["weight"]]["momentum_buffer"].mul_(torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
+    assert momentum.tolist() == [[1.0, 2, 3]]
+    optimizer.state[seen["weight"]]["momentum_buffer"].copy_(torch.tensor([[7.0, 8, 9], [4, 5, 6]]))
+    assert momentum.tolist() == [[7.0, 8, 9]]

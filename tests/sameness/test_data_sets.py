@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.core.world import World
 from lockstep.errors import DataError
@@ -60,11 +61,27 @@ class Keyed(Rows):
         return self.rows[index] + torch.rand(4) + np.random.rand() + random.random(), index % 2
 
 
-def train(data, *, workers=0, checks="first"):
+class Grows(IterableDataset):
+    """A stream that keeps what it has given, in a list, and counts it."""
+
+    def __init__(self):
+        self.given = []
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        for index in range(16):
+            self.given.append(index)
+            yield torch.full((4,), float(len(self.given))), index % 2
+
+
+def train(data, *, workers=0, checks="first", world=None):
     torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    options = RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks=checks)
-    run = Run(options, World())
+    model, world = nn.Linear(4, 2), world or World()
+    strategy = "single" if world.world_size == 1 else "ddp"
+    options = RunOptions.of(global_batch=8, micro_batches=4, strategy=strategy, checks=checks)
+    run = Run(options, world)
     try:
         _, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         for batch in run.batches(data, workers=workers):
@@ -83,6 +100,20 @@ def test_a_set_that_changes_is_refused_by_name(kind, workers):
         DataError, match=rf"{kind.__name__}\[\d+.*\] gave other values when it was read again"
     ):
         train(kind(), workers=workers)
+
+
+def refused(world):
+    """What a rank says to a stream that counts where nobody looks."""
+    with pytest.raises(DataError) as found:
+        train(Grows(), world=world)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_that_counts_is_refused_on_any_number_of_processes(world_size):
+    """Ranks that count alike give equal samples, which a resumed run would not."""
+    for said in run_ranks(refused, world_size):
+        assert "Stream[0] gave other values when it was read again" in said
 
 
 def test_a_collate_function_is_given_the_samples_of_such_a_set_too():

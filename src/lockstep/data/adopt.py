@@ -6,6 +6,7 @@ else is refused, with the line to write instead. ``Stream`` numbers what can onl
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +111,7 @@ class Stream(Dataset[Any]):
         self._begun, self._next = (0, 0), 0
         self._as_given = plain_state(dataset)
         self.is_compared = False
-        """Whether its first sample was read by several processes, or twice, and compared."""
+        """Whether its first sample was read twice and compared, or is not to be."""
 
     def __len__(self) -> int:
         return self.samples
@@ -167,11 +168,16 @@ class Stream(Dataset[Any]):
 
 
 def plain_state(part: Any, depth: int = 3) -> dict[str, Any]:
-    """Numbers, texts and states of random generators in the attributes of an object, and of the objects in them."""
+    """Numbers, texts and states of random generators in the attributes of an object, and of the objects in them.
+
+    A tensor or array of one number is a number: a count, more often than memory that is filled anew.
+    """
     found: dict[str, Any] = {}
     for name, value in _attributes(part):
         if isinstance(value, bool | int | float | str):
-            found[name] = value
+            found[name] = repr(value) if isinstance(value, float) else value  # NaN is not equal to itself
+        elif isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) == 1:
+            found[name] = str(value.tolist())
         elif isinstance(value, random.Random):
             found[name] = value.getstate()
         elif isinstance(value, np.random.Generator):

@@ -128,9 +128,15 @@ class LoaderCache:
             return {}
         count = len(source.dataset)
         some = sorted({0, count // 2, count - 1})
-        if isinstance(source.dataset, Stream):
+        is_stream = isinstance(source.dataset, Stream)
+        if is_stream:
             some, source.dataset.is_compared = [0], True
-        return sample_digests(source.dataset, some, **self._reading(source, workers))
+        found = sample_digests(source.dataset, some, **self._reading(source, workers))
+        if (
+            is_stream
+        ):  # equal on all ranks says nothing of what it keeps: a count of its readings is equal, too
+            source.dataset.is_compared = False
+        return found
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.

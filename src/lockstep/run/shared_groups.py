@@ -302,6 +302,8 @@ class AbsentState(AbsentTensor):
             shape, dtype = parameter.shape, parameter.dtype
         made = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), False)
         made._part, made.parameter_name = part, name
+        if isinstance(parameter, AbsentTensor):
+            made.held_rows = parameter.held_rows
         made.parameter_device = torch.device("cpu") if part is None else part.device
         made.absence = Absence(strategy, "no process holds it whole")
         return made
