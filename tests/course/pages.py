@@ -51,7 +51,8 @@ def printed(command: str) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """The text with one sign for each number and each run of spaces before it."""
+    """The text with one sign for each number and the spaces before it, and one name for folders of logs."""
+    text = re.sub(r"lockstep-logs-[\w-]+", "lockstep-logs", text)
     return re.sub(r" *[-+]?\d[\d.,]*(e[-+]\d+)?", " #", text)
 
 
