@@ -9,7 +9,7 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.distributed._composable import checkpoint as recomputed
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import TensorDataset
 
 from lockstep.core.fingerprint import digest_tensors
@@ -85,6 +85,19 @@ class Recomputed(Model):
         return checkpoint(
             lambda value: self.blocks[0](torch.sigmoid(self.blocks[2](value))), x, use_reentrant=False
         )
+
+
+class RecomputedInPart(Model):
+    """Matrix products are kept and the rest is recomputed, while blocks are gathered and their gradients sent."""
+
+    def between(self, x, _):
+        for block in self.blocks[:2]:
+            x = checkpoint(block, x, use_reentrant=False, context_fn=products_kept)
+        return x
+
+
+def products_kept():
+    return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
 
 
 class RecomputedByHooks(Model):
@@ -207,6 +220,7 @@ MODELS = [
     Dropped,
     UsedBoth,
     Recomputed,
+    RecomputedInPart,
     RecomputedByHooks,
     Dictionaries,
     Hooked,
@@ -275,7 +289,7 @@ def train_all(world, strategy, names):
     return found
 
 
-QUICK = ["CalledThrice", "Experts", "Recomputed", "RecomputedByHooks", "Types"]
+QUICK = ["CalledThrice", "Experts", "Recomputed", "RecomputedInPart", "RecomputedByHooks", "Types"]
 
 
 @pytest.mark.parametrize(

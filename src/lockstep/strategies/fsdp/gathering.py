@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.collectives import all_gather_rows, exchange_device
@@ -292,6 +293,10 @@ class Gathering:
         Raises:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
+        with _disable_current_modes():  # of selective checkpointing, which would take collectives for its own
+            self._serve(wanted)
+
+    def _serve(self, wanted: int) -> None:
         mine = torch.tensor([wanted, self._where], device=self._host)
         while True:
             wants, places = all_gather_rows(mine, self._group).t().tolist()
