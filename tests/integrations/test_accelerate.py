@@ -75,6 +75,27 @@ def test_the_loop_of_accelerate_gives_the_bits_of_run_backward(samples):
     assert answers[0][3] == -(-samples // 12)
 
 
+def bounded(world):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    largest = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+        if accelerator.sync_gradients:
+            largest.append(max(float(each.grad.abs().max()) for each in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.run.fingerprint(), tuple(largest)
+
+
+def test_gradients_are_bounded_once_they_are_summed():
+    answers = {answer for ranks in (1, 2) for answer in run_ranks(bounded, ranks)}
+    assert len(answers) == 1
+    assert next(iter(answers))[1] == pytest.approx((1e-3, 1e-3))
+
+
 def test_gradients_may_be_cleared_after_the_step():
     answers = run_ranks(train, 1, 24, True, False) + run_ranks(train, 2, 24, True, False)
     assert {answer[0] for answer in answers} == {run_ranks(train, 1)[0][0]}

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.runtime import Callback
 
 lightning = pytest.importorskip("lightning", exc_type=ImportError)
 
@@ -59,7 +60,7 @@ def fit(world):
     trainer.fit(module, *loaders())
     assert module.epochs == [(epoch, world.rank == 0) for epoch in range(3)]
     validated = trainer.validate(module, loaders()[1])
-    assert validated.items() <= trainer.callback_metrics.items()
+    assert validated == [{name: float(trainer.callback_metrics[name]) for name in ("loss", "accuracy")}]
     return trainer.run.fingerprint(), trainer.callback_metrics
 
 
@@ -91,6 +92,208 @@ def test_a_lightning_module_gives_the_bits_of_run_backward():
     assert answers[0][1].keys() == {"train_accuracy", "loss", "accuracy"}
 
 
+class Logging(lightning.LightningModule):
+    """Logs in every way; the rates are 0, so that each number follows from the data alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.seen, self.rates, self.at_end, self.hooks = [], [], {}, []
+
+    def loss(self, batch):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        assert self.trainer.training and self.trainer.estimated_stepping_batches == 6
+        loss = self.loss(batch)
+        self.log("step", loss)
+        self.log("epoch", loss, on_step=False, on_epoch=True)
+        self.log("both", loss, on_epoch=True, prog_bar=True)
+        self.log_dict({"index": float(batch_idx), "global": float(self.global_step)}, on_epoch=True)
+        self.log("x", batch[0].mean(), on_epoch=True, batch_size=batch[0].numel())
+        return {"loss": loss}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch))
+        self.log("val_index", float(batch_idx))
+
+    def test_step(self, batch):
+        self.log("test", self.loss(batch))
+
+    def on_validation_epoch_start(self):
+        self.log("hook", 7.0)
+        assert not self.layer.training and not torch.is_grad_enabled()
+
+    def on_train_epoch_end(self):
+        self.at_end = {name: value.item() for name, value in self.trainer.callback_metrics.items()}
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        self.log("from_hook", 2 * self.trainer.callback_metrics["epoch"])
+        self.trainer.should_stop = self.current_epoch == 1
+
+    def setup(self, stage):
+        self.hooks.append(stage)
+
+    def teardown(self, stage):
+        self.hooks.append(f"end of {stage}")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 * step)
+        return [
+            {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 2},
+            }
+        ]
+
+
+def log_everything(world, micro_batches=4):
+    from lockstep.integrations.lightning import LightningTrainer
+
+    torch.manual_seed(0)
+    module = Logging()
+    train, validation = loaders()
+    batches = []
+    trainer = LightningTrainer(global_batch=12, micro_batches=micro_batches, max_epochs=2)
+    trainer.run.add_callback(Reading(batches))
+    trainer.fit(module, train, validation)
+    tested = trainer.test(module, validation)
+    (scheduler,) = trainer.lr_scheduler_configs
+    numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert module.hooks == ["fit", "end of fit"] and trainer.global_step == 6
+    return numbers, module.at_end, tested, batches, scheduler.scheduler.last_epoch
+
+
+class Reading(Callback):
+    """Notes the samples of each step."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_backward_begin(self, batch, scale):
+        self.batches.append([list(each) for each in batch.plan.indices])
+
+
+def test_every_logged_number_is_the_one_computed_by_hand():
+    """26 samples in steps of 12, 12 and 2, evaluated in batches of 10, 10 and 6."""
+    answers = [answer for ranks in (1, 2, 3) for answer in run_ranks(log_everything, ranks)]
+    numbers, at_end, tested, batches, steps = answers[0]
+    assert all(answer == answers[0] for answer in answers)
+    torch.manual_seed(0)
+    module, (x, y) = Logging(), loaders()[0].dataset.tensors
+    with torch.no_grad():
+        losses = F.cross_entropy(module.layer(x), y, reduction="none").double()
+    last = [i for row in batches[-1] for i in row]
+    assert len(last) == 2 and len(batches) == 6
+    whole, of_last = losses.mean().item(), losses[last].mean().item()
+    expected = {
+        "step": of_last,
+        "epoch": whole,
+        "both": whole,
+        "both_step": of_last,
+        "both_epoch": whole,
+        "index_step": 2.0,
+        "index": (12 * 0 + 12 * 1 + 2 * 2) / 26,
+        "index_epoch": 16 / 26,
+        "global_step": 5.0,
+        "global": (12 * 3 + 12 * 4 + 2 * 5) / 26,
+        "global_epoch": 94 / 26,
+        "x": x.mean().item(),
+        "x_epoch": x.mean().item(),
+        "x_step": x[last].mean().item(),
+        "val": whole,
+        "val_index": (10 * 0 + 10 * 1 + 6 * 2) / 26,
+        "hook": 7.0,
+    }
+    assert at_end == pytest.approx(expected, rel=1e-5)
+    assert numbers == pytest.approx({**expected, "from_hook": 2 * whole, "test": whole}, rel=1e-5)
+    assert tested == [pytest.approx({"test": whole}, rel=1e-5)]
+    assert steps == 2  # the second step of each epoch alone
+
+
+class Logs(Classifier):
+    """Logs one thing that is no mean over samples."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.say = log
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        self.say(self, output, batch[1])
+        return F.cross_entropy(output, batch[1])
+
+
+def odd_logs(world):
+    import torchmetrics
+
+    from lockstep.integrations.lightning import LightningTrainer
+
+    for words, log in (
+        ("'total'.* sum over the samples", lambda m, out, y: m.log("total", (y + 1).sum())),
+        ("'most'.* no mean over samples", lambda m, out, y: m.log("most", out.max())),
+        ("leave out a batch_size", lambda m, out, y: m.log("loss", out.mean(), batch_size=12, on_epoch=True)),
+        ("reduce_fx='sum'", lambda m, out, y: m.log("s", out.mean(), on_epoch=True, reduce_fx="sum")),
+        ("MeanMetric", lambda m, out, y: m.log("m", torchmetrics.MeanMetric(), metric_attribute="m")),
+        ("'a' twice", lambda m, out, y: [m.log("a", 1.0), m.log("a", 2.0)]),
+        ("set trainer.should_stop", lambda m, out, y: setattr(m.trainer, "should_stop", True)),
+        ("no 'checkpoint_callback'", lambda m, out, y: m.trainer.checkpoint_callback),
+    ):
+        trainer = LightningTrainer(global_batch=12, micro_batches=4, max_epochs=1)
+        with pytest.raises((ConfigError, AttributeError), match=words):
+            trainer.fit(Logs(log), *loaders())
+        trainer.run.close()
+
+
+def test_what_is_logged_and_no_mean_over_samples_is_refused():
+    run_ranks(odd_logs, 1)
+
+
+def stopped(world, folder, stop_at):
+    from lockstep.integrations.lightning import LightningTrainer
+
+    torch.manual_seed(0)
+    module = Logging()
+    trainer = LightningTrainer(
+        global_batch=12,
+        micro_batches=4,
+        max_epochs=2,
+        directory=folder,
+        resume="auto",
+        save_in_background=False,
+    )
+    if stop_at:
+        trainer.run.add_callback(StopAt(trainer.run, stop_at))
+        with pytest.raises(Leaving):
+            trainer.fit(module, *loaders())
+        return None
+    trainer.fit(module, *loaders())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Leaving(Exception):
+    pass
+
+
+class StopAt(Callback):
+    """Saves after a step, and ends the training."""
+
+    def __init__(self, run, step):
+        self.run, self.left = run, step
+
+    def on_step_end(self, batch):
+        self.left -= 1
+        if not self.left:
+            self.run.save(wait=True)
+            raise Leaving
+
+
+def test_the_mean_of_an_epoch_is_that_of_the_whole_epoch_where_a_run_was_resumed_in_it(tmp_path):
+    (expected,) = run_ranks(stopped, 1, tmp_path / "whole", 0)
+    run_ranks(stopped, 2, tmp_path / "parts", 5)
+    assert run_ranks(stopped, 1, tmp_path / "parts", 0) == [expected]
+
+
 class Manual(Classifier):
     def __init__(self):
         super().__init__()
@@ -110,6 +313,16 @@ class Pair(Classifier):
         ]
 
 
+class Stored(Classifier):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = 1
+
+
+class Calling(Classifier):
+    def configure_callbacks(self):
+        return []
+
+
 def refused(world):
     from lockstep.integrations.lightning import LightningTrainer
 
@@ -118,9 +331,16 @@ def refused(world):
         (Manual(), "by itself"),
         (Hooked(), "on_before_optimizer_step"),
         (Pair(), "2 optimizers"),
+        (Stored(), "on_save_checkpoint"),
+        (Calling(), "configure_callbacks"),
     ):
         with pytest.raises(ConfigError, match=words):
             trainer.fit(module, *loaders())
+    with pytest.raises(ConfigError, match="one DataLoader"):
+        trainer.fit(Classifier(), loaders()[0], [loaders()[1]])
+    for option, words in (("callbacks", "should_stop"), ("accumulate_grad_batches", "micro_batches")):
+        with pytest.raises(ConfigError, match=words):
+            LightningTrainer(global_batch=12, max_epochs=1, **{option: 2})
 
 
 def test_what_the_adapter_does_not_call_is_refused():

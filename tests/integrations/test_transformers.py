@@ -156,6 +156,55 @@ def refused(world, folder):
     with pytest.raises(ConfigError, match=r"run\.predict"):
         trainer.predict(sentences())
 
+    for settings in (
+        {"train_sampling_strategy": "group_by_length"},
+        {"eval_on_start": True, "eval_strategy": "epoch"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            trainer_of(run, folder, causal_model(), **settings)
+
+    class Stepping(type(trainer)):
+        def training_step(self, *given):
+            return None
+
+    with pytest.raises(ConfigError, match="overrides training_step"):
+        Stepping(run, model=causal_model(), args=trainer.args, train_dataset=sentences())
+
+
+def mean_of_its_own(world, folder, micro_batches):
+    """The gradient norm and the loss of a step, with a compute_loss that does not divide by the tokens."""
+    from lockstep.integrations.transformers import TransformersTrainer
+
+    run = begin(micro_batches)
+    torch.manual_seed(0)
+    model, data = causal_model().eval(), [{**row, "labels": row["input_ids"]} for row in sentences()[:8]]
+
+    class Own(TransformersTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    args = trainer_of(run, folder, model, max_steps=1, learning_rate=0.0).args
+    trainer = Own(run, model=model, args=args, train_dataset=data)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    trainer.train()
+    with torch.no_grad():
+        rows = torch.stack([row["input_ids"] for row in data])
+        expected = torch.nn.functional.cross_entropy(
+            model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
+        )
+    entry = trainer.state.log_history[0]
+    return entry["loss"], float(expected), entry["grad_norm"]
+
+
+def test_a_loss_that_is_not_divided_by_the_tokens_is_taken_as_the_mean_that_it_is(tmp_path):
+    answers = [run_ranks(mean_of_its_own, 1, tmp_path, pieces)[0] for pieces in (1, 4)]
+    for loss, expected, _ in answers:
+        assert loss == pytest.approx(expected, rel=1e-5)
+    assert answers[0][2] == pytest.approx(answers[1][2], rel=1e-4)
+
 
 def test_what_the_trainer_does_not_have_ends_in_a_sentence(tmp_path):
     run_ranks(refused, 1, tmp_path)

@@ -157,6 +157,11 @@ class Accelerator:
             raise ConfigError(f"clip_grad_norm_ has the 2-norm only, not norm_type={norm_type}.")
         return self.run.clip_gradients(max_norm) if self.is_last else None
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Bounds every entry of all gradients, once they are summed."""
+        if self.is_last:
+            nn.utils.clip_grad_value_(parameters, clip_value)
+
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """The same values: every process evaluates all samples."""
         if self.passes is not None and self.model.training:

@@ -22,9 +22,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalPrediction, TrainOutput
 
+from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
 from lockstep.run import Run
+from lockstep.run.step import DeviceTransfer, evaluating
+
+_ROWS_TRIED = 4
+_Trainer = transformers.Trainer
+_NOT_CALLED = (
+    *("training_step", "prediction_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader"),
+    *("get_batch_samples", "_get_train_sampler", "_get_eval_sampler"),
+)
+
+
+def _other_orders(args: Any) -> list[str]:
+    """Arguments that ask for another order of the samples than a shuffled one; their names differ with versions."""
+    orders = {
+        "train_sampling_strategy": getattr(args, "train_sampling_strategy", "random") != "random",
+        "group_by_length": bool(getattr(args, "group_by_length", False)),
+    }
+    return [name for name, is_asked in orders.items() if is_asked]
 
 
 def _as_it_is(output: Any, data: Any) -> Any:
@@ -58,17 +76,33 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             "fp16, bf16 (use lockstep.init(precision=...))": args.fp16 or args.bf16,
             "torch_compile (use lockstep.init(compile=True))": args.torch_compile,
             "load_best_model_at_end": args.load_best_model_at_end,
+            "gradient_checkpointing (call model.gradient_checkpointing_enable() first)": args.gradient_checkpointing,
+            "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+            "auto_find_batch_size": args.auto_find_batch_size,
+            "eval_on_start (call trainer.evaluate() before trainer.train())": args.eval_on_start,
+            "lr_scheduler_type='reduce_lr_on_plateau'": args.lr_scheduler_type == "reduce_lr_on_plateau",
+            **{f"{name} (run.batches orders the samples)": True for name in _other_orders(args)},
         }
         if found := [name for name, is_asked in asked.items() if is_asked]:
             raise ConfigError(
                 f"TrainingArguments asks for what Lockstep's Trainer does not have: {'; '.join(found)}. Leave it out; "
                 "global_batch and micro_batches of lockstep.init say how a step is computed."
             )
+        overridden = [
+            name for name in _NOT_CALLED if getattr(type(self), name) is not getattr(_Trainer, name)
+        ]
+        if overridden:
+            raise ConfigError(
+                f"{type(self).__name__} overrides {', '.join(overridden)}, which Lockstep's Trainer does not call. "
+                "Override compute_loss, or write the loop with lockstep.init."
+            )
         args.average_tokens_across_devices = False  # the weights of the losses do it
         torch.set_num_threads(
             run._session.threads
         )  # accelerate sets another number where none is in the environment
         self._losses: list[Tensor] = []
+        self._divides_by_items: bool | None = None
+        """Whether the loss is a sum divided by the number of tokens that it is given; None before it was tried."""
 
     def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
         """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
@@ -91,6 +125,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         )
         events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
         events.train_dataloader = loader
+        self._try_items(loader)
         state.max_steps, state.num_train_epochs = total, math.ceil(total / steps)
         state.global_step, first = run.position.step, run.position.step
         state.compute_steps(args, total)
@@ -131,6 +166,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         loader, run = self._loader_of(data, self.args.per_device_eval_batch_size, shuffle=False), self.run
+        self._try_items(loader)
         metrics = {"loss": run.evaluate(loader, _as_it_is, forward=self._loss_of)}
         if self.compute_metrics is not None:
             logits = run.predict(loader, forward=lambda inputs: self.model(**inputs).logits)
@@ -169,7 +205,43 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         items = self._get_num_items_in_batch([inputs], self.run.device)
         if items is None:
             return self.compute_loss(self.model, dict(inputs))
+        if self._divides_by_items is False:
+            return self.compute_loss(self.model, dict(inputs), num_items_in_batch=items)
         return self.compute_loss(self.model, dict(inputs), num_items_in_batch=torch.ones_like(items)), items
+
+    def _try_items(self, loader: DataLoader[Any]) -> None:
+        """Finds out whether the loss depends on the number of tokens that it is given, as the Trainer expects.
+
+        Raises:
+            ConfigError: it does so in another way than being divided by it.
+        """
+        if self._divides_by_items is not None:
+            return
+        self.run.require_prepared()
+        few = DataLoader(loader.dataset, batch_size=_ROWS_TRIED, collate_fn=loader.collate_fn)
+        with evaluating(self.model), generators_kept():
+            inputs = DeviceTransfer(self.run.device)(next(iter(few)))
+            items = self._get_num_items_in_batch([inputs], self.run.device)
+            if not isinstance(items, Tensor):
+                self._divides_by_items = False
+                return
+            one, two = (
+                float(
+                    self.compute_loss(
+                        self.model, dict(inputs), num_items_in_batch=torch.full_like(items, count)
+                    )
+                )
+                for count in (1, 2)
+            )
+        if not math.isfinite(one):
+            return  # nothing of these rows counts
+        divides, ignores = (math.isclose(one, other, rel_tol=1e-3) for other in (2 * two, two))
+        if not divides and not ignores:
+            raise ConfigError(
+                f"The loss of the first batch is {one:.6g} with num_items_in_batch=1 and {two:.6g} with 2. It must be "
+                "a sum divided by num_items_in_batch, or a mean over samples that does not depend on it."
+            )
+        self._divides_by_items = divides
 
     def _log_evaluate_save(self, norm: Tensor | None) -> None:
         control = self.control

@@ -211,9 +211,7 @@ def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]
     For models that compute their loss themselves. Their micro-batches may not fit together, nor the model to parts of
     them: any error may come up.
     """
-    parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
-    whole = iter(joined([_leaves(each.data) for each in parts]))
-    data, samples = map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+    data, samples = together(micro_batches)
     if not has_rows(_leaves(data), samples):
         return Deviation.NONE
     calls = itertools.count()
@@ -231,6 +229,13 @@ def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]
     with evaluating(compute.compute.model), compute.autocast():
         most = 0.1 if torch.is_autocast_enabled(compute.compute.device.type) else 1e-4
         return deviation_over(sums, samples, most)
+
+
+def together(micro_batches: Sequence[MicroBatch]) -> tuple[Any, int]:
+    """The data of the first micro-batch, or of some of one row each, and how many rows that is; see ``joined``."""
+    parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
+    whole = iter(joined([_leaves(each.data) for each in parts]))
+    return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
 
 
 def _leaves(data: Any) -> list[Any]:

@@ -1,0 +1,224 @@
+"""What a ``LightningModule`` logs: taken from ``self.log``, averaged over micro-batches, steps and epochs.
+
+self.log(name, value) in a step of a micro-batch -> Recorder -> {name: Logged}, one dict for each micro-batch
+gather_rows: of all processes, once for each step or evaluation -> Averages, the same on every one
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchmetrics import Metric
+
+from lockstep.data.batch import MicroBatch
+from lockstep.errors import ConfigError
+from lockstep.run.means import Deviation, deviation_over
+from lockstep.run.step_metrics import StepMetrics
+from lockstep.strategies import Strategy, gather_records
+
+STEPS = ("training_step", "validation_step", "test_step")
+_NO_MEAN = (
+    "self.log({name!r}, ...) in {step} was given a number that {is_what}. Steps run on micro-batches, so its average "
+    "would depend on micro_batches. Log a mean over samples; for one over something else, such as tokens, give their "
+    "number as batch_size=; leave out a batch_size that is the same for every batch. Compute a number of all samples "
+    "together, such as F1, with trainer.run.evaluate. checks='off' takes the average all the same."
+)
+_KINDS = {
+    Deviation.SUM: "is a sum over the samples",
+    Deviation.WEIGHTED: "is no mean over samples, but one over something else",
+    Deviation.FUNCTION: "is the root or the exponential of a mean",
+    Deviation.OTHER: "is no mean over samples",
+}
+
+
+class Logged(NamedTuple):
+    """A value as one call of a step or hook logged it."""
+
+    value: Tensor
+    weight: float | None
+    """``batch_size``, where the module gave one."""
+    on_step: bool
+    on_epoch: bool
+
+
+class Recorder:
+    """Stands for those parts of Lightning's Trainer that ``LightningModule.log`` and ``optimizers`` ask for."""
+
+    is_distributed = False
+
+    def __init__(self) -> None:
+        self._entries: dict[int, dict[str, Logged]] = {}
+        """By thread: micro-batches may run side by side."""
+        self._lightning_optimizers: list[Any] = []
+
+    def should_reset_tensors(self, hook: str) -> bool:
+        """False: nothing is kept from one call to the next."""
+        return False
+
+    def reduce(self, value: Any, *given: Any, **named: Any) -> Any:
+        """The value: processes are gathered later."""
+        return value
+
+    def log(
+        self,
+        hook: str,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        reduce_fx: Any,
+        batch_size: int | None,
+        **other: Any,
+    ) -> None:
+        """Takes a value that ``self.log`` was given in the step or hook of that name.
+
+        Raises:
+            ConfigError: it cannot be averaged over micro-batches.
+        """
+        entries = self._entries.setdefault(threading.get_ident(), {})
+        if isinstance(value, Metric | Mapping):
+            raise ConfigError(
+                f"self.log({name!r}, ...) in {hook} was given a {type(value).__name__}, which keeps what it has seen "
+                "from one micro-batch to the next. Log a number of this batch alone, such as those of "
+                "torchmetrics.functional, or give the object to trainer.run.evaluate."
+            )
+        if hook in STEPS and on_epoch and reduce_fx not in ("mean", torch.mean):
+            raise ConfigError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}) in {hook}: steps run on micro-batches, so only means "
+                "over samples are the same for each number of them. Log a mean; a sum over the epoch is the mean "
+                "times the number of samples."
+            )
+        if name in entries:
+            raise ConfigError(
+                f"{hook} logged {name!r} twice in one call. Give the second value another name."
+            )
+        weight = None if batch_size is None else float(batch_size)
+        entries[name] = Logged(value, weight, on_step, on_epoch)
+
+    def begin(self) -> None:
+        """Forgets what this thread has logged."""
+        self._entries.pop(threading.get_ident(), None)
+
+    def end(self) -> dict[str, Logged]:
+        """What this thread has logged since ``begin``."""
+        return self._entries.pop(threading.get_ident(), {})
+
+
+Values = dict[int, tuple[int, Mapping[str, Logged]]]
+"""How many samples a micro-batch has, and what was logged for it, by its number."""
+
+
+class StepLog(StepMetrics):
+    """Takes what ``training_step`` logs for the micro-batches of this process; outputs are (loss, logged)."""
+
+    def __init__(self) -> None:
+        super().__init__({}, set())
+        self.values: Values = {}
+
+    def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
+        """Keeps what was logged for one micro-batch."""
+        self.values[micro_batch.k] = len(micro_batch), output[1]
+
+
+class Averages:
+    """Means by name, of sums and weights that are added in the order of micro-batches and steps."""
+
+    def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
+        self.sums: dict[str, list[Any]] = {name: list(each) for name, each in (kept or {}).items()}
+        """Sum, weight, ``on_step`` and ``on_epoch``, by name."""
+
+    def add(self, name: str, value: float, weight: float, on_step: bool, on_epoch: bool) -> None:
+        """Adds one value."""
+        total = self.sums.setdefault(name, [0.0, 0.0, on_step, on_epoch])
+        total[0] += value * weight
+        total[1] += weight
+
+    def add_all(self, other: Averages) -> None:
+        """Adds the sums of a step."""
+        for name, (value, weight, on_step, on_epoch) in other.sums.items():
+            total = self.sums.setdefault(name, [0.0, 0.0, on_step, on_epoch])
+            total[0] += value
+            total[1] += weight
+
+    def means(self, *, of_step: bool) -> dict[str, Tensor]:
+        """The means that are known at the end of a step, or of an epoch, float64, 0-dim, under Lightning's names."""
+        found = {}
+        for name, (total, weight, on_step, on_epoch) in self.sums.items():
+            if not (on_step if of_step else on_epoch):
+                continue
+            if not weight:
+                raise ConfigError(f"self.log({name!r}, ...) has a total weight of zero, so it has no mean.")
+            mean = torch.tensor(total / weight, dtype=torch.float64)
+            found[name] = mean
+            if on_step and on_epoch:
+                found[f"{name}_step" if of_step else f"{name}_epoch"] = mean
+        return found
+
+
+def gathered(
+    step: str, values: Values, reasons: Mapping[str, str], strategy: Strategy, group: dist.ProcessGroup | None
+) -> Averages:
+    """The averages over the micro-batches of all processes. Collective.
+
+    Args:
+        step: the name of the step that logged, for messages.
+        values: of this process.
+        reasons: see ``unequal_means``.
+        strategy: over whose processes.
+        group: all ranks; None for a world of one.
+
+    Raises:
+        ConfigError: a process has found that a value is no mean over samples.
+    """
+    rows = [
+        [
+            k,
+            name,
+            float(each.value),
+            samples if each.weight is None else each.weight,
+            each.on_step,
+            each.on_epoch,
+        ]
+        for k, (samples, entries) in values.items()
+        for name, each in entries.items()
+    ]
+    everyone = gather_records(strategy, [rows, dict(reasons)], group)
+    for name, is_what in sorted({item for _, found in everyone for item in found.items()}):
+        raise ConfigError(_NO_MEAN.format(name=name, step=step, is_what=is_what))
+    averages = Averages()
+    once = {
+        (k, name): tuple(row) for theirs, _ in everyone for k, name, *row in theirs
+    }  # some share a micro-batch
+    for (_, name), row in sorted(once.items()):
+        averages.add(name, *row)
+    return averages
+
+
+def unequal_means(
+    logged: Callable[[slice], Mapping[str, Logged]], samples: int, most: float
+) -> dict[str, str]:
+    """What the logged values are that are no means over samples, by name.
+
+    Args:
+        logged: what a step logs for some of the rows of a micro-batch.
+        samples: how many rows it has.
+        most: see ``deviation_over``.
+    """
+    found: dict[str, str] = {}
+    for name in logged(slice(None)):
+
+        def sums(rows: slice, name: str = name) -> tuple[float, float]:
+            each = logged(rows)[name]
+            weight = float(len(range(samples)[rows])) if each.weight is None else each.weight
+            return float(each.value) * weight, weight
+
+        deviation = deviation_over(sums, samples, most)
+        if deviation is not Deviation.NONE:
+            found[name] = _KINDS[deviation]
+    return found
