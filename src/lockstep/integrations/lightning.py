@@ -28,7 +28,7 @@ from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.integrations.lightning_log import Averages, Logged, LogTaker, StepLog, gathered, unequal_means
+from lockstep.integrations.lightning_log import Averages, Logged, ModuleLog, StepLog, gathered, unequal_means
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run import Run, init
 from lockstep.run.evaluation import evaluation
@@ -127,7 +127,7 @@ class LightningTrainer:
         """The last mean of each logged name, float64, 0-dim: of a step, an epoch, or a whole validation set."""
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[_Schedule] = []
-        self._recorder = self.strategy = self._results = LogTaker()
+        self._recorder = self.strategy = self._results = ModuleLog()
         self._logger_connector = self._accelerator_connector = self._recorder
         self._batch_idx = 0
         self._epoch_means = Averages()

@@ -1,6 +1,6 @@
 """What a ``LightningModule`` logs: taken from ``self.log``, averaged over micro-batches, steps and epochs.
 
-self.log(name, value) in a step of a micro-batch -> LogTaker -> {name: Logged}, one dict for each micro-batch
+self.log(name, value) in a step of a micro-batch -> ModuleLog -> {name: Logged}, one dict for each micro-batch
 gather_rows: of all processes, once for each step or evaluation -> Averages, the same on every one
 """
 
@@ -46,7 +46,7 @@ class Logged(NamedTuple):
     on_epoch: bool
 
 
-class LogTaker:
+class ModuleLog:
     """Stands for those parts of Lightning's Trainer that ``LightningModule.log`` and ``optimizers`` ask for."""
 
     is_distributed = False
