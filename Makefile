@@ -20,7 +20,7 @@ BENCHMARKS := step/run.py launch/run.py order/run.py strategies/run.py strategie
 	pipeline/bubble.py reducers/run.py parameter_server/run.py saves/run.py start/run.py loading/run.py heartbeat/run.py
 PHOTOS ?=
 
-.PHONY: train test test-all course course-pages docs chaos gpu ports portable audit check house format bench bench-photos curves figures clean
+.PHONY: train test test-all course course-pages notebooks docs chaos gpu ports portable audit check house format bench bench-photos curves figures clean
 
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
@@ -38,6 +38,10 @@ course: $(VENV)/.test
 
 course-pages: $(VENV)/.test
 	$(BIN)/python -m tests.course.pages --run $(ARGS)
+
+# The chapters as Jupyter notebooks, beside their pages.
+notebooks: $(VENV)/.test
+	$(BIN)/python -m tests.course.notebooks
 
 # The site, in build/site/index.html, which needs no server and no network; every link is checked.
 docs: .docs/.stamp

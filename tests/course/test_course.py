@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from tests.course.pages import CODE, COURSE, ROOT, blocks, filled, pages, printed, without_numbers
+from tests.course.notebooks import notebook
+from tests.course.pages import BLOCK, CODE, COURSE, ROOT, blocks, filled, pages, printed, without_numbers
 
 NAMES = [page.name for page in pages("en")]
 PAGES = [*pages("en"), *pages("zh")]
@@ -64,6 +65,24 @@ def test_a_chapter_is_complete(page):
     assert found["items"][-10:] == [*"12345", *"12345"]
     commands = [command for kind, command, _ in blocks(text) if kind != "code"]
     assert any(re.match(r"lockstep (lint|verify) ", command) for command in commands)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name[0].isdigit()], ids=id_of)
+def test_a_notebook_has_the_text_the_files_and_the_commands_of_its_page(page):
+    text = page.read_text(encoding="utf-8")
+    found = notebook(text)
+    cells = [("".join(cell["source"]), cell) for cell in found["cells"]]
+    first, *code = [(source, cell) for source, cell in cells if cell["cell_type"] == "code"]
+    assert first[0] == "%cd ../code"
+    assert len({cell["id"] for _, cell in cells}) == len(cells)
+    for (kind, name, content), (source, cell) in zip(blocks(text), code, strict=True):
+        printed_there = "".join("".join(each["text"]) for each in cell["outputs"])
+        if kind == "code":
+            assert source == f"%%writefile {name}\n{content.rstrip()}"
+        else:
+            assert (source, f"$ {name}\n{printed_there}") == (f"!{name}", content)
+    prose = " ".join(source for source, cell in cells if cell["cell_type"] == "markdown")
+    assert prose.split() == BLOCK.sub("", text).split()
 
 
 def test_every_item_of_the_notes_has_a_place():
