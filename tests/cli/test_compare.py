@@ -1,9 +1,13 @@
 """``lockstep compare``: what it prints, writes and refuses."""
 
+import dataclasses
 import json
 from xml.etree import ElementTree
 
 import pytest
+
+from lockstep.config.job_file import load_job
+from lockstep.job.run_folder import Start, with_start
 
 
 @pytest.fixture
@@ -39,3 +43,28 @@ def test_mistakes_end_with_status_two(command, words, expected):
     status, output, errors = command("compare", *words)
     assert (status, output) == (2, "")
     assert expected in errors
+
+
+@pytest.mark.usefixtures("runs")
+def test_settings_that_differ_are_below_the_table(command, tmp_path):
+    job = load_job("digits", [])
+    for name, rate in (("a", 0.1), ("b", 0.05)):
+        optimizer = dataclasses.replace(job.optimizer, args={**job.optimizer.args, "lr": rate})
+        start = Start(
+            step=0,
+            strategy="ddp",
+            shares=[],
+            level="A",
+            device="cpu",
+            context={},
+            job=dataclasses.replace(job, optimizer=optimizer),
+        )
+        (tmp_path / name / "job.json").write_text(with_start([], start))
+    status, output, _ = command("compare", "a", "b", "--html", "curves.html")
+    assert status == 0
+    assert [line.split() for line in output.splitlines()[-2:]] == [
+        ["setting", "a", "b"],
+        ["optimizer.lr", "0.1", "0.05"],
+    ]
+    assert "<td>optimizer.lr</td><td>0.1</td><td>0.05</td>" in (tmp_path / "curves.html").read_text()
+    assert command("compare", "a", "a", "--labels", "x,y")[1].endswith("No setting differs.\n")

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config.job_file import load_job
 from lockstep.errors import ConfigError
-from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts
+from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, settings_that_differ
 
 DIGITS = load_job("digits", [])
 
@@ -51,3 +51,24 @@ def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
         (tmp_path / FILE).write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match="is not what 'lockstep train' wrote"):
             read_starts(tmp_path)
+
+
+def test_settings_that_differ_are_told_with_their_values():
+    other = start(
+        0,
+        training={"global_batch": 16, "sync_batch_norm": True},
+        optimizer={"args": {"lr": 0.05}},
+        run={"name": "other", "directory": "elsewhere", "devices": 1},
+    )
+    head, *rows = settings_that_differ({"a": start(0), "b": other, "c": start(0)})
+    assert head == ("setting", "a", "b", "c")
+    assert rows == [
+        ("optimizer.lr", "0.1", "0.05", "0.1"),
+        ("optimizer.momentum", "0.9", "-", "0.9"),
+        ("optimizer.nesterov", "true", "-", "true"),
+        ("optimizer.weight_decay", "0.0005", "-", "0.0005"),
+        ("run.devices", "2", "1", "2"),
+        ("training.global_batch", "128", "16", "128"),
+        ("training.sync_batch_norm", "false", "true", "false"),
+    ]
+    assert settings_that_differ({"a": start(0), "b": start(9)}) == [("setting", "a", "b")]

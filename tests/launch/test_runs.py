@@ -173,12 +173,13 @@ def test_all_processes_of_a_run_end_with_few_descriptors(tmp_path, monkeypatch):
             stack.enter_context(subprocess.Popen(["sleep", "60"], env={"LOCKSTEP_RUN_ID": "of-few"}))
             for _ in range(8)
         ]
-        next_one = os.open(os.devnull, os.O_RDONLY)
-        os.close(next_one)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + 5, former[1]))
+        free = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]  # others may lie between them
+        for each in free:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, former[1]))
         try:
             assert end_processes(run) == 8
-            resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, former[1]))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(free), former[1]))
             with pytest.raises(ConfigError, match="ulimit -n"):
                 end_processes(run)
         finally:

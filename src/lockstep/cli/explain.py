@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.cli.shared_options import add_options, require_files
 from lockstep.errors import EXIT_DONE, ConfigError
-from lockstep.text import comma_separated
+from lockstep.text import aligned, comma_separated
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -154,12 +154,24 @@ def compare(arguments: argparse.Namespace) -> int:
     """Prints a table of the runs and writes what was asked for; returns the exit status."""
     from lockstep.explain.chart import png, svg
     from lockstep.explain.curves import chart, page, read_logs, text
+    from lockstep.job.run_folder import FILE, read_starts, settings_that_differ
 
     require_files(arguments, _FILES)
-    logs = read_logs([Path(run) for run in arguments.runs], comma_separated(arguments.labels))
+    folders = [Path(run) for run in arguments.runs]
+    logs = read_logs(folders, comma_separated(arguments.labels))
+    jobs = {
+        log.name: read_starts(folder)[-1]
+        for log, folder in zip(logs, folders, strict=True)
+        if (folder / FILE).is_file()
+    }
+    settings = settings_that_differ(jobs) if len(jobs) > 1 else []
     print(text(logs))
+    if len(settings) > 1:
+        print("\nSettings that differ:", *aligned(settings), sep="\n")
+    elif settings:
+        print("\nNo setting differs.")
     if arguments.html:
-        Path(arguments.html).write_text(page(logs), encoding="utf-8")
+        Path(arguments.html).write_text(page(logs, settings), encoding="utf-8")
     if arguments.svg:
         Path(arguments.svg).write_text(svg(chart(logs)), encoding="utf-8")
     if arguments.png:

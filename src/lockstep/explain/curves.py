@@ -150,8 +150,8 @@ def text(logs: Sequence[RunLog]) -> str:
     return "\n".join(aligned(final_table(logs)))
 
 
-def page(logs: Sequence[RunLog]) -> str:
-    """The curves and the table as one page of HTML."""
+def page(logs: Sequence[RunLog], settings: Sequence[tuple[str, ...]] = ()) -> str:
+    """The curves and the table as one page of HTML, with a table of the settings that differ."""
     title = f"Curves of {', '.join(log.name for log in logs)}"
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -159,6 +159,8 @@ def page(logs: Sequence[RunLog]) -> str:
         "<h2>At the end</h2>",
         table(final_table(logs)),
     ]
+    if len(settings) > 1:
+        parts += ["<h2>Settings that differ</h2>", table(settings)]
     return html_document(title, parts)
 
 

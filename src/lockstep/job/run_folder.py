@@ -111,6 +111,30 @@ def one_recipe(starts: Sequence[Start]) -> bool:
     return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
 
 
+_OF_ONE_RUN = ("run.name", "run.directory", "checkpoint.resume", "code")
+
+
+def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
+    """A table of the settings that are not the same in all of these starts, by the names of their runs.
+
+    With a head; of the head alone where all are the same. What only names a run or a place is left out.
+    """
+    tables = [_flat(json.loads(start.job.to_json())) for start in starts.values()]
+    rows: list[tuple[str, ...]] = [("setting", *starts)]
+    for key in sorted({key for table in tables for key in table} - set(_OF_ONE_RUN)):
+        values = [json.dumps(table[key]) if key in table else "-" for table in tables]
+        if len(set(values)) > 1:
+            rows.append((key, *values))
+    return rows
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
 def recipe_digest(job: JobConfig) -> str:
     """SHA-256 of the settings that the result depends on, in hexadecimal."""
     return hashlib.sha256(_recipe(job).encode()).hexdigest()
