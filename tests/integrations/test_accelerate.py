@@ -329,3 +329,29 @@ def test_accumulation_by_the_loop_itself_is_refused():
 
 def test_two_backward_calls_for_one_micro_batch_are_refused():
     run_ranks(twice, 1)
+
+
+def clipped(world):
+    """Norms of a part that was clipped and of the rest, which was not; the norm that clipping gave; the fingerprint."""
+    model, optimizer, scheduler, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    found = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if accelerator.sync_gradients:
+            rest = nn.utils.get_total_norm([p.grad for p in model[1:].parameters()])
+            norm = accelerator.clip_grad_norm_(model[0].parameters(), 1e-3)
+            part = nn.utils.get_total_norm([p.grad for p in model[0].parameters()])
+            after = nn.utils.get_total_norm([p.grad for p in model[1:].parameters()])
+            found.append((float(norm) > float(part), round(float(part), 6), float(rest) == float(after)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, accelerator.run.fingerprint()
+
+
+def test_clipping_a_part_leaves_the_rest():
+    """All gradients were clipped together, whatever was given."""
+    answers = [answer for ranks in (1, 2) for answer in run_ranks(clipped, ranks)]
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0][0] == [(True, 1e-3, True)] * 2

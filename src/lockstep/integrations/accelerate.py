@@ -152,10 +152,15 @@ class Accelerator:
             )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clips all gradients of the run, once they are summed; None before. Collective."""
+        """Clips the gradients of these parameters together, once they are summed; None before. Collective."""
         if norm_type != 2:
             raise ConfigError(f"clip_grad_norm_ has the 2-norm only, not norm_type={norm_type}.")
-        return self.run.clip_gradients(max_norm) if self.is_last else None
+        if not self.is_last:
+            return None
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if {id(each) for each in self.run.strategy.trainable().values()} <= {id(each) for each in given}:
+            return self.run.clip_gradients(max_norm)
+        return nn.utils.clip_grad_norm_(given, max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Bounds every entry of all gradients, once they are summed."""
