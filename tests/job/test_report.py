@@ -34,7 +34,7 @@ def outcome(**values):
 )
 def test_what_a_rank_sends_in_a_step_is_shown(sent, shown):
     lines = report(outcome(bytes_per_step=sent), "").splitlines()
-    assert f"sent         {shown} per step and rank" in lines
+    assert f"sent         at most {shown} per step and rank" in lines
 
 
 def test_one_process_sends_nothing_and_says_nothing_of_it():

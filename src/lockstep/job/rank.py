@@ -168,7 +168,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         speed = f"{outcome.samples_per_second:,.0f} samples/s, {outcome.seconds:.1f} s of training"
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
-        rows.append(("sent", f"{format_bytes(outcome.bytes_per_step)} per step and rank"))
+        rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
