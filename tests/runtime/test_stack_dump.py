@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.data.reader import SampleReader
 from lockstep.data.workers import WorkerReading
-from lockstep.distributed import collectives, process_group, rendezvous
+from lockstep.distributed import collectives, process_group, rank_exchange, rendezvous
 from lockstep.launch import rank_process
 from lockstep.launch.stalls.snapshot import main_stack, users_frame, waits_in
 from lockstep.reduce import ordered, ring, shared_memory
@@ -102,7 +102,8 @@ def test_every_mark_is_found_again(mark):
         (collectives.gather_json, Mark.WAITS_FOR_EXCHANGE),
         (process_group.roll_call, Mark.WAITS_FOR_RENDEZVOUS),
         (rendezvous.wait_for_all, Mark.WAITS_FOR_RENDEZVOUS),
-        (shared_memory.Word.wait_until, Mark.WAITS_FOR_GRADIENTS),
+        (rank_exchange.GroupExchange.all_to_all, Mark.WAITS_FOR_EXCHANGE),
+        (rank_exchange.SharedMemoryExchange._all_slots, Mark.WAITS_FOR_EXCHANGE),
         (ordered.OrderedBucket._wait, Mark.WAITS_FOR_GRADIENTS),
         (ring.RingReducer.finish, Mark.WAITS_FOR_GRADIENTS),
         (shared_memory.SharedMemoryReducer._wait, Mark.WAITS_FOR_GRADIENTS),

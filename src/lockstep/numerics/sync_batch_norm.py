@@ -35,9 +35,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.core.summation_tree import fold_rows
 from lockstep.distributed.collectives import all_gather_rows, drop_process_groups
 from lockstep.distributed.process_group import open_group
+from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError
 from lockstep.reduce import SharedMemoryReducer
-from lockstep.reduce.shared_memory import can_share_memory
 
 
 class Rows(Protocol):

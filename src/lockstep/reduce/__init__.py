@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from lockstep.config.strategy_options import REDUCERS
 from lockstep.distributed.process_group import open_group
+from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError, nearest
 from lockstep.reduce.bf16 import Bf16Reducer
 from lockstep.reduce.comm_hook import OrderedHookState, ordered_hook
@@ -14,7 +15,7 @@ from lockstep.reduce.ordered import OrderedReducer
 from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer
 from lockstep.reduce.ring import RingReducer
-from lockstep.reduce.shared_memory import SharedMemoryReducer, can_share_memory
+from lockstep.reduce.shared_memory import SharedMemoryReducer
 
 __all__ = [
     "REDUCERS",

@@ -11,6 +11,7 @@ from lockstep.config.rules import AvailableDevices, require_rules
 from lockstep.config.strategy_options import ONE_PROCESS, Level, devices_per_process, mesh_of
 from lockstep.core.world import shared_devices
 from lockstep.distributed.process_group import Groups
+from lockstep.distributed.rank_exchange import RankExchange, open_exchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import RankRows
 from lockstep.reduce import Reducer, open_reducer
@@ -123,7 +124,8 @@ def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Str
     from lockstep.strategies.fsdp import FullyShardedDataParallel
 
     k, buffers = options.micro_batches, options.running_buffers
-    return FullyShardedDataParallel(device, k, group, options.fsdp, buffers)
+    exchange = _open_exchange(options, group, device)
+    return FullyShardedDataParallel(device, k, group, exchange, options.fsdp, buffers)
 
 
 def _open_parameter_server(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -161,7 +163,9 @@ def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> S
     data = groups.along("data")
     reducer = _open_reducer(options, data, device) if data is not None else None
     k, buffers = options.micro_batches, options.running_buffers
-    return TensorParallel(device, k, groups, options.tensor, reducer, buffers)
+    group = groups.along("tensor")
+    between = _open_exchange(options, group, device) if group is not None else None
+    return TensorParallel(device, k, groups, between, options.tensor, reducer, buffers)
 
 
 def _open_sharded_pipeline(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
@@ -174,6 +178,12 @@ def _open_sharded_pipeline(options: RunOptions, groups: Groups, device: torch.de
 
 def _open_hybrid(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     return _HYBRIDS[frozenset(name for name, _ in groups.mesh.axes)](options, groups, device)
+
+
+def _open_exchange(
+    options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device
+) -> RankExchange:
+    return open_exchange(group, device, options.timeout, options.shared_memory)
 
 
 def _open_reducer(

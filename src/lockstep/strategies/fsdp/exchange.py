@@ -11,16 +11,15 @@ of the block in that micro-batch is zeros, which are combined by "or" and so cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
-from lockstep.distributed.collectives import all_gather_rows
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
@@ -123,16 +122,16 @@ class ShardedBlock:
     Args:
         name: of the module; "" for what belongs to no block.
         parameters: of it, in order.
-        group: the ranks that hold rows.
+        exchange: between the ranks that hold rows.
         device: where the whole parameters are.
     """
 
     def __init__(
-        self, name: str, parameters: list[ShardedParameter], group: dist.ProcessGroup, device: torch.device
+        self, name: str, parameters: list[ShardedParameter], exchange: RankExchange, device: torch.device
     ) -> None:
         self.name, self.parameters = name, parameters
-        self._group, self._device = group, device
-        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._exchange, self._device = exchange, device
+        self._ranks, self._rank = exchange.ranks, exchange.rank
         self._trained = [each for each in parameters if each.held.requires_grad]
         self._all, self._members = _by_dtype(parameters), _by_dtype(self._trained)
         self._received: dict[torch.dtype, Tensor] = {}
@@ -156,8 +155,8 @@ class ShardedBlock:
             mine = torch.zeros(_most(members), dtype=members[0].whole.dtype, device=self._device)
             for each, part in zip(members, _parts(mine, members, self._rank)):
                 part.copy_(each.held.detach().view(-1))
-            everyone = _exchange_bytes(mine, lambda row: all_gather_rows(row, self._group))
-            self.bytes_sent += mine.nbytes * (self._ranks - 1)
+            everyone = self._exchange.all_gather(mine)
+            self.bytes_sent += mine.nbytes * self._exchange.copies
             for each in members if keep else ():
                 each.take_memory()
             for rank, row in enumerate(everyone) if keep else ():
@@ -200,7 +199,7 @@ class ShardedBlock:
                         part.copy_(each.gradient[each.rows[rank]].reshape(-1))
             for each in members:
                 each.gradient = None
-            received = _exchange_bytes(mine, self._all_to_all)
+            received = self._exchange.all_to_all(mine)
             self.bytes_sent += mine.nbytes * (self._ranks - 1) // self._ranks
             if dtype in self._received:
                 self._received[dtype].view(torch.uint8).bitwise_or_(received.view(torch.uint8))
@@ -241,11 +240,6 @@ class ShardedBlock:
                 found[each.name] = rows.view(each.held.shape)
         self._stacks = {}
         return found
-
-    def _all_to_all(self, mine: Tensor) -> Tensor:
-        received = torch.empty_like(mine)
-        dist.all_to_all_single(received, mine, group=self._group)
-        return received
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -294,8 +288,3 @@ def _parts(row: Tensor, members: Sequence[ShardedParameter], rank: int) -> Seque
     """The parts of each member that a rank holds, in a row of what it sends or receives; views."""
     counts = [each.counts[rank] for each in members]
     return torch.split(row[: sum(counts)], counts)
-
-
-def _exchange_bytes(values: Tensor, collective: Callable[[Tensor], Tensor]) -> Tensor:
-    """Runs a collective on the bytes of a tensor: no backend has to know its number type."""
-    return collective(values.view(torch.uint8)).view(values.dtype)

@@ -20,13 +20,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lockstep.distributed.collectives import all_gather_rows, exchange_device
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.randomness import OwnHook, in_backward
@@ -46,8 +45,9 @@ class Gathering:
 
     Args:
         model: on its device, with whole parameters; afterwards without.
-        group: the ranks that hold rows.
+        exchange: between the ranks that hold rows.
         device: of this rank.
+        host: where numbers that hosts read are exchanged.
         keep: True to free blocks after the backward pass only.
         keep_for_step: True to free them after the step only.
         dtype: to gather, and compute, floating-point parameters in; None for their own.
@@ -59,8 +59,9 @@ class Gathering:
     def __init__(
         self,
         model: nn.Module,
-        group: dist.ProcessGroup,
+        exchange: RankExchange,
         device: torch.device,
+        host: torch.device,
         *,
         keep: bool = False,
         keep_for_step: bool = False,
@@ -69,12 +70,12 @@ class Gathering:
         whole: Collection[str] = (),
         initial_values: InitialValues | None = None,
     ) -> None:
-        self._group, self._keep, self._dtype = group, keep, dtype
+        self._exchange, self._keep, self._dtype = exchange, keep, dtype
         self._keep_for_step = keep_for_step
-        self._host = exchange_device(group, device)
+        self._host = host
         modules = find_blocks(model)
         users = users_of_parameters(model)
-        ranks = dist.get_world_size(group)
+        ranks = exchange.ranks
         loads = [0] * ranks
         self._absence = absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
@@ -90,12 +91,12 @@ class Gathering:
             else:
                 parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
             each = ShardedParameter(
-                *(name, parameter, users[parameter], rows, dist.get_rank(group), dtype, offload, absence)
+                *(name, parameter, users[parameter], rows, exchange.rank, dtype, offload, absence)
             )
             each.free()
             self.parameters[name] = each
             members[next((block for block in modules if name.startswith(f"{block}.")), "")].append(each)
-        self.blocks = [ShardedBlock(name, own, group, device) for name, own in members.items()]
+        self.blocks = [ShardedBlock(name, own, exchange, device) for name, own in members.items()]
         *blocks, self._rest = self.blocks
         self._numbers = {block: number for number, block in enumerate(self.blocks)}
         self._by_address: dict[int, ShardedBlock] = {}
@@ -299,7 +300,7 @@ class Gathering:
     def _serve(self, wanted: int) -> None:
         mine = torch.tensor([wanted, self._where], device=self._host)
         while True:
-            wants, places = all_gather_rows(mine, self._group).t().tolist()
+            wants, places = self._exchange.all_gather(mine).t().tolist()
             self._is_refused = len(set(places)) > 1
             if self._is_refused:
                 raise _called_by_some(places)

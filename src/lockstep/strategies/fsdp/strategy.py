@@ -23,7 +23,12 @@ from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
+from lockstep.distributed.collectives import (
+    all_reduce_max,
+    drop_process_groups,
+    exchange_device,
+)
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.initial_values import move_model
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
@@ -49,6 +54,7 @@ class FullyShardedDataParallel(Strategy):
         device: this rank's device.
         micro_batches: K of the recipe.
         group: the ranks.
+        exchange: between them.
         options: of the strategy.
         running_buffers: see ``Replicated``.
     """
@@ -58,17 +64,17 @@ class FullyShardedDataParallel(Strategy):
     steps = Unit.ELEMENT
     keeps_whole = True
     fills_model = True
-    _gathered: Sequence[object] = ()
 
     def __init__(
         self,
         device: torch.device,
         micro_batches: int,
         group: dist.ProcessGroup,
+        exchange: RankExchange,
         options: FsdpOptions,
         running_buffers: Sequence[str] = (),
     ) -> None:
-        self.device, self._group, self._options = device, group, options
+        self.device, self._group, self._exchange, self._options = device, group, exchange, options
         self.share = Share(holders=dist.get_world_size(group), holder=dist.get_rank(group), rounds=True)
         # The CPU's arithmetic, which updates what is offloaded, rounds otherwise than the GPU's.
         rounds = options.mixed_precision or options.cpu_offload
@@ -92,8 +98,9 @@ class FullyShardedDataParallel(Strategy):
             )
         self._gathering = Gathering(
             model,
-            self._group,
+            self._exchange,
             self.device,
+            exchange_device(self._group, self.device),
             keep=not options.reshard_after_forward,
             keep_for_step=not options.reshard_after_backward,
             dtype=_TYPES.get(options.mixed_precision),
@@ -101,7 +108,6 @@ class FullyShardedDataParallel(Strategy):
             whole=self.whole_parameters,
             initial_values=self.initial_values,
         )
-        self._gathered = (self._gathering, *self._gathering.blocks)
         self._parameters = self._gathering.parameters
         self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
@@ -145,11 +151,12 @@ class FullyShardedDataParallel(Strategy):
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all ranks, shape (ranks, n). Collective."""
-        return all_gather_rows(row, self._group)
+        return self._exchange.all_gather(row)
 
     def release(self) -> None:
         """See ``Strategy.release``."""
-        drop_process_groups(self, *self._gathered)
+        self._exchange.release()
+        drop_process_groups(self)
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """This rank's rows of each trained parameter, as ordinary parameters; none of one that another rank holds."""
@@ -261,7 +268,7 @@ class FullyShardedDataParallel(Strategy):
         )  # read from the device only where this rank left one unused
         self._set_gradients(totals, uses, weight.float(), prior)
         if self._buffers.numel:
-            rows = all_gather_rows(values.view(-1), self._group).view(-1, *values.shape)
+            rows = self.gather(values.view(-1)).view(-1, *values.shape)
             self._buffers.finish_step_from_rows(rows, self.share, leaves, advanced)
         self._buffers.refuse_changed_others()
         finite = (losses.sum().isfinite()) & (self._header.flag(headers, 1) == 0)

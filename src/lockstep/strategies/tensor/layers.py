@@ -21,13 +21,12 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.checkpoint.state import tensor_state
 from lockstep.core.summation_tree import Node, TreeStack, fold, nodes_within
-from lockstep.distributed.collectives import all_gather_flat, all_gather_rows
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.hooks import first_hooked, hooked_globally
@@ -40,14 +39,14 @@ class Exchange:
     """The ranks of one line of the axis ``tensor``, and the shards of a layer that each of them holds.
 
     Args:
-        group: the ranks; None for one.
+        between: exchanges of the ranks; None for one.
         shards: P, a multiple of their number.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shards: int) -> None:
-        self.group, self.shards = group, shards
-        self.ranks = 1 if group is None else dist.get_world_size(group)
-        self.rank = 0 if group is None else dist.get_rank(group)
+    def __init__(self, between: RankExchange | None, shards: int) -> None:
+        self.between, self.shards = between, shards
+        self.ranks = 1 if between is None else between.ranks
+        self.rank = 0 if between is None else between.rank
         self.held = shards // self.ranks
         """Shards of this rank."""
         self.first = self.rank * self.held
@@ -73,13 +72,13 @@ class Exchange:
 
     def gather(self, values: Tensor) -> Tensor:
         """The values of all ranks, one after the other (dim 0). Collective."""
-        return (
-            values
-            if self.group is None
-            else all_gather_rows(values.flatten(), self.group).view(
-                self.ranks * values.shape[0], *values.shape[1:]
-            )
-        )
+        if self.between is None:
+            return values
+        return self.between.all_gather(values.flatten()).view(-1, *values.shape[1:])
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of each value over the ranks. Collective."""
+        return values if self.between is None else self.gather(values.unsqueeze(0)).amax(0)
 
     def sum(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum over all shards, of equal bits on each rank; half precision is added in float32. Collective."""
@@ -89,11 +88,11 @@ class Exchange:
         for number, part in enumerate(parts, self.first):
             stack.push_leaf(number, part.to(wide))
         own = stack.take()
-        if self.group is None:
+        if self.between is None:
             return own[Node(0, self.shards)].to(first.dtype).contiguous()  # as it is after an exchange
-        return self._sum_over_ranks(list(own.values()), first, self.group)
+        return self._sum_over_ranks(list(own.values()), first, self.between)
 
-    def _sum_over_ranks(self, own: Sequence[Tensor], like: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _sum_over_ranks(self, own: Sequence[Tensor], like: Tensor, between: RankExchange) -> Tensor:
         """The sum from this rank's nodes of the tree; all ranks give as many rows as the one with most nodes."""
         sent = own[0].dtype if self.held > 1 else like.dtype  # a shard is given as it is
         most = max(map(len, self._nodes))
@@ -103,12 +102,12 @@ class Exchange:
             flat = node.contiguous().view(-1).to(sent)
             for rank, part in enumerate(torch.split(flat, piece)):
                 given[rank, row, : part.numel()] = part
-        received = torch.empty_like(given)
-        dist.all_to_all_single(received.view(-1), given.view(-1), group=group)
+        received = between.all_to_all(given.view(self.ranks, -1)).view_as(given)
         mine = fold(self._in_order(received.to(own[0].dtype)), self.shards, torch.add).to(like.dtype)
-        whole = torch.empty(self.ranks * piece, dtype=like.dtype, device=like.device)
-        all_gather_flat(whole, mine.contiguous(), group)
-        self.bytes_sent += (self.ranks - 1) * piece * (most * given.element_size() + like.element_size())
+        whole = between.all_gather(mine).view(-1)
+        self.bytes_sent += (
+            self.ranks - 1
+        ) * piece * most * given.element_size() + between.copies * mine.nbytes
         return whole[: like.numel()].view(like.shape)
 
     def _in_order(self, rows: Tensor) -> Iterator[tuple[Node, Tensor]]:
@@ -169,11 +168,9 @@ class ShardSpec:
         pieces = parts.reshape(*shape[: self.dim + 1], self.blocks, -1, *shape[self.dim + 2 :])
         return pieces.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
-    def gather(self, part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def gather(self, part: Tensor, exchange: Exchange) -> Tensor:
         """The whole on every rank. Collective."""
-        if group is None:
-            return part
-        return self.join(all_gather_rows(part.flatten(), group).view(self.ranks, *part.shape))
+        return self.join(exchange.gather(part.unsqueeze(0)))
 
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import MicroBatch
-from lockstep.distributed.collectives import all_reduce_max
 from lockstep.errors import ConfigError, nearest
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.running_buffers import RunningBuffers
@@ -64,7 +63,7 @@ def check_plan(
             buffers.begin_micro_batch()
         differences += map(_difference, expected, found)
     worst = torch.tensor([max(differences)], dtype=torch.float64, device=expected[0].device)
-    largest = float(worst if exchange.group is None else all_reduce_max(worst, exchange.group))
+    largest = float(exchange.largest(worst))
     if largest > close:
         raise ConfigError(
             "The model split by tensor.plan returns another output than the whole model (relative difference "

@@ -26,8 +26,8 @@ from lockstep.config.strategy_options import Level, TensorOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import all_gather_rows, all_reduce_max, drop_process_groups
 from lockstep.distributed.process_group import Groups
+from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ReplicaError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
@@ -45,6 +45,7 @@ class TensorParallel(Replicated):
         device: this rank's device.
         micro_batches: K of the recipe.
         groups: of the mesh.
+        between: exchanges of the ranks that share the layers; None for one.
         options: the plan, and the number of shards.
         reducer: sums gradients over the axis ``data``; None where that has one rank.
         running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
@@ -59,14 +60,14 @@ class TensorParallel(Replicated):
         device: torch.device,
         micro_batches: int,
         groups: Groups,
+        between: RankExchange | None,
         options: TensorOptions,
         reducer: Reducer | None = None,
         running_buffers: Sequence[str] = (),
     ) -> None:
         super().__init__(device, micro_batches, reducer, groups.along("data"), running_buffers)
-        group = groups.along("tensor")
-        ranks = 1 if group is None else group.size()
-        self._exchange, self._options = Exchange(group, options.shards or ranks), options
+        ranks = 1 if between is None else between.ranks
+        self._exchange, self._options = Exchange(between, options.shards or ranks), options
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
@@ -86,7 +87,8 @@ class TensorParallel(Replicated):
     def release(self) -> None:
         """See ``Strategy.release``."""
         super().release()
-        drop_process_groups(self._exchange)
+        if self._exchange.between is not None:
+            self._exchange.between.release()
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``; shards are added in the tree over all of them."""
@@ -107,7 +109,7 @@ class TensorParallel(Replicated):
 
     def all_reduce_max(self, flags: Tensor) -> Tensor:
         """The largest of each entry over the ranks that share the layers. Collective."""
-        return flags if self._exchange.group is None else all_reduce_max(flags, self._exchange.group)
+        return self._exchange.largest(flags)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
@@ -122,7 +124,7 @@ class TensorParallel(Replicated):
         """See ``Strategy.gather_full``."""
         assert part is not None, f"every rank holds a part of {name!r}"
         shard = self._shards.get(name)
-        return part if shard is None else shard.gather(part.detach().to(self.device), self._exchange.group)
+        return part if shard is None else shard.gather(part.detach().to(self.device), self._exchange)
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part."""
@@ -145,13 +147,13 @@ class TensorParallel(Replicated):
 
     def _agree(self, result: StepResult) -> StepResult:
         """One result for all ranks that share the layers; an error where what they all compute differs. Collective."""
-        if self._exchange.group is None:
+        if self._exchange.between is None:
             return result
         replicated = {name: p for name, p in self._trainable.items() if name not in self._shards}
         sums = [_bits(p.grad, self.device) for p in replicated.values()]
         flags = torch.stack([result.stop.double(), result.finite.double()])
         row = torch.cat([flags, result.losses.double()]).view(torch.int64)
-        rows = all_gather_rows(torch.cat([row, torch.stack(sums)]) if sums else row, self._exchange.group)
+        rows = self._exchange.between.all_gather(torch.cat([row, *([torch.stack(sums)] if sums else [])]))
         shared = rows[:, :2].contiguous().view(torch.float64)
         finite = shared[:, 1].amin() > 0
         differs = (rows[:, 2:] != rows[0, 2:]).any(0)
