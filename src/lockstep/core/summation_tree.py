@@ -137,12 +137,20 @@ def merges_after_leaf(start: int, stop: int, leaves: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int) -> None:
-    """Puts a leaf on a stack of nodes, and merges the two topmost ones in place as ``merges_after_leaf`` says."""
+def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int, out: Tensor | None = None) -> None:
+    """Puts a leaf on a stack of nodes, and merges the two topmost ones in place as ``merges_after_leaf`` says.
+
+    The last merge may go to ``out`` instead, which is on the stack afterwards.
+    """
+    import torch
+
     stack.append(leaf)
-    for _ in range(merges):
+    for merge in range(merges):
         right = stack.pop()
-        stack[-1].add_(right)
+        if out is not None and merge == merges - 1:
+            stack[-1] = torch.add(stack[-1], right, out=out)
+        else:
+            stack[-1].add_(right)
 
 
 def _below(node: Node) -> list[Node]:

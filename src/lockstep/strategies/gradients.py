@@ -308,14 +308,20 @@ class GradientTree:
             self._push(slot, slot.early.pop(slot.pushed))
 
     def _push(self, slot: Slot, gradient: Tensor) -> None:
-        push_leaf(slot.stack, gradient, self._merges[slot.pushed])
+        merges = self._merges[slot.pushed]
         slot.pushed += 1
-        if self._reducer is not None and slot.pushed == len(self._merges):
-            self._hand_over(slot, self._reducer)
+        if self._reducer is None or slot.pushed < len(self._merges):
+            push_leaf(slot.stack, gradient, merges)
+            return
+        place = slot.staging[self._reducer.turn][len(slot.stack) - merges] if merges else None
+        out = place if place is not None and place.dtype == gradient.dtype else None
+        push_leaf(slot.stack, gradient, merges, out)
+        self._hand_over(slot, self._reducer)
 
     def _hand_over(self, slot: Slot, reducer: Reducer) -> None:
         for place, node in zip(slot.staging[reducer.turn], slot.stack):
-            place.copy_(node)
+            if node is not place:
+                place.copy_(node)
         slot.stack = []
         self._waiting[slot.bucket] -= 1
         while self._started < len(self._waiting) and self._waiting[self._started] == 0:
