@@ -3,7 +3,8 @@
     make ports SCRIPTS=DIR [ARGS="--only mnist vae"]
 
 ``DIR`` holds clones of the repositories, each under its name: ``examples`` (pytorch), ``nanoGPT``, ``minGPT``,
-``accelerate``, ``pytorch-image-models``, ``deep-learning-for-image-processing``. Neither the scripts nor data are part
+``accelerate``, ``pytorch-image-models``, ``pytorch-lightning``, ``stanford_alpaca``,
+``deep-learning-for-image-processing``. Neither the scripts nor data are part
 of this project: each port runs in a temporary copy, with tiny settings, on data that ``stand_ins.py`` makes in the
 format that the script reads. A port passes if it prints the same fingerprint on each number of processes.
 """
@@ -156,6 +157,22 @@ PORTS = {
         "cv_example.py --cpu --data_dir pets",
         "pets",
         ("accelerate", "timm", "torchvision"),
+    ),
+    "alpaca": Port(
+        "stanford_alpaca",
+        "",
+        "train.py --model_name_or_path tiny --data_path records.json --output_dir saved --use_cpu --report_to none "
+        "--num_train_epochs 2 --learning_rate 1e-2 --warmup_steps 2 --lr_scheduler_type cosine --logging_steps 2 "
+        "--save_strategy no --disable_tqdm true",
+        "instructions",
+        ("accelerate", "transformers"),
+    ),
+    "lightning_mnist": Port(
+        "pytorch-lightning",
+        "examples/pytorch/basics",
+        "backbone_image_classifier.py",
+        "many_digits",
+        ("lightning", "torchvision"),
     ),
     "train_multi_GPU": Port(
         "deep-learning-for-image-processing",

@@ -26,23 +26,34 @@ def _idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(head + array.astype(np.uint8).tobytes())
 
 
-def mnist(folder: Path, most: int = 10_000) -> None:
-    """Handwritten digits of 8 x 8 pixels, enlarged to 28 x 28, as MNIST's files in ``../data``."""
-    raw = folder.parent / "data" / "MNIST" / "raw"
-    for split, prefix in (("train", "train"), ("validation", "t10k")):
+def _digits(raw: Path, train: int | None = None, test: int | None = None) -> None:
+    """Handwritten digits of 8 x 8 pixels, enlarged to 28 x 28, as MNIST's files; over and over for larger numbers."""
+    for split, prefix, wanted in (("train", "train", train), ("validation", "t10k", test)):
         samples = Digits(split)
-        images, labels = zip(*(samples[index] for index in range(min(most, len(samples)))))
+        images, labels = zip(*(samples[index] for index in range(len(samples))))
         scaled = torch.stack(images).float()
         scaled = scaled.sub(scaled.min()).div(scaled.max() - scaled.min()).reshape(-1, 1, 8, 8)
-        large = torch.nn.functional.interpolate(scaled, size=28, mode="bilinear")
-        _idx(raw / f"{prefix}-images-idx3-ubyte", large[:, 0].mul(255).numpy())
-        _idx(raw / f"{prefix}-labels-idx1-ubyte", np.array([int(label) for label in labels]))
+        large = torch.nn.functional.interpolate(scaled, size=28, mode="bilinear")[:, 0].mul(255).numpy()
+        places = np.arange(wanted or len(samples)) % len(samples)
+        _idx(raw / f"{prefix}-images-idx3-ubyte", large.astype(np.uint8)[places])
+        _idx(raw / f"{prefix}-labels-idx1-ubyte", np.array([int(label) for label in labels])[places])
+
+
+def mnist(folder: Path) -> None:
+    """All digits in ``../data``."""
+    _digits(folder.parent / "data" / "MNIST" / "raw")
     (folder / "results").mkdir(exist_ok=True)
 
 
 def few_digits(folder: Path) -> None:
     """The first 200 of them."""
-    mnist(folder, 200)
+    _digits(folder.parent / "data" / "MNIST" / "raw", 200, 200)
+
+
+def many_digits(folder: Path) -> None:
+    """As many as MNIST has, in ``data`` and in ``../../Datasets``."""
+    _digits(folder / "data" / "MNIST" / "raw", 60_000, 10_000)
+    (folder.parents[1] / "Datasets").symlink_to(folder / "data")
 
 
 def _photo(path: Path, number: int, size: int = 64) -> None:
@@ -191,6 +202,32 @@ def paraphrases(folder: Path) -> None:
         "    def compute(self):\n        value = {'accuracy': self.hits / self.seen}\n"
         "        self.hits = self.seen = 0\n        return value\n\n\n"
         "def load(*names):\n    return Accuracy()\n"
+    )
+
+
+def instructions(folder: Path) -> None:
+    """A tiny decoder, records with an instruction and an answer, and a module ``openai`` that offers nothing."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tiny, draw = folder / "tiny", np.random.default_rng(0)
+    vocabulary = {letter: number for number, letter in enumerate(["<unk>", *map(chr, range(32, 127)), "\n"])}
+    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(tiny)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(vocabulary), n_positions=512, n_embd=32, n_layer=2, n_head=2)
+    config.bos_token_id = config.eos_token_id = 0
+    GPT2LMHeadModel(config).save_pretrained(tiny)
+    records = []
+    for number in range(50):
+        words = " ".join(f"w{word}" for word in draw.integers(0, 40, 2 + number % 7))
+        given = {"input": words} if number % 3 else {}
+        records.append({"instruction": "Repeat.", **given, "output": words})
+    (folder / "records.json").write_text(json.dumps(records))
+    (folder / "openai.py").write_text(
+        "openai_object = type('openai_object', (), {'OpenAIObject': dict})\n"
     )
 
 

@@ -33,3 +33,9 @@ def test_a_tied_parameter_is_known_under_its_further_name():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     assert prepared(model).aliases == {"1.weight": "0.weight"}
+
+
+def test_a_buffer_that_is_none_is_not_missing_in_the_fingerprint():
+    """InstanceNorm has three, as BatchNorm without running statistics."""
+    found = prepared(nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False)))
+    assert found.with_all_buffers({}) == {}

@@ -291,11 +291,12 @@ class PreparedModel:
 
 
 def _saved_buffers(model: nn.Module) -> set[str]:
-    """The names of the buffers that are part of the model's ``state_dict``."""
+    """The names of the buffers that are part of the model's ``state_dict``; those that are None are not."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._buffers.keys() - module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
     }
 
 
