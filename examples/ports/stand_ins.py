@@ -226,9 +226,7 @@ def instructions(folder: Path) -> None:
         given = {"input": words} if number % 3 else {}
         records.append({"instruction": "Repeat.", **given, "output": words})
     (folder / "records.json").write_text(json.dumps(records))
-    (folder / "openai.py").write_text(
-        "openai_object = type('openai_object', (), {'OpenAIObject': dict})\n"
-    )
+    (folder / "openai.py").write_text("openai_object = type('openai_object', (), {'OpenAIObject': dict})\n")
 
 
 def pets(folder: Path) -> None:

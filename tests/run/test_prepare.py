@@ -37,5 +37,7 @@ def test_a_tied_parameter_is_known_under_its_further_name():
 
 def test_a_buffer_that_is_none_is_not_missing_in_the_fingerprint():
     """InstanceNorm has three, as BatchNorm without running statistics."""
-    found = prepared(nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False)))
+    found = prepared(
+        nn.Sequential(nn.InstanceNorm2d(3, affine=True), nn.BatchNorm2d(3, track_running_stats=False))
+    )
     assert found.with_all_buffers({}) == {}
