@@ -207,9 +207,8 @@ def paraphrases(folder: Path) -> None:
 
 def instructions(folder: Path) -> None:
     """A tiny decoder, records with an instruction and an answer, and a module ``openai`` that offers nothing."""
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
     from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
     tiny, draw = folder / "tiny", np.random.default_rng(0)
     vocabulary = {letter: number for number, letter in enumerate(["<unk>", *map(chr, range(32, 127)), "\n"])}
