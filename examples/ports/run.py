@@ -139,7 +139,7 @@ PORTS = {
         "pytorch-image-models",
         "",
         "train.py --data-dir photos --train-split train --val-split val --model resnet10t --num-classes 2 --epochs 1 "
-        "--img-size 64 -b 16 -j 0 --no-prefetcher --device cpu --lr 0.05 --warmup-epochs 0 --model-ema --clip-grad 1 "
+        "--img-size 64 -b 16 -j 1 --no-prefetcher --device cpu --lr 0.05 --warmup-epochs 0 --model-ema --clip-grad 1 "
         "--mixup 0.2",
         "photos",
         ("timm", "torchvision"),

@@ -7,10 +7,11 @@ import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.integrations.accelerate import Accelerator
 
 
@@ -116,7 +117,7 @@ def habits(world):
         Accelerator(global_batch=12, gradient_accumulation_steps=2)
     accelerator = Accelerator(global_batch=12, micro_batches=4)
     with pytest.raises(AttributeError, match=r"accelerator\.run"):
-        accelerator.save_state("here")
+        accelerator.register_for_checkpointing(model)
     with pytest.raises(ConfigError, match="2 models"):
         accelerator.prepare(model, nn.Linear(1, 1))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -355,3 +356,169 @@ def test_clipping_a_part_leaves_the_rest():
     answers = [answer for ranks in (1, 2) for answer in run_ranks(clipped, ranks)]
     assert all(answer == answers[0] for answer in answers)
     assert answers[0][0] == [(True, 1e-3, True)] * 2
+
+
+def with_average(world, when):
+    """Trains with a moving average of the weights; returns its bits, and how often it was updated."""
+    model, optimizer, _, loader = parts()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, average = accelerator.prepare(model, optimizer, loader, average)
+    for _ in range(2):
+        for x, y in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients or when == "always":
+                average.update_parameters(model)
+    return [each.tolist() for each in average.parameters()], int(average.n_averaged)
+
+
+def plain_average(world):
+    """The same with a loop over ``run.batches``, and the average by hand."""
+    model, optimizer, _, loader = parts()
+    run = lockstep.init(global_batch=12, micro_batches=4)
+    model, optimizer = run.prepare(model, optimizer)
+    kept = None
+    for _ in range(2):
+        for batch in run.batches(loader):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            new = [each.detach().clone() for each in model.parameters()]
+            kept = new if kept is None else [old.lerp(each, 0.5) for old, each in zip(kept, new)]
+    return [each.tolist() for each in kept], 4
+
+
+def averaged_in_each_pass(world):
+    with pytest.raises(ConfigError, match=r"updated the AveragedModel between two micro-batches"):
+        with_average(world, "always")
+
+
+def test_a_moving_average_is_that_of_the_steps():
+    (expected,) = run_ranks(plain_average, 1)
+    assert run_ranks(with_average, 1, "steps") + run_ranks(with_average, 2, "steps") == [expected] * 3
+    run_ranks(averaged_in_each_pass, 1)
+
+
+def by_epoch(world, steps_it):
+    """A scheduler that the script steps once for each epoch; the learning rates that the epochs had."""
+    model, optimizer, _, loader = parts()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    rates = []
+    for _ in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        for x, y in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if steps_it:
+            scheduler.step()
+    return rates
+
+
+def test_a_scheduler_may_be_stepped_once_for_each_epoch():
+    """It was refused as one that is stepped by a count of passes."""
+    assert run_ranks(by_epoch, 2, True) == [[0.05, 0.025, 0.0125]] * 2
+
+
+def lengths(world):
+    """Of a set that is evaluated in batches of 5: before, in and after the evaluation; of the training set."""
+    model, optimizer, _, loader = parts()
+    others = DataLoader(TensorDataset(torch.randn(23, 4)), batch_size=5)
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
+    model.eval()
+    before, batches = len(others), sum(1 for _ in others)
+    model.train()
+    return before, batches, len(others), len(loader), accelerator.num_processes
+
+
+def test_the_length_of_an_evaluated_loader_is_the_number_of_its_batches():
+    """A sum over the batches divided by it was no mean: it was the number of optimizer steps, 2."""
+    assert run_ranks(lengths, 2) == [(5, 5, 5, 2, 1)] * 2
+
+
+def in_turn(world, folder):
+    """The main process works before it writes; the others find what it has written."""
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    found = []
+    for name, context in (
+        ("all", accelerator.main_process_first),
+        ("host", accelerator.local_main_process_first),
+    ):
+        with context():
+            if accelerator.is_local_main_process:
+                value = torch.randn(600, 600)
+                for _ in range(50):
+                    value = (value @ value).clamp(-1, 1)
+                (folder / name).write_text("ready")
+            found.append((folder / name).exists())
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_the_main_process_goes_first(tmp_path):
+    assert run_ranks(in_turn, 3, tmp_path) == [[True, True]] * 3
+
+
+def resumed(world, folder, start, save_after, epochs=3):
+    """Trains as scripts for Accelerate resume: from ``start`` steps on; saves after ``save_after`` steps, if any."""
+    model, optimizer, scheduler, loader = parts(samples=36)
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    first, skipped, done = 0, 0, start
+    if start:
+        accelerator.load_state(folder / f"step_{start}")
+        first, skipped = divmod(start, len(loader))
+    for epoch in range(first, epochs):
+        model.train()
+        active = accelerator.skip_first_batches(loader, skipped) if start and epoch == first else loader
+        for x, y in active:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+                if done == save_after:
+                    accelerator.save_state(folder / f"step_{done}")
+                    return None
+    return accelerator.run.fingerprint(), done, scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_run_goes_on_from_save_state_on_another_number_of_processes(tmp_path, stop):
+    """Stopped within an epoch of three steps, and with its last one."""
+    (expected,) = run_ranks(resumed, 1, tmp_path, 0, 0)
+    run_ranks(resumed, 2, tmp_path, 0, stop)
+    assert run_ranks(resumed, 3, tmp_path, stop, 0) == [expected] * 3
+    assert expected[1] == 9
+
+
+def saving_anywhere(world, folder):
+    model, optimizer, _, loader = parts()
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        accelerator.load_state(folder)
+    with pytest.raises(ConfigError, match="asked to skip 1 batches"):
+        accelerator.skip_first_batches(loader, 1)
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        if accelerator.sync_gradients:
+            with pytest.raises(ConfigError, match="would lose gradients"):
+                accelerator.save_state(folder)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            with pytest.raises(ConfigError, match="in the middle of an optimizer step"):
+                accelerator.save_state(folder)
+    with pytest.raises(ConfigError, match="after steps of training"):
+        accelerator.load_state(folder)
+
+
+def test_save_state_and_load_state_say_where_they_belong(tmp_path):
+    run_ranks(saving_anywhere, 1, tmp_path)

@@ -7,7 +7,8 @@ The rest of the script stays: ``prepare``, the loop, ``accelerator.backward(loss
 the training loop runs once for each micro-batch of this process. Optimizers and schedulers step with the last one, as
 under Accelerate's ``accumulate``, and gradients are cleared before each step. So a loss that the loop prints is that of
 a micro-batch, and ``accelerator.step_loss`` that of a step. Evaluations (loops over a prepared DataLoader after
-``model.eval()``, or without gradients) run in full on every process.
+``model.eval()``, or without gradients) run in full on every process. ``save_state`` and ``load_state`` are those of
+checkpoints of the run, which go on with any number of processes.
 
 The first two steps are rehearsed: the body gets a few micro-batches more, which do not count, to find what it keeps
 from one to the next, and whether its loss is a mean over samples. See ``lockstep.run.loop_rehearsal``.
@@ -17,15 +18,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from lockstep.errors import ConfigError
-from lockstep.run import Run, init
+from lockstep.distributed.collectives import gather_json
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run import Run, init, save
 from lockstep.run.loop_rehearsal import settings_of
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.run.own_passes import OwnPasses
@@ -66,12 +71,18 @@ class Accelerator:
         self.step_loss: Tensor | None = None
         """Mean loss of the last step over the global batch, float64, 0-dim, equal on every rank; None before it."""
         self.mixed_precision = mixed_precision or "no"
-        self.device = self.run.device
-        self.process_index, self.num_processes = self.run.world.rank, self.run.world.world_size
-        self.is_main_process = self.is_local_main_process = self.run.is_main
+        self.device, world = self.run.device, self.run.world
+        self.process_index, self.local_process_index = world.rank, world.local_rank
+        self.is_main_process, self.is_local_main_process = self.run.is_main, world.local_rank == 0
+        self.num_processes = 1
+        """What a script multiplies its batch, its learning rate or the length of its schedule with: all that is for
+        all processes together already. Their number is ``accelerator.run.world.world_size``."""
         self.passes: OwnPasses | None = None
         """Of the current step of training."""
-        self._settings: tuple[OwnPasses | None, dict[str, str]] = (None, {})
+        self._passes: OwnPasses | None = None
+        """Those of the last ``backward``, and what it found then."""
+        self._settings: dict[str, str] = {}
+        self._averaged: list[int] = []
         self.model: nn.Module
         self.stepped: list[_AtLast] = []
 
@@ -95,7 +106,7 @@ class Accelerator:
         """Accelerate's word for this process's world."""
         from accelerate import DistributedType
 
-        return DistributedType.NO if self.num_processes == 1 else DistributedType.MULTI_GPU
+        return DistributedType.NO if self.run.world.world_size == 1 else DistributedType.MULTI_GPU
 
     @property
     def sync_gradients(self) -> bool:
@@ -109,22 +120,28 @@ class Accelerator:
         return self.passes is None or self.passes.is_last
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepares one model, optimizers, schedulers and DataLoaders, and returns them in their order. Collective."""
-        models = [each for each in objects if isinstance(each, nn.Module)]
+        """Prepares one model, optimizers, schedulers and DataLoaders, and returns them in their order. Collective.
+
+        A ``torch.optim.swa_utils.AveragedModel`` of the model may be among them, and is part of a checkpoint then.
+        """
+        models = [
+            each for each in objects if isinstance(each, nn.Module) and not isinstance(each, AveragedModel)
+        ]
         if len(models) != 1:
             raise ConfigError(
                 f"accelerator.prepare takes one model, all optimizers, schedulers and DataLoaders in one call; this "
                 f"one has {len(models)} models. Put several into one nn.ModuleDict."
             )
-        others = [each for each in objects if not isinstance(each, nn.Module | DataLoader)]
+        others = [each for each in objects if each is not models[0] and not isinstance(each, DataLoader)]
         prepared = self.run.prepare(*models, *others)
         self.model, *rest = prepared if others else (prepared,)
-        self.stepped = [_AtLast(each, self) for each in rest]
-        placed = {id(given): each for given, each in zip([*models, *others], [self.model, *self.stepped])}
-        ready = tuple(
+        ready = [each if isinstance(each, nn.Module) else _AtLast(each, self) for each in rest]
+        self.stepped = [each for each in ready if isinstance(each, _AtLast)]
+        placed = {id(given): each for given, each in zip([*models, *others], [self.model, *ready])}
+        returned = tuple(
             Batches(each, self) if isinstance(each, DataLoader) else placed[id(each)] for each in objects
         )
-        return ready if len(ready) > 1 else ready[0]
+        return returned if len(returned) > 1 else returned[0]
 
     def backward(self, loss: Any) -> None:
         """Runs the backward pass of this micro-batch; with the last one, gradients are summed. Collective.
@@ -140,11 +157,23 @@ class Accelerator:
             self.step_loss = self.passes.loss
 
     def _require_equal_settings(self, passes: OwnPasses) -> None:
-        """Refuses a learning rate that the body changes in the middle of a step, by a count of its passes."""
-        settings = settings_of(self._run.require_prepared().state.parts.optimizers)
-        known, self._settings = self._settings, (passes, settings)
-        if known[0] is passes and known[1] != settings and not self.asked_whether_last:
-            changed = next(name for name in settings if settings[name] != known[1].get(name))
+        """Refuses what the body changes in the middle of a step, by a count of its passes: a learning rate, an average.
+
+        Rates may follow from ``sync_gradients``; an average that is updated in each pass is always wrong.
+        """
+        parts = self._run.require_prepared().state.parts
+        averages = [each for each in parts.modules if isinstance(each, AveragedModel)]
+        if self._passes is passes and self._averaged != [int(each.n_averaged) for each in averages]:
+            raise ConfigError(
+                "The loop's body has updated the AveragedModel between two micro-batches of one step. It runs once for "
+                "each of them, so each number of processes would average something else. Update it under 'if "
+                "accelerator.sync_gradients:', after optimizer.step()."
+            )
+        self._averaged = [int(each.n_averaged) for each in averages]
+        settings, known = settings_of(parts.optimizers), self._settings
+        is_same_step, self._passes, self._settings = self._passes is passes, passes, settings
+        if is_same_step and known != settings and not self.asked_whether_last:
+            changed = next(name for name in settings if settings[name] != known.get(name))
             raise ConfigError(
                 f"The loop's body has changed {changed} between two micro-batches of one step. It runs once for each "
                 "of them, so each number of processes would train with other values. Use a scheduler that "
@@ -182,19 +211,121 @@ class Accelerator:
         return model
 
     def wait_for_everyone(self) -> None:
-        """Waits until all processes have come here, and compares their parameters. Collective."""
-        self.run.fingerprint()
+        """Waits until all processes have come here; compares their parameters, once there are some. Collective."""
+        self._wait()
+        if self.stepped:
+            self.run.fingerprint()
 
-    def save(self, value: Any, path: Any) -> None:
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """A context that the main process leaves before the others enter it. Collective."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """A context that the first process of each host leaves before the others enter it. Collective."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
+            self._wait()
+        yield
+        if goes_first:
+            self._wait()
+
+    def _wait(self) -> None:
+        group = self.run._session.group
+        if group is not None:
+            gather_json(None, group, self.device)
+
+    def save(self, value: Any, path: Any, **_: Any) -> None:
         """Saves with ``torch.save`` on the main process."""
         if self.run.is_main:
             torch.save(value, path)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The tensors of the model, which every process holds whole."""
+        return dict(model.state_dict())
+
+    def save_state(self, output_dir: Path | str | None = None, **_: Any) -> str:
+        """Writes a checkpoint of the run below a folder. Collective.
+
+        Args:
+            output_dir: the folder; by default that of ``Accelerator(directory=...)``.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: in the middle of an optimizer step, or there is no folder.
+        """
+        if not self.is_last:
+            raise ConfigError(
+                "accelerator.save_state() in the middle of an optimizer step, of which other processes have other "
+                "micro-batches, would lose its gradients. Call it under 'if accelerator.sync_gradients:', after "
+                "optimizer.step()."
+            )
+        for each in self.stepped:
+            if each.has_stepped:
+                each.clear()
+        self.run.save(wait=True, directory=output_dir)
+        return str(output_dir or self.run.options.directory)
+
+    def load_state(self, input_dir: Path | str | None = None, **_: Any) -> None:
+        """Goes on from the newest checkpoint below a folder of ``save_state``, after ``prepare``. Collective.
+
+        The run stands where it was saved then: the next loop over the training data has what is left of that epoch.
+
+        Args:
+            input_dir: the folder; by default that of ``Accelerator(directory=...)``.
+
+        Raises:
+            CheckpointError: there is none, or it is of another run.
+            ConfigError: training has begun.
+        """
+        run, folder = self.run, input_dir or self.run.options.directory
+        prepared = run.require_prepared()
+        if run.position.step or self.step_loss is not None:
+            raise ConfigError(
+                "accelerator.load_state() after steps of training. Call it once, after accelerator.prepare and before "
+                "the loop; a program that is to go back to a checkpoint is started anew."
+            )
+        options = replace(run.options, directory=folder, resume="auto")
+        if folder is None or not save.resume(prepared.state, options, run.fingerprint):
+            raise CheckpointError(
+                f"accelerator.load_state() found no checkpoint of accelerator.save_state() in {folder}."
+            )
+        run.extra = prepared.state.extra
+        prepared.gradients.resume()
+        run._agreed_data.resume()
+
+    def skip_first_batches(self, dataloader: Batches, num_batches: int = 0) -> Batches:
+        """The DataLoader: after ``load_state``, its loop begins where the checkpoint was written.
+
+        Raises:
+            ConfigError: that is not after ``num_batches`` optimizer steps of the epoch.
+        """
+        done = self.run.position.done % self.run.steps_per_epoch(dataloader.loader)
+        if num_batches != done:
+            raise ConfigError(
+                f"accelerator.skip_first_batches was asked to skip {num_batches} batches, and the run stands after "
+                f"{done} optimizer steps of its epoch. accelerator.load_state moves there by itself; "
+                "leave out what is skipped."
+            )
+        return dataloader
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of ``mixed_precision``. Loops of training run in it already, those of evaluation do not."""
+        return self.run._precision.forward()
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Does nothing: what steps does so with the last micro-batch."""
         return nullcontext()
 
-    autocast = no_sync = main_process_first = local_main_process_first = accumulate
+    no_sync = accumulate
 
     def end_training(self) -> None:
         """Does nothing: the run ends with the program."""
@@ -210,15 +341,22 @@ class Accelerator:
 class Batches:
     """A prepared DataLoader: micro-batches of this process in training, all batches in evaluation.
 
-    ``len()`` is the number of optimizer steps of an epoch, equal on every number of processes.
+    ``len()`` is the number of optimizer steps of an epoch, equal on every number of processes; in evaluation, and after
+    one, that of the DataLoader's batches.
     """
 
     def __init__(self, loader: DataLoader[Any], accelerator: Accelerator) -> None:
         self.loader, self._accelerator = loader, accelerator
+        self._is_evaluated = False
+        """Whether the last loop over it was an evaluation."""
+
+    def _evaluates(self) -> bool:
+        return not (self._accelerator.model.training and torch.is_grad_enabled())
 
     def __iter__(self) -> Iterator[Any]:
         accelerator = self._accelerator
-        if not (accelerator.model.training and torch.is_grad_enabled()):
+        self._is_evaluated = self._evaluates()
+        if self._is_evaluated:
             around, accelerator.passes = accelerator.passes, None  # a loop of training may evaluate
             try:
                 yield from map(DeviceTransfer(accelerator.run.device), self.loader)
@@ -236,7 +374,12 @@ class Batches:
 
     def _training(self, run: Run) -> Iterator[Any]:
         accelerator, to_device, micro_batch = self._accelerator, DeviceTransfer(run.device), None
-        for batch in run.batches(self.loader):
+        steps, epoch = run.batches(self.loader), run.position.epoch
+        if not len(steps) and not any(steps) and run.position.epoch > epoch:
+            steps = run.batches(
+                self.loader
+            )  # it was saved within the last step of an epoch, which is over now
+        for batch in steps:
             if accelerator.step_loss is None and len(batch.micro_batches) > 1 and run.is_main:
                 logger.warning(
                     "The loop's body runs %d times for each optimizer step on this process, and a few times more in "
@@ -270,6 +413,8 @@ class Batches:
         )
 
     def __len__(self) -> int:
+        if self._is_evaluated or self._evaluates():
+            return len(self.loader)
         return self._accelerator.run.steps_per_epoch(self.loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -281,10 +426,13 @@ class _AtLast:
 
     def __init__(self, wrapped: Any, accelerator: Accelerator) -> None:
         self._wrapped, self._accelerator = wrapped, accelerator
+        self.is_optimizer = isinstance(wrapped, PreparedOptimizer)
         self._steps, self._early_steps, self._is_cleared = 0, 0, False
 
     def step(self, *given: Any, **named: Any) -> Any:
-        """Steps what is wrapped, in the last micro-batch."""
+        """Steps what is wrapped, in the last micro-batch, or at once outside of the loop of training."""
+        if self._accelerator.passes is None:
+            return self._wrapped.step(*given, **named)
         self._steps += 1
         if self._accelerator.is_last:
             return self._wrapped.step(*given, **named)
@@ -307,11 +455,11 @@ class _AtLast:
             ConfigError: the loop did not step and clear it in every pass, so gradients of several steps were to be
                 added, or some pass was to count more than others.
         """
-        steps, is_optimizer = self._steps, isinstance(self._wrapped, PreparedOptimizer)
+        steps = self._steps
         at_last_only = self._accelerator.asked_whether_last and not self._early_steps
-        name = type(self._wrapped.wrapped if is_optimizer else self._wrapped).__name__
+        name = type(self._wrapped.wrapped if self.is_optimizer else self._wrapped).__name__
         missing = [call for call, done in (("step", steps), ("zero_grad", self._is_cleared)) if not done]
-        if is_optimizer and missing:
+        if self.is_optimizer and missing:
             raise ConfigError(
                 f"The loop's body did not call {' and '.join(missing)}() of {name}. Both belong to each step. "
                 f"{_ACCUMULATION}"
@@ -322,8 +470,17 @@ class _AtLast:
                 f"it in every pass: it steps with the last micro-batch of each step. {_ACCUMULATION}"
             )
         self._steps, self._early_steps, self._is_cleared = 0, 0, False
-        if is_optimizer:
-            self._wrapped.zero_grad()
+        if self.is_optimizer:
+            self.clear()
+
+    @property
+    def has_stepped(self) -> bool:
+        """True for an optimizer that was stepped in this pass, the last of a step."""
+        return self.is_optimizer and self._steps > self._early_steps
+
+    def clear(self) -> None:
+        """Clears the gradients of an optimizer now."""
+        self._wrapped.zero_grad()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)

@@ -407,7 +407,7 @@ class Run:
         with self.span("predict"), evaluation(self, data, model, forward, workers, alone) as opened:
             return predict(opened, keep, self.strategy, self._session.group, is_main=self.is_main)
 
-    def save(self, *, wait: bool = False) -> Path | None:
+    def save(self, *, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
         Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done. The state is
@@ -416,12 +416,13 @@ class Run:
 
         Args:
             wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
+            directory: another folder than the run's.
 
         Returns:
             The folder that the checkpoint has, or will have, on the main process; None on the others.
         """
-        prepared = self.require_prepared()
-        if self.options.directory is None:
+        prepared, directory = self.require_prepared(), directory or self.options.directory
+        if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if prepared.gradients:
             raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
@@ -440,7 +441,7 @@ class Run:
             for begins in self._events.save_begin:
                 begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
-            folder = self._writer.write(self.options.directory, prepared.state, fingerprint, wait=wait)
+            folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
         for call in self._events.save:
             call(self.position.step, folder)
         return folder
@@ -460,10 +461,7 @@ class Run:
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's parameters and buffers by name, on the main process; empty on the others. Collective.
-
-        The tensors may be the model's own.
-        """
+        """The whole model's tensors by name, or the model's own, on the main process; empty elsewhere. Collective."""
         return self.require_prepared().state.model_state(keep=self.is_main)
 
     def print(self, *values: object) -> None:
