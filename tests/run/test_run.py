@@ -147,3 +147,14 @@ def test_the_steps_of_an_epoch_are_counted_without_those_that_a_resumed_run_has_
     resumed, *_ = begin(directory=tmp_path, resume="auto")
     rest = resumed.batches(dataset())
     assert len(rest) == whole - 2 == len(list(rest))
+
+
+def test_a_checkpoint_may_be_written_to_another_folder(tmp_path):
+    run, model, optimizer = begin()
+    for batch in run.batches(dataset()):
+        run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    path = run.save(wait=True, directory=tmp_path / "elsewhere")
+    again, _, _ = begin(directory=tmp_path / "elsewhere", resume="auto")
+    assert path.parent == tmp_path / "elsewhere" and again.fingerprint() == run.fingerprint()
