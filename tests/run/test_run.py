@@ -150,7 +150,7 @@ def test_the_steps_of_an_epoch_are_counted_without_those_that_a_resumed_run_has_
 
 
 def test_a_checkpoint_may_be_written_to_another_folder(tmp_path):
-    run, model, optimizer = begin()
+    run, _, optimizer = begin()
     for batch in run.batches(dataset()):
         run.backward(batch, nn.functional.cross_entropy)
         optimizer.step()
