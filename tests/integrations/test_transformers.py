@@ -44,9 +44,10 @@ def trainer_of(run, folder, model, **settings):
         "learning_rate": 1e-2,
         "warmup_steps": 2,
         "logging_steps": 1,
+        "save_strategy": "no",
     } | settings
     args = transformers.TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", **settings
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings
     )
     data = sentences()
     return TransformersTrainer(
@@ -153,12 +154,10 @@ def refused(world, folder):
     trainer = trainer_of(run, folder, causal_model())
     with pytest.raises(ConfigError, match="resume='auto'"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ConfigError, match=r"run\.predict"):
-        trainer.predict(sentences())
-
     for settings in (
         {"train_sampling_strategy": "group_by_length"},
-        {"eval_on_start": True, "eval_strategy": "epoch"},
+        {"activation_checkpointing": True},
+        {"include_for_metrics": ["inputs"]},
     ):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             trainer_of(run, folder, causal_model(), **settings)
@@ -208,3 +207,183 @@ def test_a_loss_that_is_not_divided_by_the_tokens_is_taken_as_the_mean_that_it_i
 
 def test_what_the_trainer_does_not_have_ends_in_a_sentence(tmp_path):
     run_ranks(refused, 1, tmp_path)
+
+
+def numbers(history):
+    """What a log holds, without how long things took."""
+    times = ("_runtime", "_per_second", "_preparation_time", "total_flos")
+    return [{name: value for name, value in each.items() if not name.endswith(times)} for each in history]
+
+
+def of_both(world, folder, is_ours, settings):
+    """Trains on one batch per epoch, so that the order of samples is no matter; by the Trainer itself if not ours.
+
+    Returns:
+        The log, the steps, the best checkpoint, the checkpoints that are left, what it predicts in the end.
+    """
+    run = begin() if is_ours else None
+    torch.manual_seed(0)
+    model, rows = causal_model(), sentences()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    given = {
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 7,
+        "learning_rate": 1e-2,
+        **settings,
+    }
+    args = transformers.TrainingArguments(output_dir=str(folder), **given)
+    named = {
+        "model": model,
+        "args": args,
+        "train_dataset": rows[:8],
+        "eval_dataset": {"a": rows[8:15], "b": rows[1:8]},
+        "compute_metrics": lambda given: {"accuracy": (given.predictions == given.label_ids).mean()},
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        "callbacks": [transformers.EarlyStoppingCallback(2)] if args.metric_for_best_model else [],
+    }
+    if is_ours:
+        from lockstep.integrations.transformers import TransformersTrainer
+
+        trainer = TransformersTrainer(run, **named)
+    else:
+        trainer = transformers.Trainer(**named)
+    done = trainer.train()
+    predicted = trainer.predict(rows[8:15])
+    found = numbers(trainer.state.log_history), done.global_step, trainer.state.best_global_step
+    left = sorted(each.name for each in folder.glob("checkpoint-*"))
+    return *found, left, predicted.predictions.tolist(), predicted.label_ids.tolist()
+
+
+BEST = {
+    "num_train_epochs": 8,
+    "warmup_steps": 2,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "a_accuracy",
+    "greater_is_better": True,
+    "label_smoothing_factor": 0.1,
+    "max_grad_norm": 0.0,
+    "eval_on_start": True,
+}
+PLATEAU = {
+    "num_train_epochs": 4,
+    "eval_strategy": "epoch",
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "metric_for_best_model": "a_accuracy",
+    "greater_is_better": False,
+    "max_grad_norm": 0.5,
+    "include_num_input_tokens_seen": True,
+    "lr_scheduler_kwargs": {"patience": 0},
+    "save_strategy": "best",
+}
+
+
+@pytest.mark.parametrize("settings", [BEST, PLATEAU], ids=["best", "plateau"])
+def test_logs_stops_and_checkpoints_are_those_of_the_trainer_itself(tmp_path, settings):
+    """Learning rates, norms, losses of named sets, early stopping, the best model, the checkpoints that are left."""
+    (expected,) = run_ranks(of_both, 1, tmp_path / "plain", False, settings)
+    answers = [
+        *run_ranks(of_both, 1, tmp_path / "one", True, settings),
+        *run_ranks(of_both, 2, tmp_path / "two", True, settings),
+    ]
+    for answer in answers:
+        assert answer[0] == answers[0][0]
+        assert answer[1:] == expected[1:]
+    for one, other in zip(answers[0][0], expected[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-3, abs=1e-8)
+
+
+def stopped(world, folder, steps, stop):
+    """The fingerprint and the log of a training that saves every two steps, up to ``stop`` of ``steps`` steps."""
+
+    class Stop(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **named):
+            control.should_training_stop = state.global_step >= stop
+
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    run = lockstep.init(global_batch=8, micro_batches=4, seed=3, directory=folder / "run", resume="auto")
+    torch.manual_seed(0)
+    trainer = trainer_of(
+        *(run, folder / "out", causal_model()),
+        max_steps=steps,
+        logging_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        metric_for_best_model="loss",
+    )
+    trainer.add_callback(transformers.EarlyStoppingCallback(5))
+    trainer.add_callback(Stop())
+    trainer.train()
+    early = trainer.callback_handler.callbacks[-2].early_stopping_patience_counter
+    return run.fingerprint(), trainer.state.log_history[:-1], trainer.state.best_metric, early
+
+
+def test_a_stopped_training_ends_with_the_bits_and_the_log_of_one_that_was_not(tmp_path):
+    """Stopped between two logs, in an epoch, and resumed on other numbers of processes; a log is a mean over three."""
+    (expected,) = run_ranks(stopped, 1, tmp_path / "whole", 8, 100)
+    run_ranks(stopped, 2, tmp_path / "parts", 8, 2)
+    run_ranks(stopped, 1, tmp_path / "parts", 8, 4)
+    assert run_ranks(stopped, 3, tmp_path / "parts", 8, 100) == [expected] * 3
+    assert [entry["step"] for entry in expected[1] if "loss" in entry] == [3, 6]
+
+
+class TwoOutputs(torch.nn.Module):
+    """Two outputs beside the loss, and two kinds of labels, as for the answers to questions."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.end = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+
+    def forward(self, x, first=None, second=None):
+        start, end = self.start(x), self.end(x)
+        loss = None
+        if first is not None:
+            loss = torch.nn.functional.cross_entropy(start, first)
+            loss = loss + torch.nn.functional.cross_entropy(end, second)
+        return (
+            {"loss": loss, "start": start, "end": end} if loss is not None else {"start": start, "end": end}
+        )
+
+
+def several(world, folder):
+    """Predictions of two outputs with and without labels, without training; and whether they are those by hand."""
+    from lockstep.integrations.transformers import TransformersTrainer
+
+    run = begin()
+    torch.manual_seed(0)
+    model, xs = TwoOutputs(), torch.randn(13, 4)
+    rows = [{"x": x, "first": number % 3, "second": (number + 1) % 3} for number, x in enumerate(xs)]
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], disable_tqdm=True, label_names=["first", "second"]
+    )
+    trainer = TransformersTrainer(run, model=model, args=args)
+    start, end = (each.detach() for each in (model.start(xs), model.end(xs)))
+    both, alone = trainer.predict(rows), trainer.predict([{"x": x} for x in xs])
+    for found in (both, alone):
+        for one, other in zip(found.predictions, (start, end), strict=True):
+            assert torch.allclose(torch.from_numpy(one), other, atol=1e-6)
+    assert alone.label_ids is None and alone.metrics == {}
+    assert [each.tolist() for each in both.label_ids] == [
+        [row[n] for row in rows] for n in ("first", "second")
+    ]
+    first, second = (torch.from_numpy(each) for each in both.label_ids)
+    by_hand = sum(torch.nn.functional.cross_entropy(a, b) for a, b in ((start, first), (end, second)))
+    assert both.metrics["test_loss"] == pytest.approx(float(by_hand), rel=1e-6)
+    return both.metrics
+
+
+def test_several_outputs_and_labels_are_predicted_on_every_rank(tmp_path):
+    answers = run_ranks(several, 1, tmp_path) + run_ranks(several, 2, tmp_path)
+    assert all(answer == answers[0] for answer in answers)

@@ -28,7 +28,15 @@ from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
-from lockstep.integrations.lightning_log import Averages, Logged, ModuleLog, StepLog, gathered, unequal_means
+from lockstep.integrations.lightning_log import (
+    Averages,
+    Logged,
+    ModuleLog,
+    StepLog,
+    Values,
+    gathered,
+    unequal_means,
+)
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run import Run, init
 from lockstep.run.evaluation import evaluation
@@ -131,7 +139,8 @@ class LightningTrainer:
         self._logger_connector = self._accelerator_connector = self._recorder
         self._batch_idx = 0
         self._epoch_means = Averages()
-        self._checked: set[str] = set()
+        self._checked: dict[str, set[str]] = {}
+        """The names of which it is known whether they are means, by the step that logged them."""
 
     @property
     def estimated_stepping_batches(self) -> int:
@@ -214,8 +223,8 @@ class LightningTrainer:
         self._epoch_means = Averages(run.extra.get("logged"))
         for batch in run.batches(loader):
             self._batch_idx, log = batch.plan.position, StepLog()
-            reasons = self._no_means(module, step, forward, batch.micro_batches)
             run.backward_by(run.strategy.backward, batch, _loss, forward, log)
+            reasons = self._no_means(module, step, forward, batch.micro_batches, log.values)
             logged = gathered(step, log.values, reasons, run.strategy, run._session.group)
             self._epoch_means.add_all(logged)
             run.extra["logged"] = self._epoch_means.sums
@@ -246,11 +255,11 @@ class LightningTrainer:
                     if micro_batch is None:
                         continue
                     self._batch_idx, is_spare = micro_batch.k, micro_batch.k >= opened.loader.count
-                    if not is_spare:
-                        reasons |= self._no_means(module, step, forward, (micro_batch,))
                     output, _ = opened.forward(micro_batch)
                     if not is_spare:
-                        values[micro_batch.k] = len(micro_batch), output[1]
+                        new = {micro_batch.k: (len(micro_batch), output[1])}
+                        values |= new
+                        reasons |= self._no_means(module, step, forward, (micro_batch,), new)
             means = gathered(step, values, reasons, run.strategy, run._session.group).means(of_step=False)
             self.callback_metrics |= means
             found |= means | self._call(module, f"{names}_epoch_end") | self._call(module, f"{names}_end")
@@ -298,19 +307,22 @@ class LightningTrainer:
         step: str,
         forward: Callable[[Any], Any],
         micro_batches: tuple[MicroBatch, ...],
+        values: Values,
     ) -> dict[str, str]:
-        """What is no mean over samples of what a step logs for this process's first micro-batches; once a step."""
-        run = self.run
-        compute, is_off = run.require_prepared().compute, run.options.checks == "off"
-        if is_off or step in self._checked or not micro_batches or not isinstance(run.strategy, Replicated):
+        """What is no mean over samples of what a step has logged here for the first time, for these micro-batches."""
+        run, known = self.run, self._checked.setdefault(step, set())
+        new = {name for _, entries in values.values() for name in entries} - known
+        compute = run.require_prepared().compute
+        if not new or run.options.checks == "off" or not isinstance(run.strategy, Replicated):
             return {}
-        self._checked.add(step)
-        data, samples = together(micro_batches)
+        data, samples = together(tuple(each for each in micro_batches if new & values[each.k][1].keys()))
+        if samples > 1:
+            known |= new
 
         def logged(rows: slice) -> dict[str, Logged]:
             part = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
             (_, found), _ = compute.output_and_target(part, forward, module, None)
-            return dict(found)
+            return {name: each for name, each in found.items() if name in new}
 
         buffers = Buffers((module,))
         before = Snapshot({"": module}, buffers.tensors)

@@ -5,35 +5,50 @@
     run = lockstep.init(global_batch=32)                       # before TrainingArguments
     trainer = TransformersTrainer(run, model=model, args=args, ...)
 
-``train``, ``evaluate`` and ``save_model`` work as before, with callbacks, schedulers, collators, ``compute_metrics``;
-the loss of tokens is the mean over all that count in the global batch. ``global_batch`` takes the place of
-``per_device_train_batch_size``, ``run.save`` and ``resume`` that of the Trainer's checkpoints. What the Trainer does
-beside that (DeepSpeed, FSDP, hyperparameter search, ``predict``) is refused.
+``train``, ``evaluate``, ``predict`` and ``save_model`` work as before, with callbacks, schedulers, collators,
+``compute_metrics``; the loss of tokens is the mean over all that count in the global batch, or in the evaluated set.
+``global_batch`` takes the place of ``per_device_train_batch_size``, and the run's own checkpoints, which hold what the
+Trainer keeps, that of resuming from the Trainer's. What the Trainer does beside that (DeepSpeed, FSDP, hyperparameter
+search) is refused.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import EvalPrediction, TrainOutput
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import (
+    EvalPrediction,
+    PredictionOutput,
+    TrainOutput,
+    denumpify_detensorize,
+    speed_metrics,
+)
 
 from lockstep.data.keyed import generators_kept
-from lockstep.distributed.collectives import gather_json
+from lockstep.distributed.collectives import broadcast_tensors, gather_json
 from lockstep.errors import ConfigError
 from lockstep.run import Run
 from lockstep.run.step import DeviceTransfer, evaluating
+from lockstep.runtime.events import Callback
 
 _ROWS_TRIED = 4
 _Trainer = transformers.Trainer
 _NOT_CALLED = (
     *("training_step", "prediction_step", "evaluation_loop", "get_train_dataloader", "get_eval_dataloader"),
-    *("get_batch_samples", "_get_train_sampler", "_get_eval_sampler"),
+    *("get_test_dataloader", "get_batch_samples", "_get_train_sampler", "_get_eval_sampler"),
 )
+_KEPT = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint", "num_input_tokens_seen")
+"""Of the Trainer's state, in checkpoints of the run."""
 
 
 def _other_orders(args: Any) -> list[str]:
@@ -75,12 +90,14 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             "fsdp": bool(args.fsdp),
             "fp16, bf16 (use lockstep.init(precision=...))": args.fp16 or args.bf16,
             "torch_compile (use lockstep.init(compile=True))": args.torch_compile,
-            "load_best_model_at_end": args.load_best_model_at_end,
-            "gradient_checkpointing (call model.gradient_checkpointing_enable() first)": args.gradient_checkpointing,
+            "load_best_model_at_end where no process holds the whole model": args.load_best_model_at_end
+            and not run.strategy.replicated,
+            "activation_checkpointing (call model.gradient_checkpointing_enable() first)": args.gradient_checkpointing
+            or getattr(args, "activation_checkpointing", False),
+            "include_for_metrics": bool(args.include_for_metrics),
+            "batch_eval_metrics": args.batch_eval_metrics,
             "neftune_noise_alpha": args.neftune_noise_alpha is not None,
             "auto_find_batch_size": args.auto_find_batch_size,
-            "eval_on_start (call trainer.evaluate() before trainer.train())": args.eval_on_start,
-            "lr_scheduler_type='reduce_lr_on_plateau'": args.lr_scheduler_type == "reduce_lr_on_plateau",
             **{f"{name} (run.batches orders the samples)": True for name in _other_orders(args)},
         }
         if found := [name for name, is_asked in asked.items() if is_asked]:
@@ -89,7 +106,9 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 "global_batch and micro_batches of lockstep.init say how a step is computed."
             )
         overridden = [
-            name for name in _NOT_CALLED if getattr(type(self), name) is not getattr(_Trainer, name)
+            name
+            for name in _NOT_CALLED
+            if getattr(type(self), name, None) is not getattr(_Trainer, name, None)
         ]
         if overridden:
             raise ConfigError(
@@ -97,10 +116,14 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 "Override compute_loss, or write the loop with lockstep.init."
             )
         args.average_tokens_across_devices = False  # the weights of the losses do it
+        args.save_only_model = True  # the run's checkpoints hold the rest
         torch.set_num_threads(
             run._session.threads
         )  # accelerate sets another number where none is in the environment
         self._losses: list[Tensor] = []
+        """Of the steps since the last log."""
+        self._loader: DataLoader[Any] | None = None
+        self._has_trained = False
         self._divides_by_items: bool | None = None
         """Whether the loss is a sum divided by the number of tokens that it is given; None before it was tried."""
 
@@ -108,86 +131,225 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         """Trains up to ``num_train_epochs`` or ``max_steps``; goes on where the run was resumed. Collective.
 
         Returns:
-            The steps done, and the mean loss of those of this call.
+            The steps done, the mean loss of those of this call, and with it how long they took.
         """
         if resume_from_checkpoint or named:
             raise ConfigError(
                 "Lockstep's Trainer resumes with lockstep.init(directory='runs/a', resume='auto'); train() takes no "
                 "arguments."
             )
-        run, args, state, events = self.run, self.args, self.state, self.callback_handler
-        loader = self._loader_of(self.train_dataset, run.options.global_batch, shuffle=True)
+        if self._has_trained:
+            raise ConfigError(
+                "trainer.train() was called twice, and a run trains once. Raise num_train_epochs or max_steps; to go "
+                "on later, use lockstep.init(directory='runs/a', resume='auto')."
+            )
+        self._has_trained = True
+        self._prepare()
+        run, args, events, loader = self.run, self.args, self.callback_handler, self._loader
+        assert loader is not None, "the Trainer has refused to train without a data set"
+        steps, started, first = run.steps_per_epoch(loader), time.time(), run.position.step
+        state = self._begin(steps)
+        mean = torch.zeros((), dtype=torch.float64)
+        self.control = events.on_train_begin(args, state, self.control)
+        if args.eval_on_start and not first:
+            self._evaluate(None, None, skip_scheduler=True)
+        for epoch in run.epochs(state.num_train_epochs):
+            self.model.train()
+            self.control = events.on_epoch_begin(args, state, self.control)
+            norm = rate = None
+            for batch in run.batches(loader):
+                self.control = events.on_step_begin(args, state, self.control)
+                loss = self._backward(batch)
+                norm = run.clip_gradients(args.max_grad_norm or math.inf)
+                self.control = events.on_pre_optimizer_step(args, state, self.control)
+                self.optimizer.step()
+                self.control = events.on_optimizer_step(args, state, self.control)
+                rate = self._get_learning_rate()  # that of this step
+                if not self._steps_by_metric:
+                    self.lr_scheduler.step()
+                self.optimizer.zero_grad()
+                self._losses.append(loss)
+                mean += loss.cpu()
+                state.global_step += 1
+                state.epoch = epoch + (batch.plan.position + 1) / steps
+                self.control = events.on_step_end(args, state, self.control)
+                self._log_evaluate_save(norm, rate)
+                if self.control.should_epoch_stop or self._is_over:
+                    break
+            self.control = events.on_epoch_end(args, state, self.control)
+            self._log_evaluate_save(norm, rate)
+            if self._is_over:
+                break
+        done = state.global_step - first
+        metrics = {"train_loss": float(mean) / max(1, done)}
+        self.log(dict(metrics))
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best()
+        self.control = events.on_train_end(args, state, self.control)
+        samples = min(len(self.train_dataset) * done / steps, done * run.options.global_batch)
+        speed = speed_metrics("train", started, num_samples=samples, num_steps=done)
+        return TrainOutput(
+            state.global_step, metrics["train_loss"], {**speed, **metrics, "epoch": state.epoch}
+        )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The loss over the data set, and ``compute_metrics`` of all outputs and labels. Collective.
+
+        The loss of tokens is the mean over all that count in the set, whatever the size of a batch.
+
+        Returns:
+            Numbers by name, the same on every rank.
+        """
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(data, Mapping) and not isinstance(data, torch.utils.data.Dataset):
+            found: dict[str, float] = {}
+            for name, each in data.items():
+                found |= self.evaluate(each, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        needs_outputs = self.compute_metrics is not None and not self.args.prediction_loss_only
+        metrics = self._predicted(data, ignore_keys, metric_key_prefix, needs_outputs=needs_outputs).metrics
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return dict(metrics)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The outputs for all samples in their order, their labels, and metrics as those of ``evaluate``. Collective.
+
+        Returns:
+            The same on every rank.
+        """
+        output = self._predicted(test_dataset, ignore_keys, metric_key_prefix, needs_outputs=True)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
+        return output
+
+    def _prepare(self) -> None:
+        """Prepares model, optimizer and scheduler, once. Collective."""
+        run, args, events = self.run, self.args, self.callback_handler
+        if run._prepared is not None:
+            return
+        run.add_callback(_KeepsState(self))
+        if self.train_dataset is None:
+            self.model = run.prepare(self.model)
+            return
+        self._loader = loader = self._loader_of(self.train_dataset, run.options.global_batch, shuffle=True)
         steps = run.steps_per_epoch(loader, model=self.model)
         total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
         self.create_optimizer_and_scheduler(total)
         self.model, self.optimizer, self.lr_scheduler = run.prepare(
             self.model, self.optimizer, self.lr_scheduler
         )
-        events.optimizer, events.lr_scheduler = self.optimizer, self.lr_scheduler
+        events.model, events.optimizer, events.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         events.train_dataloader = loader
         self._try_items(loader)
+
+    def _begin(self, steps: int) -> TrainerState:
+        """Makes the state of the training, new or as the run was resumed with."""
+        run, args = self.run, self.args
+        stateful = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
+        total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
+        self.state = state = TrainerState(stateful_callbacks=[*stateful, self.control])
         state.max_steps, state.num_train_epochs = total, math.ceil(total / steps)
-        state.global_step, first = run.position.step, run.position.step
+        state.train_batch_size, state.global_step = run.options.global_batch, run.position.step
+        state.epoch = run.position.epoch + run.position.done / steps
+        state.is_local_process_zero = self.is_local_process_zero()
+        state.is_world_process_zero = self.is_world_process_zero()
         state.compute_steps(args, total)
-        mean = torch.zeros((), dtype=torch.float64)
-        self.control = events.on_train_begin(args, state, self.control)
-        for _ in run.epochs(state.num_train_epochs):
-            self.model.train()
-            self.control = events.on_epoch_begin(args, state, self.control)
-            for batch in run.batches(loader):
-                self.control = events.on_step_begin(args, state, self.control)
-                loss = run.backward(batch, _as_it_is, forward=self._loss_of)
-                norm = run.clip_gradients(args.max_grad_norm) if args.max_grad_norm else None
-                self.optimizer.step()
-                self.lr_scheduler.step()
-                self.optimizer.zero_grad()
-                self._losses.append(loss)
-                mean += loss.cpu()
-                state.global_step += 1
-                state.epoch = state.global_step / steps
-                self.control = events.on_step_end(args, state, self.control)
-                self._log_evaluate_save(norm)
-                if self.control.should_training_stop or state.global_step >= total:
-                    break
-            self.control = events.on_epoch_end(args, state, self.control)
-            self._log_evaluate_save(None)
-            if self.control.should_training_stop or state.global_step >= total:
-                break
-        self.control = events.on_train_end(args, state, self.control)
-        return TrainOutput(state.global_step, float(mean) / max(1, state.global_step - first), {})
+        if kept := run.extra.get("transformers"):
+            for name in _KEPT:
+                setattr(state, name, kept["state"][name])
+            self._losses = [torch.tensor(each, dtype=torch.float64) for each in kept["losses"]]
+            for name, each in self._stateful_callbacks().items():
+                vars(each).update(kept["callbacks"].get(name, {}))
+        return state
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """The loss over the data set, and ``compute_metrics`` of all logits and labels. Collective.
+    @property
+    def _is_over(self) -> bool:
+        return bool(self.control.should_training_stop) or self.state.global_step >= self.state.max_steps
 
-        Returns:
-            Numbers by name, the same on every rank.
-        """
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        loader, run = self._loader_of(data, self.args.per_device_eval_batch_size, shuffle=False), self.run
-        self._try_items(loader)
-        metrics = {"loss": run.evaluate(loader, _as_it_is, forward=self._loss_of)}
-        if self.compute_metrics is not None:
-            logits = run.predict(loader, forward=lambda inputs: self.model(**inputs).logits)
-            labels = run.predict(loader, forward=lambda inputs: inputs[self.label_names[0]])
-            found: dict[str, float] = {}
-            if logits is not None and labels is not None:
-                found = self.compute_metrics(EvalPrediction(logits.numpy(), labels.numpy()))
-                found = {name: float(value) for name, value in found.items()}
-            group = run._session.group
+    @property
+    def _steps_by_metric(self) -> bool:
+        """Whether the scheduler steps after an evaluation, as ``ReduceLROnPlateau`` does."""
+        return "metrics" in inspect.signature(self.lr_scheduler.step).parameters
+
+    def _backward(self, batch: Any) -> Tensor:
+        """The gradients and the loss of a step; counts its tokens, where that is asked for."""
+        if self.args.include_num_input_tokens_seen in (False, "no"):
+            return self.run.backward(batch, _as_it_is, forward=self._loss_of)  # type: ignore[no-any-return]
+        loss, more = self.run.backward(batch, _as_it_is, forward=self._loss_of, also={"tokens": self._tokens})
+        self.state.num_input_tokens_seen += round(float(more["tokens"]) * len(batch))
+        return loss  # type: ignore[no-any-return]
+
+    def _tokens(self, output: Any, inputs: Any) -> tuple[Tensor, int]:
+        """How many tokens a micro-batch has, and how many rows."""
+        values = inputs[getattr(self.model, "main_input_name", "input_ids")]
+        pad = getattr(self.processing_class, "pad_token_id", None)
+        if self.args.include_num_input_tokens_seen != "non_padding":
+            return torch.tensor(values.numel()), len(values)
+        if "attention_mask" in inputs:
+            return inputs["attention_mask"].sum(), len(values)
+        if pad is None:
+            raise ConfigError(
+                "include_num_input_tokens_seen='non_padding' needs an attention_mask in the batches, or a "
+                "processing_class with a pad_token_id."
+            )
+        return (values != pad).sum(), len(values)
+
+    def _stateful_callbacks(self) -> dict[str, Any]:
+        """Callbacks with a state, such as that of early stopping, by the names of their classes and places."""
+        each = [one for one in self.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return {f"{type(one).__name__} {place}": one for place, one in enumerate(each)}
+
+    def kept(self) -> dict[str, Any]:
+        """What a checkpoint of the run holds for the Trainer, as JSON."""
+        return {
+            "state": {name: getattr(self.state, name) for name in _KEPT},
+            "losses": [float(each) for each in self._losses],
+            "callbacks": {
+                name: each.state()["attributes"] for name, each in self._stateful_callbacks().items()
+            },
+        }
+
+    def _load_best(self) -> None:
+        """Loads the parameters of the best checkpoint of the Trainer. Collective."""
+        self.run.fingerprint()  # the others wait here until the main process has written it
+        if not Path(self.state.best_model_checkpoint).is_dir():
+            raise ConfigError(
+                f"load_best_model_at_end: this process does not see {self.state.best_model_checkpoint}. Give an "
+                "output_dir that all hosts share."
+            )
+        self._load_best_model()
+        self.run.fingerprint()
+
+    def _predicted(
+        self, data: Any, ignore_keys: Any, prefix: str, *, needs_outputs: bool
+    ) -> PredictionOutput:
+        """The metrics of a data set; outputs and labels, where they are needed. Collective."""
+        self._prepare()
+        run, group = self.run, self.run._session.group
+        loader = self._loader_of(data, self.args.per_device_eval_batch_size, shuffle=False)
+        few = DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)
+        sample = next(iter(few))
+        has_labels = bool(self.label_names) and all(sample.get(name) is not None for name in self.label_names)
+        metrics: dict[str, Any] = {}
+        if has_labels or (not self.label_names and self.can_return_loss):
+            self._try_items(loader)
+            metrics["loss"] = run.evaluate(loader, _as_it_is, forward=self._loss_of)
+        outputs, labels = None, None
+        if needs_outputs:
+            rows = _Rows(self.model, self.label_names if has_labels else [], ignore_keys)
+            rows.preprocess = self.preprocess_logits_for_metrics
+            packed = run.predict(loader, forward=rows.packed)
+            outputs, labels = rows.unpacked(packed, len(data), group, run.device)
+        if self.compute_metrics is not None and outputs is not None and labels is not None:
+            found = denumpify_detensorize(self.compute_metrics(EvalPrediction(outputs, labels)))
             metrics |= found if group is None else gather_json(found, group, run.device)[0]
-        prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        self.log(dict(prefixed))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, prefixed)
-        return prefixed
-
-    def predict(self, *given: Any, **named: Any) -> Any:
-        """Refused."""
-        raise ConfigError(
-            "Lockstep's Trainer has no predict(). Use trainer.run.predict(loader, forward=lambda inputs: "
-            "model(**inputs).logits), which returns the outputs in the order of the data set."
-        )
+        begin = f"{prefix}_"
+        named = {name if name.startswith(begin) else begin + name: value for name, value in metrics.items()}
+        return PredictionOutput(outputs, labels, named)
 
     def _loader_of(self, data: Any, size: int, *, shuffle: bool) -> DataLoader[Any]:
         collate = self._get_collator_with_removed_columns(self.data_collator)
@@ -243,19 +405,96 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             )
         self._divides_by_items = divides
 
-    def _log_evaluate_save(self, norm: Tensor | None) -> None:
+    def _log_evaluate_save(self, norm: Tensor | None, rate: float | None) -> None:
+        """Does what the callbacks have asked for. Collective."""
         control = self.control
         if control.should_log and self._losses:
             loss = torch.stack(self._losses).mean()
-            logs = {"loss": float(loss), "learning_rate": self.lr_scheduler.get_last_lr()[0]}
+            logs = {"loss": float(loss)} | ({} if norm is None else {"grad_norm": float(norm)})
             self._losses.clear()
-            self.log(logs if norm is None else logs | {"grad_norm": float(norm)})
+            self.log(logs | {"learning_rate": self._get_learning_rate() if rate is None else rate})
         if control.should_evaluate:
-            self.evaluate()
+            metrics = self._evaluate(None, None)
+            is_best = self._determine_best_metric(metrics=metrics, trial=None)
+            if self.args.save_strategy == "best":
+                control.should_save = is_best
         if control.should_save:
+            self._save_checkpoint(self.model, trial=None)
             if self.run.options.directory is not None:
                 self.run.save()
-            self.save_model(
-                f"{self.args.output_dir}/checkpoint-{self.state.global_step}", _internal_call=True
-            )
             self.control = self.callback_handler.on_save(self.args, self.state, control)
+
+
+class _KeepsState(Callback):
+    """Puts what the Trainer keeps into each checkpoint of the run."""
+
+    def __init__(self, trainer: TransformersTrainer) -> None:
+        self._trainer = trainer
+
+    def on_save_begin(self, step: int) -> None:
+        """Called before a checkpoint is written."""
+        self._trainer.run.extra["transformers"] = self._trainer.kept()
+
+
+class _Rows:
+    """The outputs of a model, and labels, as rows of one tensor, and back.
+
+    Args:
+        model: a model of transformers.
+        labels: the names of the labels among the inputs.
+        ignored: names of outputs that are left out; by default those that the model's configuration names.
+    """
+
+    def __init__(self, model: Any, labels: list[str], ignored: list[str] | None) -> None:
+        self._model, self._labels = model, labels
+        config = getattr(model, "config", None)
+        known = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        self._ignored = {"loss", *(known if ignored is None else ignored)}
+        self.preprocess: Any = None
+        """Makes of outputs and labels what is kept of the outputs."""
+        self._forms: list[tuple[torch.Size, torch.dtype]] = []
+
+    def packed(self, inputs: Any) -> Tensor:
+        """The outputs and labels of a micro-batch, one after the other in each row, as float64."""
+        output = self._model(**inputs)
+        if isinstance(output, Mapping):
+            values = [value for name, value in output.items() if name not in self._ignored]
+        else:
+            values = list(output[1:] if self._labels else output)
+        labels = [inputs[name] for name in self._labels]
+        if self.preprocess is not None:
+            made = self.preprocess(_one_or_all(values), _one_or_all(labels))
+            values = list(made) if isinstance(made, tuple | list) else [made]
+        tensors = [*values, *labels]
+        if wrong := [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]:
+            raise ConfigError(
+                f"The model gives a {wrong[0]} beside tensors. Name it in ignore_keys, or leave it out in "
+                "preprocess_logits_for_metrics."
+            )
+        self._forms = [(each.shape[1:], each.dtype) for each in tensors]
+        return torch.cat([each.reshape(len(each), -1).double() for each in tensors], 1)
+
+    def unpacked(self, packed: Tensor | None, rows: int, group: Any, device: torch.device) -> tuple[Any, Any]:
+        """Outputs and labels of all samples as arrays, on every rank; None where there are none. Collective."""
+        forms: list[Any] = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in self._forms]
+        if group is not None:
+            forms = gather_json(forms, group, device)[0]
+            columns = sum(math.prod(shape) for shape, _ in forms)
+            whole = torch.empty(rows, columns, dtype=torch.float64) if packed is None else packed
+            moved = whole.to(device)
+            broadcast_tensors([moved], 0, group)
+            packed = moved.cpu()
+        assert packed is not None
+        arrays, place = [], 0
+        for shape, dtype in forms:
+            kept = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)  # NumPy has no bfloat16
+            width = math.prod(shape)
+            arrays.append(packed[:, place : place + width].reshape(rows, *shape).to(kept).numpy())
+            place += width
+        count = len(arrays) - len(self._labels)
+        return _one_or_all(arrays[:count]), _one_or_all(arrays[count:])
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """The value of a list of one, a tuple of several, None of an empty one."""
+    return None if not values else values[0] if len(values) == 1 else tuple(values)
