@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.ranks import run_ranks
 
 import lockstep
@@ -55,9 +56,9 @@ def trainer_of(run, folder, model, **settings):
     )
 
 
-def begin(micro_batches=4):
+def begin(micro_batches=4, **options):
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # as launchers set it; accelerate wants to read it
-    run = lockstep.init(global_batch=8, micro_batches=micro_batches, seed=3)
+    run = lockstep.init(global_batch=8, micro_batches=micro_batches, seed=3, **options)
     torch.manual_seed(0)
     return run
 
@@ -80,6 +81,21 @@ def test_the_trainer_gives_one_fingerprint_and_a_folder_that_loads(tmp_path):
     texts = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"w{ranks}") for ranks in (1, 3)]
     for one, other in zip(texts[0].parameters(), texts[1].parameters()):
         assert torch.equal(one, other)
+
+
+def saved(world, folder, strategy):
+    run = begin(strategy=strategy)
+    trainer = trainer_of(run, folder, causal_model(), max_steps=2)
+    trainer.train()
+    trainer.save_model()
+    return run.fingerprint()
+
+
+def test_a_model_in_parts_is_saved_as_the_same_folder(tmp_path):
+    (whole, *_), (parts, *_) = (run_ranks(saved, 2, tmp_path / name, name) for name in ("ddp", "fsdp"))
+    assert whole == parts
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("ddp", "fsdp"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def one_step(world, folder, micro_batches):

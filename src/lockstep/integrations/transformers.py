@@ -226,6 +226,16 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, output.metrics)
         return output
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as a folder of transformers, on the main process. Collective."""
+        if self.run._prepared is None or self.run.strategy.replicated:
+            super().save_model(output_dir, _internal_call)
+            return
+        further = self.run.require_prepared().state.model.aliases  # further names of tied parameters
+        state = {name: each for name, each in self.run.state_dict().items() if name not in further}
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
     def _prepare(self) -> None:
         """Prepares model, optimizer and scheduler, once. Collective."""
         run, args, events = self.run, self.args, self.callback_handler
