@@ -151,6 +151,13 @@ PORTS = {
         "paraphrases",
         ("accelerate", "transformers", "datasets"),
     ),
+    "complete_nlp_example": Port(
+        "accelerate",
+        "examples",
+        "complete_nlp_example.py --cpu --checkpointing_steps epoch --output_dir saved",
+        "paraphrases",
+        ("accelerate", "transformers", "datasets"),
+    ),
     "cv_example": Port(
         "accelerate",
         "examples",

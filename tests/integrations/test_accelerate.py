@@ -425,20 +425,27 @@ def test_a_scheduler_may_be_stepped_once_for_each_epoch():
 
 
 def lengths(world):
-    """Of a set that is evaluated in batches of 5: before, in and after the evaluation; of the training set."""
+    """Of a set that is evaluated in batches of 5: after the evaluation, and of another in it; of the training set."""
     model, optimizer, _, loader = parts()
-    others = DataLoader(TensorDataset(torch.randn(23, 4)), batch_size=5)
+    others, more = (DataLoader(TensorDataset(torch.randn(count, 4)), batch_size=5) for count in (23, 31))
     accelerator = Accelerator(global_batch=12, micro_batches=4)
-    model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
-    model.eval()
-    before, batches = len(others), sum(1 for _ in others)
+    model.eval()  # as models of transformers are at first
+    model, optimizer, loader, others, more = accelerator.prepare(model, optimizer, loader, others, more)
+    first = len(loader)
     model.train()
-    return before, batches, len(others), len(loader), accelerator.num_processes
+    for x, y in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    batches, inside = sum(1 for _ in others), len(more)
+    model.train()
+    return first, batches, len(others), inside, len(loader), accelerator.num_processes
 
 
 def test_the_length_of_an_evaluated_loader_is_the_number_of_its_batches():
     """A sum over the batches divided by it was no mean: it was the number of optimizer steps, 2."""
-    assert run_ranks(lengths, 2) == [(5, 5, 5, 2, 1)] * 2
+    assert run_ranks(lengths, 2) == [(2, 5, 5, 7, 2, 1)] * 2
 
 
 def in_turn(world, folder):

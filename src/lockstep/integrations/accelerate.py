@@ -341,14 +341,14 @@ class Accelerator:
 class Batches:
     """A prepared DataLoader: micro-batches of this process in training, all batches in evaluation.
 
-    ``len()`` is the number of optimizer steps of an epoch, equal on every number of processes; in evaluation, and after
-    one, that of the DataLoader's batches.
+    ``len()`` is the number of optimizer steps of an epoch, equal on every number of processes; that of the DataLoader's
+    batches in an evaluation and after one.
     """
 
     def __init__(self, loader: DataLoader[Any], accelerator: Accelerator) -> None:
         self.loader, self._accelerator = loader, accelerator
-        self._is_evaluated = False
-        """Whether the last loop over it was an evaluation."""
+        self._is_evaluated: bool | None = None
+        """Whether the last loop over it was an evaluation; None before the first."""
 
     def _evaluates(self) -> bool:
         return not (self._accelerator.model.training and torch.is_grad_enabled())
@@ -413,7 +413,10 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        if self._is_evaluated or self._evaluates():
+        is_evaluated = self._is_evaluated
+        if is_evaluated is None:  # models of transformers are in evaluation mode before they are trained
+            is_evaluated = self._evaluates() and self._accelerator.step_loss is not None
+        if is_evaluated:
             return len(self.loader)
         return self._accelerator.run.steps_per_epoch(self.loader)
 
