@@ -529,3 +529,25 @@ def saving_anywhere(world, folder):
 
 def test_save_state_and_load_state_say_where_they_belong(tmp_path):
     run_ranks(saving_anywhere, 1, tmp_path)
+
+
+def of_last_batch(world):
+    """A mean as scripts take it, of each batch's mean repeated, beside that of all; how many rows were gathered."""
+    model, optimizer, _, loader = parts()
+    samples = torch.arange(23.0).square()
+    others = DataLoader(TensorDataset(samples), batch_size=5)
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
+    model.eval()
+    means, names = [], []
+    for (x,) in others:
+        means.append(accelerator.gather_for_metrics({"loss": x.mean().repeat(5)})["loss"])
+        names += accelerator.gather_for_metrics(["name"] * 5, use_gather_object=True)
+    afterwards = accelerator.gather_for_metrics(torch.cat(means))
+    return float(torch.cat(means).mean()), float(samples.mean()), len(names), len(afterwards)
+
+
+def test_a_smaller_last_batch_counts_as_what_it_is():
+    """Accelerate cuts what is gathered of it to its rows, on one process, too."""
+    for found, expected, names, afterwards in run_ranks(of_last_batch, 2):
+        assert found == pytest.approx(expected) and names == afterwards == 23

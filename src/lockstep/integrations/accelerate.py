@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
+from lockstep.data.batch import map_leaves
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run import Run, init, save
@@ -79,6 +80,8 @@ class Accelerator:
         all processes together already. Their number is ``accelerator.run.world.world_size``."""
         self.passes: OwnPasses | None = None
         """Of the current step of training."""
+        self.rows_of_last_batch: int | None = None
+        """Where an evaluation is in its last batch, and that is a smaller one."""
         self._passes: OwnPasses | None = None
         """Those of the last ``backward``, and what it found then."""
         self._settings: dict[str, str] = {}
@@ -196,14 +199,23 @@ class Accelerator:
         if self.is_last:
             nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+    def gather(self, values: Any) -> Any:
         """The same values: every process evaluates all samples."""
         if self.passes is not None and self.model.training:
             raise ConfigError(
-                "gather_for_metrics in a loop of training would need the other processes' micro-batches. Use "
+                "accelerator.gather in a loop of training would need the other processes' micro-batches. Use "
                 "run.backward(batch, loss, also={...}), or evaluate after model.eval()."
             )
         return values
+
+    def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
+        """The same values, with as many rows as the last batch of an evaluation has: it may be smaller than others."""
+        values, rows = self.gather(values), self.rows_of_last_batch
+        if use_gather_object:
+            return values[:rows]
+        return map_leaves(
+            values, lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+        )
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         """The model."""
@@ -359,9 +371,9 @@ class Batches:
         if self._is_evaluated:
             around, accelerator.passes = accelerator.passes, None  # a loop of training may evaluate
             try:
-                yield from map(DeviceTransfer(accelerator.run.device), self.loader)
+                yield from self._evaluation(accelerator)
             finally:
-                accelerator.passes = around
+                accelerator.passes, accelerator.rows_of_last_batch = around, None
             return
         is_whole = False
         try:
@@ -371,6 +383,14 @@ class Batches:
             if not is_whole:
                 self._leave()
             accelerator.passes = None
+
+    def _evaluation(self, accelerator: Accelerator) -> Iterator[Any]:
+        to_device, loader = DeviceTransfer(accelerator.run.device), self.loader
+        sizes = loader.batch_size, getattr(loader.dataset, "__len__", lambda: 0)()
+        rows = sizes[1] % sizes[0] if sizes[0] and not loader.drop_last else 0
+        for number, batch in enumerate(loader, 1):
+            accelerator.rows_of_last_batch = rows if rows and number == len(loader) else None
+            yield to_device(batch)
 
     def _training(self, run: Run) -> Iterator[Any]:
         accelerator, to_device, micro_batch = self._accelerator, DeviceTransfer(run.device), None
