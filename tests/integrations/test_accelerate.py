@@ -115,6 +115,10 @@ def habits(world):
     model, optimizer, _, loader = parts()
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         Accelerator(global_batch=12, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=r"Leave 'log_with' out.*the tracker's own package"):
+        Accelerator(global_batch=12, log_with="all")
+    with pytest.raises(ConfigError, match="needs global_batch"):
+        Accelerator()
     accelerator = Accelerator(global_batch=12, micro_batches=4)
     with pytest.raises(AttributeError, match=r"accelerator\.run"):
         accelerator.register_for_checkpointing(model)

@@ -39,6 +39,20 @@ from lockstep.run.step import DeviceTransfer
 
 logger = logging.getLogger(__name__)
 _PRECISIONS = {None: "fp32", "no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_PARTS = "global_batch is what one optimizer step sees, and micro_batches in how many parts it is computed."
+_LAYOUT = "The adapter trains with strategy 'ddp'; for another one, use lockstep.init and run.backward."
+_FOLDER = "Give a folder to accelerator.save_state, or directory='runs/a' to Accelerator(...)."
+_REMEDIES = {
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_accumulation_plugin"), _PARTS),
+    **dict.fromkeys(("split_batches", "even_batches", "dispatch_batches", "dataloader_config"), _PARTS),
+    **dict.fromkeys(("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config"), _LAYOUT),
+    **dict.fromkeys(("project_dir", "project_config"), _FOLDER),
+    "log_with": "Log under 'if accelerator.is_main_process:', with the tracker's own package.",
+    "step_scheduler_with_optimizer": "A prepared scheduler steps where the script steps it, once for each step.",
+    "rng_types": "Random numbers follow from seed, step and micro-batch on every process.",
+    "device_placement": "Batches of a prepared DataLoader are on accelerator.device.",
+}
+"""Options of Accelerate, and what to do instead."""
 
 
 class Accelerator:
@@ -55,15 +69,17 @@ class Accelerator:
     """
 
     def __init__(
-        self, *, global_batch: int, mixed_precision: str | None = None, cpu: bool = False, **options: Any
+        self,
+        *,
+        global_batch: int | None = None,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        **options: Any,
     ) -> None:
         if mixed_precision not in _PRECISIONS:
             raise ConfigError(f"mixed_precision={mixed_precision!r} is not known: no, bf16 or fp16.")
-        if "gradient_accumulation_steps" in options:
-            raise ConfigError(
-                "Leave gradient_accumulation_steps out: global_batch is what one optimizer step sees, and "
-                "micro_batches in how many parts it is computed."
-            )
+        if found := [name for name in options if name in _REMEDIES]:
+            raise ConfigError(f"Leave {found[0]!r} out of Accelerator(...). {_REMEDIES[found[0]]}")
         self._run: Run = init(global_batch=global_batch, precision=_PRECISIONS[mixed_precision], **options)
         self.left_early = ""
         """Why the result depends on the number of processes, once a loop of training was left before its end."""
