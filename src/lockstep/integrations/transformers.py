@@ -14,7 +14,6 @@ search) is refused.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import time
@@ -315,9 +314,9 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return {f"{type(one).__name__} {place}": one for place, one in enumerate(each)}
 
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint of the run holds for the Trainer, as JSON; a copy, since training goes on."""
+        """What a checkpoint of the run holds for the Trainer, as JSON."""
         return {
-            "state": {name: copy.deepcopy(getattr(self.state, name)) for name in _KEPT},
+            "state": {name: getattr(self.state, name) for name in _KEPT},
             "losses": [float(each) for each in self._losses],
             "callbacks": {
                 name: each.state()["attributes"] for name, each in self._stateful_callbacks().items()
