@@ -216,8 +216,15 @@ def instructions(folder: Path) -> None:
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="<unk>").save_pretrained(tiny)
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(vocabulary), n_positions=512, n_embd=32, n_layer=2, n_head=2)
-    config.bos_token_id = config.eos_token_id = 0
+    config = GPT2Config(
+        vocab_size=len(vocabulary),
+        n_positions=512,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     GPT2LMHeadModel(config).save_pretrained(tiny)
     records = []
     for number in range(50):

@@ -1,5 +1,8 @@
 """Scripts written for Accelerate: the same loop, and the bits of ``run.backward``."""
 
+import io
+import logging
+import os
 import random
 
 import numpy as np
@@ -555,3 +558,23 @@ def test_a_smaller_last_batch_counts_as_what_it_is():
     """Accelerate cuts what is gathered of it to its rows, on one process, too."""
     for found, expected, names, afterwards in run_ranks(of_last_batch, 2):
         assert found == pytest.approx(expected) and names == afterwards == 23
+
+
+def logging_on_ranks(world):
+    """What a logger of accelerate writes on this process, and how many threads torch has."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # as launchers set it
+    from accelerate.logging import get_logger
+
+    accelerator, written = Accelerator(global_batch=12, micro_batches=4), io.StringIO()
+    logging.getLogger("a script").addHandler(logging.StreamHandler(written))
+    get_logger("a script").warning("of all", main_process_only=False)
+    get_logger("a script").warning("of the first")
+    return written.getvalue(), accelerator.state.num_processes, torch.get_num_threads()
+
+
+def test_the_logger_of_accelerate_knows_the_processes():
+    """It raised an error that named Accelerate's own Accelerator."""
+    pytest.importorskip("accelerate", exc_type=ImportError)
+    first, second = run_ranks(logging_on_ranks, 2)
+    assert ("of the first" in first[0], "of the first" in second[0]) == (True, False)
+    assert first[1:] == second[1:] == (2, 1)

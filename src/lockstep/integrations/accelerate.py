@@ -17,6 +17,7 @@ from one to the next, and whether its loss is a mean over samples. See ``lockste
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -104,6 +105,19 @@ class Accelerator:
         self._averaged: list[int] = []
         self.model: nn.Module
         self.stepped: list[_AtLast] = []
+        if "accelerate" in sys.modules:
+            _ = self.state  # which the logger of accelerate asks for
+
+    @property
+    def state(self) -> Any:
+        """Accelerate's own view of the processes."""
+        from accelerate import PartialState
+
+        found = PartialState(cpu=self.device.type == "cpu")
+        torch.set_num_threads(
+            self._run._session.threads
+        )  # it sets another number where none is in the environment
+        return found
 
     @property
     def run(self) -> Run:
