@@ -353,3 +353,61 @@ def refused(world):
 
 def test_what_the_adapter_does_not_call_is_refused():
     run_ranks(refused, 1)
+
+
+class Noting(lightning.LightningModule):
+    """Notes at the end of each epoch what Lightning knows there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.noted = nn.Linear(4, 3), []
+
+    def training_step(self, batch, batch_idx):
+        output = self.layer(batch[0])
+        self.log("accuracy", (output.argmax(1) == batch[1]).float().mean(), on_step=False, on_epoch=True)
+        self.log("index", float(batch_idx))
+        loss = F.cross_entropy(output, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.layer(batch[0]), batch[1]))
+
+    def on_train_epoch_end(self):
+        numbers = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.noted.append(
+            numbers | {"rate": rate, "step": self.trainer.global_step, "at": self.trainer.current_epoch}
+        )
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def noted(world, is_ours):
+    from lockstep.integrations.lightning import LightningTrainer
+
+    torch.manual_seed(0)
+    module = Noting()
+    train, validation = (
+        DataLoader(TensorDataset(torch.randn(count, 4), torch.arange(count) % 3), batch_size=size)
+        for count, size in ((24, 8), (17, 5))
+    )
+    settings = {"max_epochs": 3, "gradient_clip_val": 0.3}
+    if is_ours:
+        trainer = LightningTrainer(global_batch=8, micro_batches=4, **settings)
+    else:
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        trainer = lightning.Trainer(accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
+    trainer.fit(module, train, validation)
+    return module.noted
+
+
+def test_what_a_hook_knows_at_the_end_of_an_epoch_is_what_it_knows_under_lightning():
+    """The learning rate was that of the epoch before, where Lightning's is that of the next."""
+    (expected,) = run_ranks(noted, 1, False)
+    for found in run_ranks(noted, 1, True) + run_ranks(noted, 2, True):
+        assert len(found) == 3
+        for one, other in zip(found, expected):
+            assert one == pytest.approx(other, rel=1e-5)

@@ -403,3 +403,25 @@ def several(world, folder):
 def test_several_outputs_and_labels_are_predicted_on_every_rank(tmp_path):
     answers = run_ranks(several, 1, tmp_path) + run_ranks(several, 2, tmp_path)
     assert all(answer == answers[0] for answer in answers)
+
+
+class Sentences(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(sentences())
+
+    def __len__(self):
+        return 26
+
+
+def streamed(world, folder):
+    run = begin()
+    trainer = trainer_of(run, folder, causal_model(), max_steps=5)
+    trainer.train_dataset = Sentences()
+    trainer.train()
+    return run.fingerprint(), trainer.state.epoch
+
+
+def test_a_stream_with_a_length_is_trained_on(tmp_path):
+    """torch's error was raised, that a stream cannot be shuffled."""
+    answers = run_ranks(streamed, 1, tmp_path) + run_ranks(streamed, 3, tmp_path)
+    assert len(set(answers)) == 1 and answers[0][1] == 1.25

@@ -185,11 +185,12 @@ class LightningTrainer:
         for epoch in run.epochs(self.max_epochs):
             self.current_epoch = epoch
             self._train_epoch(module, train_dataloaders)
+            self._step_schedule("epoch", epoch, monitors=False)
             if val_dataloaders is not None and is_overridden("validation_step", module, LightningModule):
                 self._evaluate(module, "validation", val_dataloaders)
             self.callback_metrics |= self._epoch_means.means(of_step=False)
             self._call(module, "on_train_epoch_end")
-            self._step_schedule("epoch", epoch)
+            self._step_schedule("epoch", epoch, monitors=True)
             shown = "  ".join(f"{name} {float(value):.4g}" for name, value in self.callback_metrics.items())
             run.print(f"epoch {self.current_epoch}  {shown}")
             if run.options.directory is not None:
@@ -234,7 +235,8 @@ class LightningTrainer:
             optimizer.step()
             optimizer.zero_grad()
             self.global_step += 1
-            self._step_schedule("step", self._batch_idx)
+            for monitors in (False, True):
+                self._step_schedule("step", self._batch_idx, monitors=monitors)
             if self.should_stop:
                 raise ConfigError(
                     "training_step set trainer.should_stop. It runs on micro-batches, so each process would stop "
@@ -334,9 +336,14 @@ class LightningTrainer:
             buffers.restore()
             run.require_prepared().state.model.randomness.leave()
 
-    def _step_schedule(self, interval: str, number: int) -> None:
-        """Steps the scheduler where a step or an epoch of that number ends its interval."""
+    def _step_schedule(self, interval: str, number: int, *, monitors: bool) -> None:
+        """Steps the scheduler where a step or an epoch of that number ends its interval.
+
+        Those that monitor a value step when all hooks of the epoch are done, others before them, as Lightning's.
+        """
         for each in self.lr_scheduler_configs:
+            if (each.monitor is not None) != monitors:
+                continue
             if each.interval != interval or (number + 1) % each.frequency:
                 continue
             if each.monitor is None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import (
     EvalPrediction,
@@ -366,7 +366,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return DataLoader(
             data,
             batch_size=size,
-            shuffle=shuffle,
+            shuffle=None if isinstance(data, IterableDataset) else shuffle,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             drop_last=shuffle and self.args.dataloader_drop_last,
