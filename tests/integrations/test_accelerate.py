@@ -488,6 +488,7 @@ def resumed(world, folder, start, save_after, epochs=3):
         accelerator.load_state(folder / f"step_{start}")
         first, skipped = divmod(start, len(loader))
     for epoch in range(first, epochs):
+        loader.set_epoch(epoch)
         model.train()
         active = accelerator.skip_first_batches(loader, skipped) if start and epoch == first else loader
         for x, y in active:
