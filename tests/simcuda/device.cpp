@@ -8,6 +8,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -18,11 +19,13 @@
 #include <ATen/native/DispatchStub.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/copy_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -625,6 +628,33 @@ static int64_t math_attention(
   return 0;
 }
 
+// The fused cell of an LSTM has no kernel on a CPU: it is made of operators that have one.
+static std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& of_input, const Tensor& of_hidden, const Tensor& cx, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  Tensor gates = of_input + of_hidden;
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias.has_value() && bias->defined()) gates = gates + *bias;
+  const auto parts = gates.chunk(4, 1);
+  const Tensor in = parts[0].sigmoid(), forget = parts[1].sigmoid(), cell = parts[2].tanh(), out = parts[3].sigmoid();
+  const Tensor cy = forget * cx + in * cell;
+  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+static std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& grad_hy, const std::optional<Tensor>& grad_cy, const Tensor& cx, const Tensor& cy,
+    const Tensor& workspace, bool has_bias) {
+  const auto parts = workspace.chunk(4, 1);
+  const Tensor &in = parts[0], &forget = parts[1], &cell = parts[2], &out = parts[3], squashed = cy.tanh();
+  const Tensor of_hy = grad_hy.has_value() && grad_hy->defined() ? *grad_hy : at::zeros_like(cy);
+  Tensor of_cy = of_hy * out * (1 - squashed * squashed);
+  if (grad_cy.has_value() && grad_cy->defined()) of_cy = of_cy + *grad_cy;
+  const Tensor gates = at::cat(
+      {of_cy * cell * in * (1 - in), of_cy * cx * forget * (1 - forget), of_cy * in * (1 - cell * cell),
+       of_hy * squashed * out * (1 - out)},
+      1);
+  return {gates, of_cy * forget, has_bias ? gates.sum(0) : Tensor()};
+}
+
 // --- what Python calls with tensors
 
 // Notes that a stream has read or written a tensor, and keeps the memory for it.
@@ -689,6 +719,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_copy_from_and_resize", simcuda::copy_from_and_resize);
   m.impl("_local_scalar_dense", simcuda::local_scalar);
   m.impl("record_stream", simcuda::record_stream);
+  m.impl("_thnn_fused_lstm_cell", simcuda::lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", simcuda::lstm_cell_backward);
   // One launch on a device, many on a CPU: they do not reach the fallback by themselves.
   for (const char* name :
        {"_foreach_add_.List", "_foreach_add_.Scalar", "_foreach_mul_.Scalar", "_foreach_mul_.List",

@@ -63,7 +63,7 @@ def _tokens(output: Tensor, target: Tensor) -> Tensor:
 def job_of(name: str) -> tuple[nn.Module, TensorDataset, Any]:
     """A model, its data and its loss, by name: ``perceptron``, ``convolutions``, ``decoder``, ``lstm`` or ``resnet18``.
 
-    The last two are for real devices: LSTMs have no simulated kernel, and ResNets take long there.
+    The last one is for real devices: ResNets take long on simulated ones.
     """
     generator = torch.Generator().manual_seed(1)
     labels = torch.arange(48) % 5
