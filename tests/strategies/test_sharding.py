@@ -1,6 +1,7 @@
 """Rows of ranks, models that cannot be sharded by rows, and tensors whose values are elsewhere."""
 
 import copy
+from operator import itemgetter
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_rows_are_taken_from_whole_tensors():
     whole, mask = nn.Parameter(torch.randn(6, 4)), torch.rand(6, 4)
     rows = nn.Parameter(torch.zeros(2, 4))
     parameter = nn.Parameter(torch.empty(6, 4))
-    AbsentParameter.describe(parameter, "w", rows, Absence("fsdp", "elsewhere"), slice(3, 5))
+    AbsentParameter.describe(parameter, "w", rows, Absence("fsdp", "elsewhere"), itemgetter(slice(3, 5)))
     parameter.__class__ = AbsentParameter
     module = nn.Module()
     module.w = parameter

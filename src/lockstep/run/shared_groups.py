@@ -303,7 +303,7 @@ class AbsentState(AbsentTensor):
         made = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), False)
         made._part, made.parameter_name = part, name
         if isinstance(parameter, AbsentTensor):
-            made.held_rows = parameter.held_rows
+            made.part_of = parameter.part_of
         made.parameter_device = torch.device("cpu") if part is None else part.device
         made.absence = Absence(strategy, "no process holds it whole")
         return made

@@ -66,7 +66,7 @@ class Replicated(Strategy):
         """Moves the model to the device and makes room for the exchange of its gradients. Collective."""
         self._model = self._move(model)
         self._buffers = self._find_buffers(self._model)
-        self._trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._trainable = self._find_trainable(self._model)
         self._sums = StepSums(
             *(self._trainable, self._buffers, self._reducer, self.share, self._micro_batches, self.device),
             events=self.events,
@@ -116,6 +116,9 @@ class Replicated(Strategy):
     def _move(self, model: nn.Module) -> nn.Module:
         """Puts the model where it is trained."""
         return model.to(self.device)
+
+    def _find_trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def _find_buffers(self, model: nn.Module) -> RunningBuffers:
         return RunningBuffers(model, self._declared)

@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -233,7 +234,7 @@ class StageRows:
         values = parameter.detach()
         held = nn.Parameter(values[rows].clone(), requires_grad=trained)
         parameter.data = values.clone()  # in memory of its own, which can be given back
-        AbsentParameter.describe(parameter, name, held, absence, rows)
+        AbsentParameter.describe(parameter, name, held, absence, itemgetter(rows))
         share_hooks(parameter, held)
         padded = -(-parameter.shape[0] // self._ranks) * prod(parameter.shape[1:])
         return _Parameter(parameter, held, padded, type(parameter))

@@ -251,8 +251,8 @@ class AbsentTensor(torch.Tensor):
     parameter_name: str
     parameter_device: torch.device
     absence: Absence
-    held_rows: slice = slice(None)
-    """The rows of it that ``held_part`` has."""
+    part_of: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
+    """Gives the part that ``held_part`` has of a tensor of its shape."""
 
     @property
     def held_part(self) -> Tensor | None:
@@ -299,7 +299,7 @@ class AbsentTensor(torch.Tensor):
                     with torch.no_grad():
                         func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))
                 return first
-        raise first.refusal(", ".join([each.parameter_name for each in absent][:3]))
+        raise first.refusal(", ".join(list(dict.fromkeys(each.parameter_name for each in absent))[:3]))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has an argument of its own
         """Says what is known."""
@@ -326,6 +326,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     has_gradient: bool | Tensor = False
     """Whether the process that has it has its gradient, where no rows are here; a tensor is read when it is asked."""
     parameter_class: type[nn.Parameter]
+    is_ever_whole: bool
 
     @classmethod
     def describe(
@@ -334,7 +335,9 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
         name: str,
         rows: nn.Parameter | None,
         absence: Absence,
-        place: slice = slice(None),
+        part_of: Callable[[Tensor], Tensor] = lambda whole: whole,
+        *,
+        is_ever_whole: bool = True,
     ) -> None:
         """Notes in a parameter what this class needs.
 
@@ -343,10 +346,12 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
             name: of it.
             rows: those of this rank, which have the gradient; None where it never has values here.
             absence: for messages.
-            place: of ``rows`` in the whole.
+            part_of: gives the part that ``rows`` has of a tensor of the whole's shape.
+            is_ever_whole: False if the model computes with ``rows`` in its place.
         """
         known = {"parameter_name": name, "parameter_device": parameter.device, "parameter_rows": rows}
-        vars(parameter).update(known, absence=absence, held_rows=place, parameter_class=type(parameter))
+        known |= {"parameter_class": type(parameter), "is_ever_whole": is_ever_whole}
+        vars(parameter).update(known, absence=absence, part_of=part_of)
 
     @property
     def held_part(self) -> Tensor | None:
@@ -356,7 +361,8 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     def answer(self, asked: str, args: Sequence[Any]) -> Any:
         """See ``AbsentTensor``: the gradient, whose values are not here either, and ``.data``."""
         rows = self.parameter_rows
-        if asked in ("get grad", "set grad") and rows is not None and self.absence.is_computing:
+        is_of_micro_batch = self.is_ever_whole and self.absence.is_computing
+        if asked in ("get grad", "set grad") and rows is not None and is_of_micro_batch:
             # Of the micro-batch, whose backward pass may come to it after it was freed.
             if asked == "get grad":
                 return self.grad
@@ -393,7 +399,7 @@ class AbsentGradient(AbsentTensor):
         values = torch.empty_like(parameter, device="meta", requires_grad=False)
         made = torch.Tensor._make_subclass(cls, values, False)
         made.parameter, made.parameter_name = parameter, parameter.parameter_name
-        made.held_rows = parameter.held_rows
+        made.part_of = parameter.part_of
         made.parameter_device, made.absence = parameter.parameter_device, parameter.absence
         return made
 
@@ -483,7 +489,7 @@ def _as_parameters(values: Any) -> Iterator[None]:
     """
     absent = [each for each in tree_leaves(values) if isinstance(each, AbsentParameter)]
     for each in absent:
-        if each.parameter_rows is None:
+        if each.parameter_rows is None or not each.is_ever_whole:
             raise each.refusal(each.parameter_name)
     try:
         for each in absent:
@@ -503,7 +509,7 @@ def _fit(values: Sequence[Any], shape: torch.Size) -> bool:
 def _rows(values: Sequence[Any], absent: AbsentTensor) -> list[Any]:
     """The values for the rows of a tensor that are held here."""
     return [
-        each[absent.held_rows]
+        absent.part_of(each)
         if isinstance(each, Tensor) and each.shape == absent.shape and each.dim()
         else each
         for each in values

@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-from tests.strategies.tensor.test_plans import Ranks
+from tests.strategies.tensor.test_plans import Ranks, split
 
 from lockstep.models import transformer
-from lockstep.strategies.tensor.layers import ShardSpec, Splitter
-from lockstep.strategies.tensor.plans import plan_of
+from lockstep.strategies.tensor.layers import ShardSpec
 
 
 def test_what_a_rank_holds_is_its_part():
     model = transformer(vocabulary_size=9, width=12, depth=1, heads=6, dropout=0.0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    cuts = Splitter(model, Ranks(3, 1)).split(plan_of(model, ()))
-    held = model.state_dict()
-    assert list(held) == list(before), "names and their order stay"
+    wholes = dict(model.named_parameters())
+    cuts = split(model, Ranks(3, 1))
+    after = dict(model.named_parameters())
+    assert list(after) == list(wholes), "names and their order stay"
+    assert all(after[name] is wholes[name] for name in wholes), "and the objects"
+    assert [each.shape for each in after.values()] == [before[name].shape for name in after], "and shapes"
+    held = {name: each.parameter_rows if name in cuts else each for name, each in after.items()}
     attention = "blocks.0.attention.1"
     query = before[f"{attention}.inputs.weight"].view(3, 6, 2, 12)[:, 2:4].reshape(12, 12)
     assert torch.equal(held[f"{attention}.inputs.weight"], query)

@@ -1,11 +1,13 @@
 """Plans that split layers, and plans that are refused: no process needed."""
 
 import pytest
+import torch
 from torch import nn
 
 from lockstep.config.strategy_options import TensorOptions
 from lockstep.errors import ConfigError
 from lockstep.models import digits_net, lstm, perceptron, resnet18, resnet50, transformer
+from lockstep.strategies.sharding import Absence
 from lockstep.strategies.tensor.layers import Splitter
 from lockstep.strategies.tensor.plans import plan_of
 
@@ -15,6 +17,12 @@ class Ranks:
 
     def __init__(self, ranks, rank=0):
         self.ranks, self.rank, self.shards = ranks, rank, ranks
+
+
+def split(model, ranks, plan=None):
+    """Splits a model for one of the ranks."""
+    splitter = Splitter(model, ranks, torch.device("cpu"), Absence("tensor", "each rank has a part of it"))
+    return splitter.split(plan_of(model, ()) if plan is None else plan)
 
 
 def chain(*layers):
@@ -121,23 +129,23 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do():
     model = perceptron(hidden=(12, 8, 18, 9), num_classes=5)
     sentence = r"cannot split the 18 heads, features or channels of '5' over 4 ranks\. Use 2 or 3 or 6 ranks"
     with pytest.raises(ConfigError, match=sentence):
-        Splitter(model, Ranks(4)).split(plan_of(model, ()))
+        split(model, Ranks(4))
 
 
 def test_sizes_without_a_common_divisor_are_refused():
     model = perceptron(hidden=(9, 8, 16), num_classes=5)
     with pytest.raises(ConfigError, match="No number of ranks divides all layers"):
-        Splitter(model, Ranks(2)).split(plan_of(model, ()))
+        split(model, Ranks(2))
 
 
 def test_a_tied_weight_is_not_split():
     model = chain(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
     model[2].weight = model[0].weight
     with pytest.raises(ConfigError, match="weight is tied to another layer"):
-        Splitter(model, Ranks(2)).split(plan_of(model, ()))
+        split(model, Ranks(2))
 
 
 def test_a_kind_that_does_not_fit_its_module_is_refused():
     model = chain(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="gives '1', a ReLU, the kind 'column'"):
-        Splitter(model, Ranks(2)).split({"1": "column"})
+        split(model, Ranks(2), {"1": "column"})

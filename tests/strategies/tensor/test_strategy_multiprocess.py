@@ -1,7 +1,9 @@
 """Strategy tensor on real ranks: who holds what, equal bits, checkpoints, and what is refused."""
 
+import io
 import logging
 import tempfile
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -267,3 +269,57 @@ def overflow(world):
 
 def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all():
     assert run_ranks(overflow, 2) == [(1, []), (1, [])]
+
+
+def loop_uses(world):
+    """What ordinary code of a loop gets of a split parameter, by name: a value, or the sentence of a refusal."""
+    postpone_compiler()
+    torch.manual_seed(1)
+    model = TwoLayers()
+    weight = model.first.weight
+    start_values = weight.detach().clone()
+    run, optimizer = start(
+        world, model, partial(torch.optim.SGD), tensor={"plan": ["first=column", "second=row"]}
+    )
+    found = {"same object": model.first.weight is weight, "shape": tuple(weight.shape)}
+    uses = {
+        "norm of the gradient": lambda: weight.grad.norm(),
+        "value": lambda: weight.detach().abs().max(),
+        "dot product": lambda: (weight.grad * weight.grad).sum(),
+        "own gradient": lambda: setattr(weight, "grad", torch.ones(12, 6)),
+        "copy": lambda: deepcopy(model),
+        "pickled": lambda: torch.save(model, io.BytesIO()),
+        "autograd.grad": lambda: torch.autograd.grad(
+            model(torch.ones(2, 6)).sum(), weight, allow_unused=True
+        ),
+    }
+    for _ in steps(run, optimizer, TensorDataset(*(tensor[:16] for tensor in rows().tensors))):
+        for name, use in uses.items():
+            try:
+                found[name] = str(use())
+            except ConfigError as error:
+                found[name] = str(error)
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.0)
+    with torch.no_grad():
+        weight.mul_(0.5)
+    state = {name: tensor.clone() for name, tensor in run.strategy.state()}
+    found["halved"] = torch.equal(
+        state["first.weight"], start_values * 0.5
+    )  # after a step by a gradient of zero
+    run.close()
+    return found
+
+
+def test_a_loop_sees_whole_shapes_and_no_values_of_split_parameters():
+    """Sums over a part were taken for those of the whole: two ranks then trained by other numbers."""
+    for found in run_ranks(loop_uses, 2):
+        assert found.pop("same object") and found.pop("halved")
+        assert found.pop("shape") == (12, 6)
+        for name, said in found.items():
+            if name in ("copy", "pickled"):
+                assert "The model was copied or pickled, and under strategy 'tensor'" in said, name
+                continue
+            assert (
+                "'first.weight'" in said and "under strategy 'tensor' each rank has a part of it" in said
+            ), name

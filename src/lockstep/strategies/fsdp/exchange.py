@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ class ShardedParameter:
         parameter.data = values.to(dtype)
         self.whole, self._class = parameter, type(parameter)
         self._absence = absence
-        AbsentParameter.describe(parameter, name, self.held, absence, rows[rank])
+        AbsentParameter.describe(parameter, name, self.held, absence, itemgetter(rows[rank]))
         self.gradient: Tensor | None = None
         """Of the micro-batch, until it is sent."""
         self.was_taken = False

@@ -86,7 +86,7 @@ class ParameterServer(Strategy):
             for name, p in self._shards.parameters.items()
         }
         for key in self._shards.own_keys:
-            self._elsewhere[key.name].held_rows = slice(*(key.rows or (None,)))
+            self._elsewhere[key.name].part_of = key.of
         self._tree = GradientTree({} if self.share.holder is None else self._shards.parameters, None)
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._names), self._buffers.counters, flags=1

@@ -30,6 +30,7 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.hooks import first_hooked, hooked_globally
+from lockstep.strategies.sharding import Absence, AbsentParameter
 from lockstep.strategies.tensor.shards import join_shards, split_shards
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -179,49 +180,60 @@ else:
     _Layer = object
 
 
-class _Column(_Layer):
-    """Computes some of the outputs from the whole input."""
+class _Split:
+    """A layer of which this rank holds some shards."""
 
     exchange: Exchange
+    parts: dict[str, nn.Parameter]
+    """What this rank has of each parameter, by its name in the layer."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to be copied or pickled."""
+        raise ConfigError(
+            "The model was copied or pickled, and under strategy 'tensor' each rank has a part of some layers. Copy it "
+            "before run.prepare, write the weights with run.save(), or use strategy 'ddp'."
+        )
+
+
+class _Column(_Split, _Layer):
+    """Computes some of the outputs from the whole input."""
+
     blocks: int
     """Equal pieces of the outputs, each of which is split."""
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         held = self.exchange.held
-        weights = shards_of(self.weight, 0, held, self.blocks)
-        biases = [None] * held if self.bias is None else shards_of(self.bias, 0, held, self.blocks)
+        weights = shards_of(self.parts["weight"], 0, held, self.blocks)
+        bias = self.parts.get("bias")
+        biases = [None] * held if bias is None else shards_of(bias, 0, held, self.blocks)
         return join_shards([_apply(self, *each) for each in zip(self.exchange.enter(input), weights, biases)])
 
 
-class _Row(_Layer):
+class _Row(_Split, _Layer):
     """Computes the whole output from some of the inputs, together with the other ranks."""
 
-    exchange: Exchange
-
     def forward(self, input: Tensor) -> Tensor:  # torch's name
-        parts, held = split_shards(input), self.exchange.held
+        parts, held, weight = split_shards(input), self.exchange.held, self.parts["weight"]
         is_convolution = hasattr(self, "_conv_forward")
         # An image may come without its batch: channels are counted from the end.
-        dim = 1 - self.weight.dim() if is_convolution else -1
-        expected = self.weight.shape[1] // held
+        dim = 1 - weight.dim() if is_convolution else -1
+        expected = weight.shape[1] // held
         if len(parts) != held or parts[0].shape[dim] != expected:
             raise ConfigError(
                 f"tensor.plan splits the inputs of a layer over {self.exchange.shards} shards, "
                 f"{expected} for each, and it was given {parts[0].shape[dim]}. "
                 "Split the layer before it with 'column'."
             )
-        weights = shards_of(self.weight, 1, held)
+        weights = shards_of(weight, 1, held)
         total = self.exchange.leave([_apply(self, *each, None) for each in zip(parts, weights)])
         if self.bias is None:
             return total
         bias = self.bias.to(total.dtype)
-        return total + (bias.view(-1, *[1] * (self.weight.dim() - 2)) if is_convolution else bias)
+        return total + (bias.view(-1, *[1] * (weight.dim() - 2)) if is_convolution else bias)
 
 
-class _Channels(nn.modules.batchnorm._BatchNorm):
+class _Channels(_Split, nn.modules.batchnorm._BatchNorm):
     """Normalises the channels of each shard."""
-
-    exchange: Exchange
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         held, parts = self.exchange.held, split_shards(input)
@@ -234,7 +246,8 @@ class _Channels(nn.modules.batchnorm._BatchNorm):
                 factor = 1.0 / float(self.num_batches_tracked)
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         used = not self.training or self.track_running_stats
-        tensors = (*((self.running_mean, self.running_var) if used else (None, None)), self.weight, self.bias)
+        statistics = (self.running_mean, self.running_var) if used else (None, None)
+        tensors = (*statistics, self.parts.get("weight"), self.parts.get("bias"))
         columns = [[None] * held if each is None else each.chunk(held) for each in tensors]
         normalised = []
         for part, mean, variance, weight, bias in zip(parts, *columns, strict=True):
@@ -242,10 +255,9 @@ class _Channels(nn.modules.batchnorm._BatchNorm):
         return join_shards(normalised)
 
 
-class _Part(nn.modules.dropout._DropoutNd):
+class _Part(_Split, nn.modules.dropout._DropoutNd):
     """Draws the mask of the whole activation, as one device does, and applies this rank's part of it."""
 
-    exchange: Exchange
     split_dim: int
     """The dim of the activation that is split: -1 for features, 1 for channels."""
 
@@ -297,16 +309,23 @@ NORMS = _kinds(_Channels, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
 class Splitter:
-    """Splits modules over the ranks of an exchange."""
+    """Splits modules over the ranks of an exchange.
 
-    def __init__(self, model: nn.Module, exchange: Exchange) -> None:
-        self._model, self._exchange = model, exchange
+    A split layer computes with its part of a parameter. The whole one stays the user's object, without memory: an
+    ``AbsentParameter``.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, device: torch.device, absence: Absence) -> None:
+        self._model, self._exchange, self._device, self._absence = model, exchange, device, absence
         self._shards: dict[int, tuple[Tensor, ShardSpec]] = {}
-        first = {p: name for name, p in model.named_parameters()}
+        self._wholes: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._names = first = {p: name for name, p in model.named_parameters()}
         self._tied = {p for name, p in model.named_parameters(remove_duplicate=False) if first[p] != name}
 
     def split(self, plan: Mapping[str, str]) -> dict[str, ShardSpec]:
-        """Splits every module of the plan. Gives the cut of each split entry of the model's state, by name.
+        """Splits every module of the plan, and moves the model to the device.
+
+        Gives the cut of each split entry of the model's state, by name.
 
         Raises:
             ConfigError: a module cannot be split in this way, or not over so many ranks.
@@ -318,6 +337,11 @@ class Splitter:
         for name, kind in plan.items():
             self._name = name
             _KINDS[kind](self, modules[name])
+        for module, key, _ in self._wholes:
+            module._parameters[key] = None
+        self._model.to(self._device)
+        for module, key, whole in self._wholes:
+            module._parameters[key] = whole
         entries = tensor_state(self._model).items()
         return {name: self._shards[id(value)][1] for name, value in entries if id(value) in self._shards}
 
@@ -345,13 +369,11 @@ class Splitter:
         module.blocks = blocks  # type: ignore[assignment]  # an attribute of the split classes
         self._keep(module, "weight", 0, blocks)
         self._keep(module, "bias", 0, blocks)
-        self._shrink(module, "out_features", "out_channels")
 
     def row(self, module: nn.Module) -> None:
         """Keeps some of the inputs of a Linear or a convolution; the bias stays whole."""
         self._become(module, ROWS)
         self._keep(module, "weight", 1)
-        self._shrink(module, "in_features", "in_channels")
 
     def heads(self, module: nn.Module) -> None:
         """Keeps some of the heads of the built-in attention."""
@@ -369,7 +391,6 @@ class Splitter:
         self._become(module, NORMS)
         for name in ("weight", "bias", "running_mean", "running_var"):
             self._keep(module, name, 0)
-        self._shrink(module, "num_features")
 
     def features(self, module: nn.Module) -> None:
         """As ``channels``, where the activation is split along its last dim."""
@@ -377,7 +398,7 @@ class Splitter:
 
     def _become(self, module: nn.Module, kinds: Mapping[type[nn.Module], type[nn.Module]]) -> None:
         module.__class__ = kinds[type(module)]
-        module.exchange = self._exchange  # type: ignore[assignment]  # an attribute of the split classes
+        vars(module).update(exchange=self._exchange, parts={})
 
     def _keep(self, module: nn.Module, key: str, dim: int, blocks: int = 1) -> None:
         whole = getattr(module, key)
@@ -389,16 +410,23 @@ class Splitter:
                 "name the layers to be split in tensor.plan, such as ['*.fc1=column', '*.fc2=row'], but not this one."
             )
         shard = ShardSpec(dim, self._exchange.ranks, self._exchange.rank, blocks)
-        part = shard.local_shard(whole.detach())
-        if isinstance(whole, nn.Parameter):
-            part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        setattr(module, key, part)
-        self._shards[id(part)] = part, shard
-
-    def _shrink(self, module: nn.Module, *names: str) -> None:
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, getattr(module, name) // self._exchange.ranks)
+        part = shard.local_shard(whole.detach()).to(self._device)
+        if not isinstance(whole, nn.Parameter):
+            setattr(module, key, part)
+            self._shards[id(part)] = part, shard
+            return
+        self._shards[id(whole)] = whole, shard
+        if self._exchange.ranks == 1:
+            vars(module)["parts"][key] = whole
+            return
+        held = vars(module)["parts"][key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+        whole.data = torch.empty_like(whole)  # in memory of its own, which is given back
+        whole.untyped_storage().resize_(0)
+        name = self._names[whole]
+        AbsentParameter.describe(*(whole, name, held, self._absence, shard.local_shard), is_ever_whole=False)
+        whole.parameter_device = self._device  # type: ignore[attr-defined]  # one that describe has made
+        whole.__class__ = AbsentParameter
+        self._wholes.append((module, key, whole))
 
 
 def refuse_hooks(modules: Mapping[str, nn.Module]) -> None:

@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state import tensor_state
 from lockstep.config.strategy_options import Level, TensorOptions
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
@@ -33,9 +35,12 @@ from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
+from lockstep.strategies.sharding import Absence, AbsentParameter
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
 from lockstep.strategies.tensor.plans import check_plan, plan_of
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class TensorParallel(Replicated):
@@ -68,6 +73,7 @@ class TensorParallel(Replicated):
         super().__init__(device, micro_batches, reducer, groups.along("data"), running_buffers)
         ranks = 1 if between is None else between.ranks
         self._exchange, self._options = Exchange(between, options.shards or ranks), options
+        self._absence = Absence(self.name, "each rank has a part of it")
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step
@@ -82,7 +88,11 @@ class TensorParallel(Replicated):
         if self._whole is not None and batch.micro_batches:
             check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
             self._whole = None
-        return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
+        self._absence.is_computing = True
+        try:
+            return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
+        finally:
+            self._absence.is_computing = False
 
     def release(self) -> None:
         """See ``Strategy.release``."""
@@ -113,12 +123,15 @@ class TensorParallel(Replicated):
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters and buffers, the split ones gathered one at a time. Collective."""
-        for name, tensor in super().state():
-            yield name, self.gather_full(name, tensor, tensor.dtype)
+        for name, tensor in tensor_state(self._model).items():
+            held = _held(tensor).detach()
+            yield name, self.gather_full(name, held, held.dtype)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Copies this rank's parts."""
-        super().load_state({name: self.local_shard(name, tensor) for name, tensor in state.items()})
+        with torch.no_grad():
+            for name, tensor in tensor_state(self._model).items():
+                _held(tensor).copy_(self.local_shard(name, state[name]))
 
     def gather_full(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See ``Strategy.gather_full``."""
@@ -142,8 +155,12 @@ class TensorParallel(Replicated):
         self._split = {name: model.get_submodule(name) for name in plan}
         if self._options.plan:
             self._whole = deepcopy(model).to(self.device)
-        self._shards = Splitter(model, self._exchange).split(plan)
-        return model.to(self.device)
+        self._shards = Splitter(model, self._exchange, self.device, self._absence).split(plan)
+        return model
+
+    def _find_trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """This rank's parts of split parameters, in the place of these, and the whole others."""
+        return {name: _held(p) for name, p in model.named_parameters() if p.requires_grad}
 
     def _agree(self, result: StepResult) -> StepResult:
         """One result for all ranks that share the layers; an error where what they all compute differs. Collective."""
@@ -167,6 +184,11 @@ class TensorParallel(Replicated):
                 "bits: a parameter was changed on one of them only, or the model draws random numbers without a key."
             )
         return replace(result, stop=shared[:, 0].amax(), finite=finite)
+
+
+def _held(tensor: _T) -> _T:
+    """What this rank has of a parameter or a buffer: its part, if that is split."""
+    return tensor.parameter_rows if isinstance(tensor, AbsentParameter) else tensor  # type: ignore[return-value]  # with a part
 
 
 def _bits(gradient: Tensor | None, device: torch.device) -> Tensor:
