@@ -106,9 +106,7 @@ class Exchange:
         received = between.all_to_all(given.view(self.ranks, -1)).view_as(given)
         mine = fold(self._in_order(received.to(own[0].dtype)), self.shards, torch.add).to(like.dtype)
         whole = between.all_gather(mine).view(-1)
-        self.bytes_sent += (
-            self.ranks - 1
-        ) * piece * most * given.element_size() + between.copies * mine.nbytes
+        self.bytes_sent += (self.ranks - 1) * given[0].nbytes + between.copies * mine.nbytes
         return whole[: like.numel()].view(like.shape)
 
     def _in_order(self, rows: Tensor) -> Iterator[tuple[Node, Tensor]]:
@@ -422,8 +420,8 @@ class Splitter:
         held = vars(module)["parts"][key] = nn.Parameter(part, requires_grad=whole.requires_grad)
         whole.data = torch.empty_like(whole)  # in memory of its own, which is given back
         whole.untyped_storage().resize_(0)
-        name = self._names[whole]
-        AbsentParameter.describe(*(whole, name, held, self._absence, shard.local_shard), is_ever_whole=False)
+        described = (whole, self._names[whole], held, self._absence, shard.local_shard)
+        AbsentParameter.describe(*described, is_ever_whole=False)
         whole.parameter_device = self._device  # type: ignore[attr-defined]  # one that describe has made
         whole.__class__ = AbsentParameter
         self._wholes.append((module, key, whole))
