@@ -1,6 +1,7 @@
 """The groups and the state of an optimizer that holds parts, as the user sees them."""
 
 import io
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
     held = {"weight": nn.Parameter(torch.ones(1, 3)), "bias": nn.Parameter(torch.ones(3))}
     absence = Absence("fsdp", "no process holds it whole")
     for name, whole in wholes.items():
-        place = slice(0, 1) if name == "weight" else slice(None)
+        place = itemgetter(slice(0, 1) if name == "weight" else slice(None))
         AbsentParameter.describe(whole, name, held.get(name), absence, place)
         whole.__class__ = AbsentParameter
     names = list(wholes)[: len(wholes) - left_out]

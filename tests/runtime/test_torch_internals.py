@@ -1,11 +1,13 @@
 """The installed torch still says and names what Lockstep recognises of it."""
 
 import multiprocessing
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -18,6 +20,8 @@ from lockstep.runtime.torch_internals import (
     NO_VALUES_HERE,
     FrameKind,
     kind_of_frame,
+    made_optimizers,
+    opened_groups,
 )
 
 TORCH = Path(torch.__file__).parent
@@ -84,3 +88,23 @@ def test_a_frame_is_known_by_its_file_and_its_function():
     assert kind_of_frame(file, "__init__") is None
     assert kind_of_frame("/home/u/train.py", "_next_data") is None
     assert kind_of_frame(str(TORCH / "nn/parallel/distributed.py"), "forward") is FrameKind.AUTOGRAD
+
+
+def optimizers_and_groups(world):
+    """What is known before and after: an optimizer is made, a group is opened by variables, and destroyed."""
+    import torch.distributed as dist
+
+    before = made_optimizers()
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    found = [before, made_optimizers(), opened_groups()]
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['MEETING']}", rank=world.rank, world_size=2
+    )
+    dist.destroy_process_group()
+    return [*found, opened_groups()]
+
+
+def test_optimizers_and_groups_leave_a_mark(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEETING", str(tmp_path / "meeting"))
+    assert run_ranks(optimizers_and_groups, 2) == [[False, True, False, True]] * 2

@@ -207,3 +207,21 @@ def test_what_the_rehearsals_of_the_first_steps_compute_and_send_is_in_no_number
     assert first[0] == off[0]
     assert logged(tmp_path / "first", "step") == logged(tmp_path / "off", "step")
     assert logged(tmp_path / "first", "epoch") == logged(tmp_path / "off", "epoch")
+
+
+def epochs_of(world, folder, layout):
+    """The records of the epochs of a run, on the main process."""
+    job = trainer(world, folder, layout=layout)
+    job.fit()
+    return [each for each in records(folder) if each["kind"] == "epoch"] if world.is_main else []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_accuracy_of_an_epoch_counts_all_that_independent_workers_answered(tmp_path, world_size):
+    """The server logged what had come by then: the last answers of an epoch were counted in the next one."""
+    options = {"mode": "asynchronous", "staleness": 0}
+    strategy = {"strategy": "parameter_server", "parameter_server": options}
+    (alone,) = run_ranks(epochs_of, 1, tmp_path / "alone", {})
+    found = run_ranks(epochs_of, world_size, tmp_path / "server", strategy)[0]
+    assert [each["accuracy"] for each in found] == [each["accuracy"] for each in alone]
+    assert [each["loss"] for each in found] == pytest.approx([each["loss"] for each in alone], rel=1e-5)

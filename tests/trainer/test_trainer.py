@@ -29,6 +29,7 @@ def trainer(
     log_every=2,
     groups=False,
     checks="first",
+    layout=None,
     **settings,
 ):
     settings = TrainingConfig(**{"epochs": 4, "global_batch": 16, "micro_batches": 4, **settings})
@@ -38,6 +39,7 @@ def trainer(
         "directory": folder,
         "resume": resume,
         "checks": checks,
+        **(layout or {}),
     }
     run = Run(RunOptions.of(**options, precision=settings.precision), world)
     torch.manual_seed(0)

@@ -40,11 +40,12 @@ from lockstep.launch.debugger import lift_default_limit, serve_debug_requests, w
 from lockstep.launch.targets import FunctionTarget, ScriptTarget, Target, resolve_name
 from lockstep.runtime import stop_signals
 from lockstep.runtime.error_record import ErrorPage, record_of, result_file, write_record
-from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.output import PrintableFormatter, lasting
 from lockstep.runtime.parent_death import arm, arm_future_children
 from lockstep.runtime.stack_dump import Mark, serve_stack_dumps, stack_marker
 from lockstep.runtime.stop_signals import wait_for_critical_threads
+from lockstep.runtime.torch_internals import made_optimizers, opened_groups
 
 
 @stack_marker(Mark.RUNS_TARGET)
@@ -160,10 +161,10 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
         if task.debug_port is not None:
             wait_for_debugger(world.rank, task.debug_port)
         _keep_result(task, run_target(task.target))
-        _leave()
+        _leave(task, world, heartbeat)
         return EXIT_DONE
     except SystemExit as ending:
-        return _leave_with(ending)
+        return _leave_with(ending, task, world, heartbeat)
     except BaseException as error:
         record = record_of(error, rank=world.rank, beat=heartbeat.last)
         page.write(record)
@@ -175,7 +176,7 @@ def _run(task: RankTask, world: World, heartbeat: Heartbeat, page: ErrorPage) ->
         return record.exit_code
 
 
-def _leave_with(ending: SystemExit) -> int:
+def _leave_with(ending: SystemExit, task: RankTask, world: World, heartbeat: Heartbeat) -> int:
     if isinstance(ending, stop_signals.Ended):
         wait_for_critical_threads(_LAST_WRITE_SECONDS)
         return int(128 + signal.SIGTERM)
@@ -185,7 +186,7 @@ def _leave_with(ending: SystemExit) -> int:
         print(ending.code, file=sys.stderr)
         code = 1
     if code in (EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED):
-        _leave()
+        _leave(task, world, heartbeat)
     return code & 0xFF
 
 
@@ -235,7 +236,7 @@ def _finish_program() -> None:
     atexit._run_exitfuncs()
 
 
-def _leave() -> None:
+def _leave(task: RankTask, world: World, heartbeat: Heartbeat) -> None:
     """Waits for the others if a script did not destroy its process group, then ends as the interpreter does."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -243,6 +244,15 @@ def _leave() -> None:
 
         with suppress(RuntimeError, ValueError):  # another rank failed: the supervisor reports it
             wait_for_all(_LAST_BARRIER_SECONDS)
+    elif isinstance(task.target, ScriptTarget) and world.is_main and world.world_size > 1:
+        is_outside = (beat := heartbeat.last) is None or beat.membership is Membership.OUTSIDE
+        if is_outside and not opened_groups() and made_optimizers():
+            print(
+                f"Warning: the script opened no process group, so each of the {world.world_size} processes trained a "
+                "model of its own, on all the data. To train one model on all of them, call lockstep.init() "
+                "(docs/own-loop.md), or torch.distributed.init_process_group().",
+                file=sys.stderr,
+            )
     _finish_program()
 
 

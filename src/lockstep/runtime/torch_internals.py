@@ -1,11 +1,12 @@
-"""Texts by which Lockstep recognises torch: error messages that have no type of their own, and frames of stacks.
+"""What Lockstep knows of torch that is not public: texts of errors without a type of their own, frames, and two marks.
 
-No other module compares a message of torch. Both tables were read off torch 2.13.0; check a new version against them,
+No other module compares a message of torch. The tables were read off torch 2.13.0; check a new version against them,
 as ``tests/runtime/test_torch_internals.py`` does for the installed one. Does not import torch.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -49,6 +50,24 @@ LOST_PEER = TorchMessage(
     )
 )
 """The process at the other end of a connection is gone."""
+
+
+def opened_groups() -> bool:
+    """True if this process has opened torch's default process group, by a URL or variables, and even if it left it.
+
+    One that was opened with a store, and destroyed, is not seen.
+    """
+    internals = sys.modules.get("torch.distributed.distributed_c10d")
+    return getattr(internals, "_default_pg_init_method", None) is not None
+
+
+def made_optimizers() -> bool:
+    """True if this process has made an optimizer of torch: the first one of a class marks its ``step``."""
+    optim = sys.modules.get("torch.optim")
+    classes = [] if optim is None else [optim.Optimizer]
+    for each in classes:
+        classes += each.__subclasses__()
+    return any(getattr(each.step, "hooked", False) for each in classes)
 
 
 class FrameKind(Enum):

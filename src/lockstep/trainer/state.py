@@ -19,7 +19,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.runtime.events import Callback
-from lockstep.strategies import StepResult, Strategy, sum_counts
+from lockstep.strategies import IndependentStrategy, StepResult, Strategy, sum_counts
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,14 @@ class Meter(Callback):
                 totals.add(loss=loss, weight=weight)
             totals.add(right=right, answers=answers, samples=self._samples, seconds=now - self._since)
         self._losses, self._answers, self._samples, self._since = [], [], 0, now
+
+    def wait_for_counts(self) -> None:
+        """Adds what independent processes have counted in the epoch and not told yet. Collective."""
+        if isinstance(self._strategy, IndependentStrategy):
+            self._strategy.gather_records(None)  # the counts come before it
+            right, answers = self._strategy.sum_counts(torch.zeros(2, dtype=torch.float64)).tolist()
+            for totals in (self._totals, self._reading):
+                totals.add(right=right, answers=answers)
 
     def means(self) -> dict[str, float]:
         """The means of all steps of the epoch up to the last reading."""

@@ -106,6 +106,7 @@ class Trainer(Callback):
                 self._ends_within_epoch = True
                 break
         self._seconds += time.monotonic() - began
+        self._meter.wait_for_counts()
         return self._meter.means()
 
     def train_step(self, batch: Batch) -> Tensor:
