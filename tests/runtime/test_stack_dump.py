@@ -11,6 +11,7 @@ import pytest
 from lockstep.data.reader import SampleReader
 from lockstep.data.workers import WorkerReading
 from lockstep.distributed import collectives, process_group, rank_exchange, rendezvous
+from lockstep.distributed.shared_memory import Word
 from lockstep.launch import rank_process
 from lockstep.launch.stalls.snapshot import main_stack, users_frame, waits_in
 from lockstep.reduce import ordered, ring, shared_memory
@@ -102,6 +103,7 @@ def test_every_mark_is_found_again(mark):
         (collectives.gather_json, Mark.WAITS_FOR_EXCHANGE),
         (process_group.roll_call, Mark.WAITS_FOR_RENDEZVOUS),
         (rendezvous.wait_for_all, Mark.WAITS_FOR_RENDEZVOUS),
+        (Word.wait_until, Mark.WAITS_FOR_EXCHANGE),
         (rank_exchange.GroupExchange.all_to_all, Mark.WAITS_FOR_EXCHANGE),
         (rank_exchange.SharedMemoryExchange._all_slots, Mark.WAITS_FOR_EXCHANGE),
         (ordered.OrderedBucket._wait, Mark.WAITS_FOR_GRADIENTS),

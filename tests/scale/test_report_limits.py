@@ -115,3 +115,14 @@ def test_a_slow_worker_beside_a_parameter_server_is_named():
 def test_a_good_layout_is_not_accused():
     machine, base = MACHINE, a_row(2, {"forward": -0.002}, {"forward": -0.002})
     assert "nothing here limits scaling" in sentence(ONE, base, machine)
+
+
+def test_a_job_that_waits_for_data_on_every_number_of_devices_is_told_so():
+    """It scales, so the wait is no limit of that; but it is what makes the job slow."""
+    waiting = {**ALONE, "data": 2.0}
+    alone = row("single on 1", "single", 1, [a_round(waiting)], [a_round(waiting)])
+    ranks = [{name: seconds / 2 for name, seconds in waiting.items()}] * 2
+    two = row("ddp on 2", "ddp", 2, [a_round(*ranks)], [a_round(waiting)])
+    said = sentence(alone, two, MACHINE)
+    assert "it waits for data for 71 % of a step: raise data.workers above 1" in said
+    assert "waits for data" not in sentence(ONE, a_row(2, {}, {}), MACHINE)

@@ -38,7 +38,7 @@ def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
         (0.2, "this model enlarges rounding that much"),
         (0.02, "does not explain it"),
     ):
-        text = table([compare(trace(), trace(memory=[1]), 0.0), level_b(0.5, sensitivity)], steps=3)
+        text = table([compare(trace(), trace(memory=[1]), 0.0), level_b(0.5, sensitivity)])
         assert "differs by 5.0e-01, more than the bound of level B, 0.001" in text
         assert f"by one unit in the last place differs by {sensitivity:.1e}" in text
         assert said in text
@@ -54,11 +54,19 @@ def test_the_table_counts_equal_layouts_and_names_the_differences():
     refused = Comparison(Trace("fsdp on 2", "fsdp", 2, "", refused="It has one parameter."), "")
     for each in (equal, other):
         each.trace.memory = [2**20]
-    lines = table([equal, other, refused], steps=3).splitlines()
+    lines = table([equal, other, refused]).splitlines()
     assert lines[1].split()[:6] == ["ddp", "on", "2", "A", "equal", "bits"]
     assert "ddp on 2 differs since step 1, 'w': gradients are scaled differently" in lines[5]
     assert lines[6] == "fsdp on 2 did not run: It has one parameter."
     assert lines[7].startswith("1 of 2 layouts have the bits of one device after each of 3 steps")
+
+
+def test_the_table_says_how_many_steps_were_made():
+    """A script may end before the number of steps that was asked for."""
+    short = trace(memory=[1])
+    short.steps = short.steps[:1]
+    (last,) = table([compare(short, short, 0.0)]).splitlines()[-1:]
+    assert last.startswith("1 of 1 layouts have the bits of one device after the only step, whose loss is ")
 
 
 def test_a_refusal_while_it_trains_is_a_finding_and_one_before_is_none():
@@ -66,9 +74,9 @@ def test_a_refusal_while_it_trains_is_a_finding_and_one_before_is_none():
     equal = compare(trace(), trace(memory=[1]), 0.0)
     refused = compare(trace(), Trace("ddp on 2", "ddp", 2, "", refused=said, in_training=True), 0.0)
     assert refused.is_broken
-    lines = table([equal, refused], steps=3).splitlines()
+    lines = table([equal, refused]).splitlines()
     assert lines[2].split() == ["ddp", "on", "2", "refused"]
     assert lines[4] == f"ddp on 2 refuses the program while it trains: {said}"
     assert json.loads(as_json([equal, refused]))[1]["cause"] == "refused"
-    alone = table([refused], steps=3)
+    alone = table([refused])
     assert said in alone and alone.endswith("No layout was compared.")

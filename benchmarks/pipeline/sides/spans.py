@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.strategies import Pipeline
 
 WIDTH, ROWS = 512, 512
 
@@ -26,10 +25,10 @@ class Stopwatch:
         self._start = 0.0
         self._forwards: dict[int, int] = {}
 
-    def watch(self, number: int, stage: nn.Module) -> None:
+    def watch(self, number: int, stage: nn.Sequential) -> None:
         """Times the forward passes of a stage; its backward passes are timed by ``backward``."""
-        stage.register_forward_pre_hook(lambda *_: self._begin())
-        stage.register_forward_hook(lambda *_: self._end(f"{number}F"))
+        stage[0].register_forward_pre_hook(lambda *_: self._begin())
+        stage[-1].register_forward_hook(lambda *_: self._end(f"{number}F"))
 
     def backward(self, *arguments: Any, **named: Any) -> None:
         """torch.autograd.backward, timed."""
@@ -54,24 +53,23 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 
 def main() -> None:
     given = read_command_line()
-    stages = given.stages
-    layers = [nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]) for _ in range(stages)]
     run = lockstep.init(
         global_batch=given.count * ROWS,
         micro_batches=given.count,
         strategy="pipeline",
+        checks="off",
         pipeline={
             "schedule": given.schedule,
             "stages_per_rank": given.per_rank,
-            "split": [f"{number}.0" for number in range(1, stages)],
+            "split": [f"{number}.0" for number in range(1, given.stages)],
         },
     )
+    clock = Stopwatch()
+    layers = [nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]) for _ in range(given.stages)]
+    for number, layer in enumerate(layers):
+        clock.watch(number, layer)
     model = nn.Sequential(*layers)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-4))
-    strategy, clock = run.strategy, Stopwatch()
-    assert isinstance(strategy, Pipeline)
-    for number, stage in model.named_children():
-        clock.watch(int(number.removeprefix("stage")), stage)
     torch.autograd.backward = clock.backward
     rows = torch.randn(given.count * ROWS, WIDTH)
     steps: list[list[tuple[str, float, float]]] = []

@@ -167,7 +167,7 @@ def _first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> F
 
 
 def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> None:
-    print(table(comparisons, arguments.steps))
+    print(table(comparisons))
     if arguments.json:
         Path(arguments.json).write_text(as_json(comparisons))
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.distributed.collectives import gather_json
+from lockstep.runtime.stack_dump import Mark, stack_marker
 
 CACHE_LINE = 64
 _SYSCALL = {"x86_64": 202}
@@ -69,6 +70,7 @@ class Word:
         """True until the counter has come to ``reached``."""
         return _is_before(self._word.value, reached)
 
+    @stack_marker(Mark.WAITS_FOR_EXCHANGE)
     def wait_until(self, reached: int, deadline: float, *, stay_awake: bool = False) -> bool:
         """Waits until the counter is at least ``reached``; false if ``deadline`` (of ``time.monotonic``) passes.
 

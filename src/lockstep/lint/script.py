@@ -86,10 +86,13 @@ class Script:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Every identifier, attribute, keyword and string of the file."""
+        """Every identifier, attribute, keyword and string of the file, without docstrings."""
         words: set[str] = set()
+        documented = {node.value for node in self.nodes if isinstance(node, ast.Expr)}
         for node in self.nodes:
             match node:
+                case ast.Constant() if node in documented:
+                    continue
                 case ast.Name(id=str(word)) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
                     words.add(word)
                 case ast.FunctionDef(name=word) | ast.AsyncFunctionDef(name=word) | ast.ClassDef(name=word):

@@ -33,6 +33,7 @@ from lockstep.text import aligned, plural
 
 _COMPUTING = ("forward", "backward", "compute", "copy")
 _GOOD = 0.95
+_MUCH_WAITING = 0.2
 _ABREAST = 4
 """Interconnects in a table of the terminal, which keeps lines below 100 columns."""
 
@@ -89,9 +90,21 @@ def sentence(alone: Row, many: Row, machine: Resources) -> str:
     lost = lost_seconds(alone, many, machine)
     cause = max(lost, key=lambda name: lost[name])
     if many.efficiency.median >= _GOOD or lost[cause] <= 0.0:
-        return f"{share}: nothing here limits scaling. Try more devices."
+        return f"{share}: nothing here limits scaling. Try more devices.{_waiting(many, machine)}"
     part = f"{1000 * lost[cause]:.2g} ms of each step of {1000 * many.step.median:.3g} ms"
-    return f"{share}: the limit is {_advice(cause, part, many, machine)}"
+    more = "" if cause == "data" else _waiting(many, machine)
+    return f"{share}: the limit is {_advice(cause, part, many, machine)}{more}"
+
+
+def _waiting(many: Row, machine: Resources) -> str:
+    """What is said of the time in which the slowest rank waits for data, where that is much, though it scales."""
+    waits = many.ranks[many.slowest].get("data", 0.0) / many.step.median
+    if waits < _MUCH_WAITING:
+        return ""
+    return (
+        f" However many devices there are, it waits for data for {100 * waits:.0f} % of a step: raise data.workers "
+        f"above {machine.workers} where cores are free, or read decoded data."
+    )
 
 
 def _advice(cause: str, part: str, many: Row, machine: Resources) -> str:

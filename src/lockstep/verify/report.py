@@ -93,7 +93,7 @@ _REFUSED = "refuses the program while it trains"
 _HEAD = ("layout", "level", "result", "ms/step", "MiB/rank", "sent/step")
 
 
-def table(comparisons: Sequence[Comparison], steps: int) -> str:
+def table(comparisons: Sequence[Comparison]) -> str:
     """One row for each layout, the reference first, then a line for each that differs or did not run."""
     rows = [_HEAD, *(_row(each) for each in comparisons)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
@@ -112,11 +112,9 @@ def table(comparisons: Sequence[Comparison], steps: int) -> str:
     ]
     if reference.trace.refused:
         return "\n".join([*lines, "No layout was compared."])
-    last = reference.trace.steps[-1]
-    lines.append(
-        f"{len(equal)} of {len(ran)} layouts have the bits of one device after each of {steps} steps; the loss of the "
-        f"last is {float.fromhex(last.loss):.6g}."
-    )
+    steps, last = len(reference.trace.steps), float.fromhex(reference.trace.steps[-1].loss)
+    after = f"each of {steps} steps; the loss of the last is" if steps > 1 else "the only step, whose loss is"
+    lines.append(f"{len(equal)} of {len(ran)} layouts have the bits of one device after {after} {last:.6g}.")
     return "\n".join(lines)
 
 
