@@ -16,9 +16,9 @@ def wrong(tmp_path):
     return path.name
 
 
-def test_a_clean_script_ends_with_status_zero_and_no_word(command, tmp_path):
+def test_a_clean_script_ends_with_status_zero(command, tmp_path):
     (tmp_path / "train.py").write_text("import torch\n")
-    assert command("lint", "train.py") == (0, "", "")
+    assert command("lint", "train.py") == (0, "No finding.\n", "")
 
 
 def test_findings_end_with_status_one(command, wrong):

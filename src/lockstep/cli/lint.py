@@ -55,8 +55,8 @@ def _print(found: list[Finding], mistakes: list[str], as_json: bool) -> None:
     else:
         for finding in found:
             sys.stdout.write(_printable(finding.text()) + "\n")
-        if found:
-            sys.stdout.write(f"{plural(len(found), 'finding')}.\n")
+        if found or not mistakes:
+            sys.stdout.write(f"{plural(len(found), 'finding') if found else 'No finding'}.\n")
     for sentence in mistakes:
         sys.stderr.write(f"lockstep: {_printable(sentence)}\n")
 

@@ -1,4 +1,4 @@
-"""An epoch and a validation with Lockstep: each sample is counted once, on any number of processes."""
+"""An epoch and a validation with Lockstep: each sample is counted once, on up to four processes."""
 
 import torch
 from torch import nn
@@ -25,9 +25,12 @@ def right(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 model = Constant()
-run = lockstep.init(global_batch=4, micro_batches=2)
+run = lockstep.init(global_batch=4, micro_batches=4)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
 run.print(f"accuracy {run.evaluate(samples, right):.4f}")
+numbered = TensorDataset(samples.tensors[0], 2.0 ** torch.arange(11.0)[:, None])
+total = run.evaluate(numbered, lambda _, target: target.flatten()) * len(numbered)
+run.print(f"sum of 2^i over the samples that were counted: {total:.0f} of {2**11 - 1}")
 for epoch in run.epochs(2):
     for batch in run.batches(samples):
         loss = run.backward(batch, nn.functional.mse_loss)
