@@ -508,12 +508,8 @@ def _fit(values: Sequence[Any], shape: torch.Size) -> bool:
 
 def _rows(values: Sequence[Any], absent: AbsentTensor) -> list[Any]:
     """The values for the rows of a tensor that are held here."""
-    return [
-        absent.part_of(each)
-        if isinstance(each, Tensor) and each.shape == absent.shape and each.dim()
-        else each
-        for each in values
-    ]
+    fits = [isinstance(each, Tensor) and each.shape == absent.shape and each.dim() > 0 for each in values]
+    return [absent.part_of(each) if fit else each for each, fit in zip(values, fits)]
 
 
 def _flat(values: Any) -> Iterator[Any]:
