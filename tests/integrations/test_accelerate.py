@@ -542,8 +542,9 @@ def test_save_state_and_load_state_say_where_they_belong(tmp_path):
 def of_last_batch(world):
     """A mean as scripts take it, of each batch's mean repeated, beside that of all; how many rows were gathered."""
     model, optimizer, _, loader = parts()
-    samples = torch.arange(23.0).square()
-    others = DataLoader(TensorDataset(samples), batch_size=5)
+    samples = torch.arange(30.0).square()
+    some = torch.utils.data.SubsetRandomSampler(range(23))
+    others, samples = DataLoader(TensorDataset(samples), batch_size=5, sampler=some), samples[:23]
     accelerator = Accelerator(global_batch=12, micro_batches=4)
     model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
     model.eval()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.errors import ConfigError
 from lockstep.run import Run
@@ -61,8 +61,10 @@ class Batches:
 
     def _evaluation(self, accelerator: Accelerator) -> Iterator[Any]:
         to_device, loader = DeviceTransfer(accelerator.run.device), self.loader
-        sizes = loader.batch_size, getattr(loader.dataset, "__len__", lambda: 0)()
-        rows = sizes[1] % sizes[0] if sizes[0] and not loader.drop_last else 0
+        counted = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+        rows = 0
+        if loader.batch_size and not loader.drop_last and isinstance(counted, Sized):
+            rows = len(counted) % loader.batch_size
         for number, batch in enumerate(loader, 1):
             accelerator.rows_of_last_batch = rows if rows and number == len(loader) else None
             yield to_device(batch)
