@@ -425,3 +425,27 @@ def test_a_stream_with_a_length_is_trained_on(tmp_path):
     """torch's error was raised, that a stream cannot be shuffled."""
     answers = run_ranks(streamed, 1, tmp_path) + run_ranks(streamed, 3, tmp_path)
     assert len(set(answers)) == 1 and answers[0][1] == 1.25
+
+
+def ragged(world, folder):
+    rows = [{"x": torch.randn(4), "first": 0, "second": 1} for _ in range(8)]
+    run, model = begin(), TwoOutputs()
+
+    def widths(logits, labels):
+        calls.append(labels)
+        return torch.zeros(len(logits[0]), len(calls))
+
+    calls = []
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, report_to=[], label_names=["first", "second"]
+    )
+    from lockstep.integrations.transformers import TransformersTrainer
+
+    args.per_device_eval_batch_size = 4
+    trainer = TransformersTrainer(run, model=model, args=args, preprocess_logits_for_metrics=widths)
+    with pytest.raises(ConfigError, match=r"padding='max_length'"):
+        trainer.predict(rows)
+
+
+def test_outputs_of_several_shapes_are_refused(tmp_path):
+    run_ranks(ragged, 1, tmp_path)

@@ -481,7 +481,15 @@ class _Rows:
                 f"The model gives a {wrong[0]} beside tensors. Name it in ignore_keys, or leave it out in "
                 "preprocess_logits_for_metrics."
             )
-        self._forms = [(each.shape[1:], each.dtype) for each in tensors]
+        forms = [(each.shape[1:], each.dtype) for each in tensors]
+        if self._forms and [list(shape) for shape, _ in self._forms] != [list(shape) for shape, _ in forms]:
+            raise ConfigError(
+                f"The model gives rows of the shapes {[list(shape) for shape, _ in forms]} for one batch and "
+                f"{[list(shape) for shape, _ in self._forms]} for another. For compute_metrics and predict, pad to a "
+                "fixed length, as with padding='max_length', or keep numbers of one shape with "
+                "preprocess_logits_for_metrics."
+            )
+        self._forms = forms
         return torch.cat([each.reshape(len(each), -1).double() for each in tensors], 1)
 
     def unpacked(self, packed: Tensor | None, rows: int, group: Any, device: torch.device) -> tuple[Any, Any]:
