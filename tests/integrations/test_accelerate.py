@@ -580,3 +580,47 @@ def test_the_logger_of_accelerate_knows_the_processes():
     first, second = run_ranks(logging_on_ranks, 2)
     assert ("of the first" in first[0], "of the first" in second[0]) == (True, False)
     assert first[1:] == second[1:] == (2, 1)
+
+
+def some_steps(world, clear_first):
+    """Two of three steps of each of three epochs."""
+    model, optimizer, scheduler, loader = parts(samples=36)
+    accelerator = Accelerator(global_batch=12, micro_batches=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for _ in range(3):
+        done = 0
+        for x, y in loader:
+            if clear_first:
+                optimizer.zero_grad()
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            if not clear_first:
+                optimizer.zero_grad()
+            done += accelerator.sync_gradients
+            if done == 2:
+                break
+    return accelerator.run.fingerprint(), accelerator.run.position.step, accelerator.run.position.epoch
+
+
+def some_steps_by_hand(world):
+    model, optimizer, scheduler, loader = parts(samples=36)
+    run = lockstep.init(global_batch=12, micro_batches=4)
+    model, optimizer, scheduler = run.prepare(model, optimizer, scheduler)
+    for _ in run.epochs(3):
+        for batch in run.batches(loader):
+            run.backward(batch, nn.functional.cross_entropy)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if batch.plan.position == 1:
+                break
+    return run.fingerprint(), run.position.step, run.position.epoch
+
+
+def test_a_loop_that_is_left_ends_the_epoch_and_its_gradients():
+    """The next loop was refused, as if the optimizer had been stepped by a count of passes."""
+    (expected,) = run_ranks(some_steps_by_hand, 1)
+    assert expected[1:] == (6, 3)
+    for clear_first in (True, False):
+        assert run_ranks(some_steps, 1, clear_first) + run_ranks(some_steps, 3, clear_first) == [expected] * 4

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from lockstep.integrations.accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
+_SEVERAL = (
+    "The loop's body runs %d times for each optimizer step on this process, and a few times more in the first two "
+    "steps. What it adds up is that of micro-batches; accelerator.step_loss is the mean loss of the last step."
+)
 _ACCUMULATION = (
     "To accumulate gradients, give the Accelerator a larger global_batch and more micro_batches, and do not divide the "
     "loss."
@@ -73,29 +77,28 @@ class Batches:
         accelerator, to_device, micro_batch = self._accelerator, DeviceTransfer(run.device), None
         steps, epoch = run.batches(self.loader), run.position.epoch
         if not len(steps) and not any(steps) and run.position.epoch > epoch:
-            steps = run.batches(
-                self.loader
-            )  # it was saved within the last step of an epoch, which is over now
-        for batch in steps:
-            if accelerator.step_loss is None and len(batch.micro_batches) > 1 and run.is_main:
-                logger.warning(
-                    "The loop's body runs %d times for each optimizer step on this process, and a few times more in "
-                    "the first two steps. What it adds up is that of micro-batches; accelerator.step_loss is the mean "
-                    "loss of the last step.",
-                    len(batch.micro_batches),
-                )
-            accelerator.passes = OwnPasses(run, batch, micro_batch)
-            passes = 0
-            for micro_batch in accelerator.passes:
-                passes += 1
-                yield to_device(micro_batch.data)
-            for each in accelerator.stepped:
-                each.end_step(passes)
+            steps = run.batches(self.loader)  # it was saved within an epoch's last step, and that is over now
+        try:
+            for batch in steps:
+                if accelerator.step_loss is None and len(batch.micro_batches) > 1 and run.is_main:
+                    logger.warning(_SEVERAL, len(batch.micro_batches))
+                accelerator.passes = OwnPasses(run, batch, micro_batch)
+                passes = 0
+                for micro_batch in accelerator.passes:
+                    passes += 1
+                    yield to_device(micro_batch.data)
+                for each in accelerator.stepped:
+                    each.end_step(passes)
+        finally:
+            steps.close()
 
     def _leave(self) -> None:
         """Notes that a loop of training ended before its data did: nobody would see an exception from here."""
         accelerator = self._accelerator
         if accelerator.is_last and accelerator.asked_whether_last and accelerator.step_loss is not None:
+            for each in accelerator.stepped:
+                each.leave_step()
+            accelerator.run._loop.end_epoch()
             return  # after a whole step, and the script can tell where these are
         accelerator.left_early = (
             "The loop over a prepared DataLoader was left before its end, by break or next(), and "
@@ -180,6 +183,12 @@ class AtLast:
     def has_stepped(self) -> bool:
         """True for an optimizer that was stepped in this pass, the last of a step."""
         return self.is_optimizer and self._steps > self._early_steps
+
+    def leave_step(self) -> None:
+        """As ``end_step``, where the loop was left in the last pass."""
+        if self.has_stepped or (self.is_optimizer and self._is_cleared):
+            self.clear()
+        self._steps, self._early_steps, self._is_cleared = 0, 0, False
 
     def clear(self) -> None:
         """Clears the gradients of an optimizer now."""

@@ -139,6 +139,11 @@ class EpochLoop:
         if not self._in_epochs:
             self._next_epoch()
 
+    def end_epoch(self) -> None:
+        """Ends an epoch whose steps were left early, unless a loop over ``epochs`` does so."""
+        if not self._in_epochs:
+            self._next_epoch()
+
     @property
     def can_go_back(self) -> bool:
         """True where a resumed run can repeat everything since the end of the steps, or of the epoch."""
