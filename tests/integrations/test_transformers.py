@@ -449,3 +449,37 @@ def ragged(world, folder):
 
 def test_outputs_of_several_shapes_are_refused(tmp_path):
     run_ranks(ragged, 1, tmp_path)
+
+
+class LeavesEpochs(transformers.TrainerCallback):
+    """Ends each epoch after its second step, of four."""
+
+    steps = optimized = 0
+
+    def on_epoch_begin(self, args, state, control, **named):
+        self.steps = 0
+
+    def on_optimizer_step(self, args, state, control, **named):
+        self.optimized += 1
+
+    def on_step_end(self, args, state, control, **named):
+        self.steps += 1
+        control.should_epoch_stop = self.steps == 2
+
+
+def leaving(world, folder, is_ours):
+    run, callback = begin(), LeavesEpochs()
+    trainer = trainer_of(run, folder, causal_model())
+    if not is_ours:
+        trainer = transformers.Trainer(model=trainer.model, args=trainer.args, train_dataset=sentences())
+    trainer.add_callback(callback)
+    steps = trainer.train().global_step
+    rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
+    epochs = [each["epoch"] for each in trainer.state.log_history if "learning_rate" in each]
+    return steps, callback.optimized, rates, epochs
+
+
+def test_a_callback_may_end_an_epoch(tmp_path):
+    (expected,) = run_ranks(leaving, 1, tmp_path, False)
+    assert expected[:2] == (4, 4)
+    assert run_ranks(leaving, 1, tmp_path, True) + run_ranks(leaving, 2, tmp_path, True) == [expected] * 3
