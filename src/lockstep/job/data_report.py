@@ -217,7 +217,7 @@ def describe(sets: Sequence[SetFacts], step: StepFacts) -> str:
             if (rest := len(each.unreadable) - _MOST_BROKEN) > 0:
                 lines.append(f"    and {rest:,} more")
         lines.append("")
-    lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}")
+    lines.append(f"step {step.position} of {step.steps_per_epoch:,} in epoch {step.epoch}, both from 0")
     # Ranks that read the same, such as the stages of one pipeline, share their lines.
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, reads in enumerate(step.reads):

@@ -156,6 +156,7 @@ class Timeline(Callback):
                 self._recorder.begin_step(step, now)
             elif self._recording:
                 self._recorder.end_step(now)
+                self.finish()  # the wait for the data of a step after the window is none of its own
         if self._recording:
             self._recorder.enter(
                 "" if phase == "script" else phase, now, step=step, micro_batch=micro_batch, thread=thread
