@@ -31,8 +31,12 @@ def add_arguments(parser: Parser) -> None:
         help="a TOML file, or a built-in job (default: digits)",
     )
     add_train_options(parser, "data", "devices", "strategy", "mesh")
-    parser.add_argument("--epoch", type=int, default=0, metavar="E", help="epoch of the step, from 0 (default: 0)")
-    parser.add_argument("--step", type=int, default=0, metavar="S", help="step within the epoch, from 0 (default: 0)")
+    parser.add_argument(
+        "--epoch", type=int, default=0, metavar="E", help="epoch of the step, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--step", type=int, default=0, metavar="S", help="step within the epoch, from 0 (default: 0)"
+    )
     parser.add_argument("--sheet", metavar="FILE", help="write the pictures of the step, augmented, as PNG")
     parser.add_argument(
         "--json", metavar="FILE", help="write all that is found, with every sample of the step"
