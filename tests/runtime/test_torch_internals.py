@@ -1,7 +1,6 @@
 """The installed torch still says and names what Lockstep recognises of it."""
 
 import multiprocessing
-import os
 import re
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def test_a_frame_is_known_by_its_file_and_its_function():
     assert kind_of_frame(str(TORCH / "nn/parallel/distributed.py"), "forward") is FrameKind.AUTOGRAD
 
 
-def optimizers_and_groups(world):
+def optimizers_and_groups(world, meeting):
     """What is known before and after: an optimizer is made, a group is opened by variables, and destroyed."""
     import torch.distributed as dist
 
@@ -98,13 +97,10 @@ def optimizers_and_groups(world):
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     found = [before, made_optimizers(), opened_groups()]
     dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['MEETING']}", rank=world.rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=world.rank, world_size=2)
     dist.destroy_process_group()
     return [*found, opened_groups()]
 
 
-def test_optimizers_and_groups_leave_a_mark(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEETING", str(tmp_path / "meeting"))
-    assert run_ranks(optimizers_and_groups, 2) == [[False, True, False, True]] * 2
+def test_optimizers_and_groups_leave_a_mark(tmp_path):
+    assert run_ranks(optimizers_and_groups, 2, str(tmp_path / "meeting")) == [[False, True, False, True]] * 2
