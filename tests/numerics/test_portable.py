@@ -153,6 +153,7 @@ def test_this_cpu_computes_the_fingerprints_that_others_did():
 
 
 @needs_such_a_cpu
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_without_the_variables_portable_is_refused_with_them_and_auto_is_off(tmp_path):
     refused = script_run(tmp_path, "{'portable': True}")

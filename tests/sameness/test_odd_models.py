@@ -206,7 +206,7 @@ REFUSED = {
     ("channels_last", "fsdp-pipeline"): "is stored in channels-last order",
 }
 """Cases that a layout refuses, and how."""
-QUICK = ("fsdp-3", "servers")
+QUICK = ("servers",)
 
 
 @functools.cache

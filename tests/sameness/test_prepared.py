@@ -462,7 +462,7 @@ REFUSED = {
     "fsdp-pipeline": PIPELINE,
 }
 """The sentences in which a program ends; all others have the bits of ``single``."""
-SHORT = ("fsdp", "pipeline")
+SHORT = ("fsdp",)
 STAGED = ("pipeline", "data-pipeline", "fsdp-pipeline")
 """Layouts in which the loss runs on some ranks only."""
 
