@@ -1,5 +1,6 @@
 """A rank runs its target; the whole life of a rank is tested in test_supervisor_multiprocess.py."""
 
+import subprocess
 import sys
 import textwrap
 
@@ -41,3 +42,40 @@ def test_a_script_runs_as_main_with_its_arguments(tmp_path):
     )
     run_target(ScriptTarget(path=str(script), arguments=(str(tmp_path / "out"),)))
     assert (tmp_path / "out").read_text() == f"__main__ {tmp_path}"
+
+
+_TRAINS = """
+import torch
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+print("trained")
+"""
+_MEETS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.destroy_process_group()
+"""
+_SETS_UP = """
+import lockstep
+run = lockstep.init(global_batch=2, micro_batches=2)
+run.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("devices", "script", "is_warned"),
+    [
+        ("cpu:2", _TRAINS, True),
+        ("cpu:2", "print('trained')", False),
+        ("cpu:1", _TRAINS, False),
+        ("cpu:2", _MEETS + _TRAINS, False),
+        ("cpu:2", _SETS_UP + _TRAINS, False),
+    ],
+    ids=["alone on each", "no training", "one process", "a group of its own", "lockstep.init"],
+)
+def test_a_script_that_trains_on_each_device_by_itself_is_told_so_once(tmp_path, devices, script, is_warned):
+    (tmp_path / "train.py").write_text(script)
+    code = "import sys; from lockstep.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "run", "--devices", devices, "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("each of the 2 processes trained a model of its own") == is_warned
