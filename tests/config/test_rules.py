@@ -56,9 +56,9 @@ BROKEN = {
         ["training.portable=true", "training.compile=true"],
         "torch.compile writes code for the CPU that it runs on",
     ),
-    "whole models are compiled": (
-        ["training.strategy=pipeline", "training.compile=true"],
-        "holds no whole model in one process",
+    "split layers are not compiled": (
+        ["training.strategy=tensor", "training.compile=true"],
+        "exchange inside of the model, where compile cannot go",
     ),
     "tf32 needs CUDA": (["training.precision=tf32", "run.devices=cpu:2"], "Use fp32 or bf16"),
     "a loss scale is used": (
@@ -257,8 +257,8 @@ def test_only_what_shares_the_micro_batches_is_counted(load, options, expected):
             "reduce is 'ring', and strategy 'fsdp' has an exchange of its own",
         ),
         (
-            {"strategy": "pipeline", "compile": True},
-            "compile is true, and strategy 'pipeline' holds no whole model",
+            {"strategy": "tensor", "compile": True},
+            "compile is true, and the layers that strategy 'tensor' splits exchange inside",
         ),
         ({"strategy": "hybrid"}, "mesh is not given"),
         ({"mesh": "data=2"}, "belongs to strategy 'hybrid'"),

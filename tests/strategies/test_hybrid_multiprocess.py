@@ -172,7 +172,6 @@ REFUSED = {
     ),
     "a single number": (scaled, {}, r"'1.scale' is a scalar"),
     "an optimizer": (chain, {}, r"Noisy draws random numbers in its step"),
-    "compilation": (chain, {"compile": True}, r"holds no whole model"),
 }
 
 

@@ -90,8 +90,8 @@ def cases(layout):
     given = LAYOUTS[layout][1]
     given = given or {"strategy": layout}
     for model, setting in product(MODELS, SETTINGS):
-        if setting.get("compile") and layout in ("single", "dp", "ddp", "layers", "data=2,layers=2"):
-            continue  # it works, and takes minutes
+        if setting.get("compile") and "tensor" not in layout:
+            continue  # it works, and takes minutes: tests/sameness/test_compiled.py
         yield f"{model} {setting}", model, {**given, **setting}, "adamw"
     for model, optimizer in product(MODELS, OPTIMIZERS):
         yield f"{model} {optimizer}", model, given, optimizer

@@ -20,7 +20,6 @@ from lockstep.config.strategy_options import (
     ONE_PROCESS,
     OWN_EXCHANGE,
     SYNC_BATCH_NORM,
-    WHOLE_MODELS,
     devices_per_process,
     mesh_of,
     shares_rows_out,
@@ -293,12 +292,14 @@ def _compiled_code_is_not_portable(options: RunSettings, machine: AvailableDevic
         yield "is true: torch.compile writes code for the CPU that it runs on. Use one of the two."
 
 
-@_rule(RULES, "whole models are compiled", "compile")
-def _compiled_models_are_whole(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
-    strategy = options.strategy
-    whole = strategy in WHOLE_MODELS or (strategy == "hybrid" and "layers" in options.mesh)
-    if options.compile and not whole:
-        yield f"is true, and strategy {strategy!r} holds no whole model in one process. Use false, or strategy 'ddp'."
+@_rule(RULES, "split layers are not compiled", "compile")
+def _split_layers_are_not_compiled(options: RunSettings, machine: AvailableDevices) -> Iterator[str]:
+    split = options.strategy == "tensor" or (options.strategy == "hybrid" and "tensor" in options.mesh)
+    if options.compile and split:
+        yield (
+            "is true, and the layers that strategy 'tensor' splits exchange inside of the model, where compile cannot "
+            "go. Use one of the two."
+        )
 
 
 @_rule(RULES, "tf32 needs CUDA", "precision")

@@ -202,9 +202,6 @@ OPTIONS: dict[str, Any] = {option.name: option.default_factory for option in fie
 IN_SHARDS = ("single", "ddp", "tensor")
 """The strategies that compute split layers in ``tensor.shards``; also ``hybrid`` of ``data`` and ``tensor``."""
 
-WHOLE_MODELS = ("single", "dp", "ddp", "layers")
-"""The strategies in which a process holds the whole model."""
-
 OWN_EXCHANGE = ("fsdp", "parameter_server")
 """The strategies that exchange gradients in a way of their own, for which no reducer can be chosen."""
 

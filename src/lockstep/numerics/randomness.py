@@ -34,6 +34,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.seeding import derive_seed, unit_seed
 from lockstep.errors import ConfigError
+from lockstep.numerics.blocks import CONTAINERS
+from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.hooks import (
     Hooks,
     Surrounded,
@@ -46,7 +48,6 @@ from lockstep.numerics.hooks import (
     put_users_first,
 )
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NEVER_DRAW = (
     nn.Linear,
     nn.Bilinear,
@@ -96,7 +97,6 @@ class KeyedRandomness:
         seed: the run's seed.
         device: whose generator the model draws from; the CPU's is always seeded too.
         others: further devices that parts of the model draw on.
-        units: the units, if not those that ``find_units`` finds (a compiled model has coarser ones).
         units_only: True where parts of the model run in other processes, so that what is drawn outside of every unit
             has no key that all layouts share; it is then refused.
     """
@@ -106,7 +106,6 @@ class KeyedRandomness:
         model: nn.Module,
         seed: int,
         device: torch.device,
-        units: dict[str, nn.Module] | None = None,
         others: Sequence[torch.device] = (),
         units_only: bool = False,
     ) -> None:
@@ -129,7 +128,7 @@ class KeyedRandomness:
         self._interrupted: list[list[torch.Tensor]] = []
         self._outermost_seed: int | None = None
         self._phase, self._replays = "forward", False
-        self._units = find_units(model) if units is None else units
+        self._units = find_units(model)
         self._look_for_hooks()
 
     def key_global_generators(self) -> None:
@@ -356,7 +355,11 @@ def _nothing(*_: object) -> None:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The units of a model by name (see the module's description); the model itself is ``""``."""
+    """The units of a model by name (see the module's description); the model itself is ``""``.
+
+    In a compiled module randomness runs on as one stream, so that its graph contains no hooks.
+    """
+    compiled = compiled_around(model)
     units: dict[str, nn.Module] = {"": model}
     for name, module in model.named_modules():
         if any(isinstance(inner, CONTAINERS) for inner in module.modules()):
@@ -365,7 +368,11 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
             for child, inner in module.named_children():
                 units.setdefault(f"{name}.{child}" if name else child, inner)
     first_names: dict[nn.Module, str] = {}
-    return {name: module for name, module in units.items() if first_names.setdefault(module, name) == name}
+    return {
+        name: module
+        for name, module in units.items()
+        if first_names.setdefault(module, name) == name and compiled.get(module, module) is module
+    }
 
 
 _UNKEYED = {

@@ -24,10 +24,11 @@ from lockstep.checkpoint.state import encoded_extra_states, tensor_state
 from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tensors
 from lockstep.errors import ConfigError
+from lockstep.numerics.blocks import compile_blocks
 from lockstep.numerics.hidden_state import draws_globally
 from lockstep.numerics.initial_values import InitialValues, empty_tensors
 from lockstep.numerics.precision import Precision
-from lockstep.numerics.randomness import CONTAINERS, KeyedRandomness, find_units
+from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
@@ -200,52 +201,6 @@ def _stepped_by(scheduler: Any) -> list[Any]:
     return [getattr(scheduler, "optimizer", None), *inner]
 
 
-def compile_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Compiles each block in place and returns the units whose randomness is keyed: the blocks and the model.
-
-    A block is an outermost child of a Sequential, ModuleList or ModuleDict that has children itself. A model without
-    blocks is compiled whole. Inside a block randomness runs on as one stream.
-    """
-    units: dict[str, nn.Module] = {}
-    for name, module in find_units(model).items():
-        inside = any(name.startswith(f"{outer}.") for outer in units)
-        if name and not inside and not _is_container(module) and any(True for _ in module.children()):
-            units[name] = module
-    for block in units.values() or [model]:
-        block.forward = _Compiled(block.forward)
-    return {"": model, **units}
-
-
-class _Compiled:
-    """One graph per shape, always the same; torch's dynamic graphs depend on which shapes a rank has seen before.
-
-    For the same reason a shape beyond torch's limit is an error, where torch would go on without compiling it. A copy
-    of the module, as a replica of strategy dp is one, gets a compiled forward of its own.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self._static = torch.compile(forward, dynamic=False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-                return self._static(*args, **kwargs)
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise ConfigError(
-                "compile=True keeps one compiled graph for each shape of input, and more came than torch keeps "
-                f"({torch._dynamo.config.recompile_limit}). Pad the samples to a few fixed lengths, or do not compile."
-            ) from error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiled:
-        return _Compiled(copy.deepcopy(self._forward, memo))
-
-
-def _is_container(module: nn.Module) -> bool:
-    """True where the blocks are inside of this module rather than the module itself."""
-    return any(isinstance(each, CONTAINERS) for each in (module, *module.children()))
-
-
 @dataclass(frozen=True)
 class PreparedModel:
     """A model as its strategy trains it, and facts about the whole one from before."""
@@ -396,9 +351,10 @@ def prepare_model(
     ]
     buffer_names = [name for name, _ in model.named_buffers()]
     precision.prepare(model)
-    units = compile_blocks(model) if options.compile else None
+    if options.compile:
+        compile_blocks(model)
     apart = strategy.separates_units
-    randomness = KeyedRandomness(model, options.seed, device, units, strategy.devices, apart)
+    randomness = KeyedRandomness(model, options.seed, device, strategy.devices, apart)
     if draws_globally(model):
         randomness.key_global_generators()
     with returning_freed_memory(device) if parts.start else nullcontext():

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.numerics.compilation import explain_limit, fix_graphs
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
@@ -217,12 +218,16 @@ class ForwardPass:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.model, self.device, self._events = model, device, events
-        self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
-        """Gives the context of the forward pass and the loss."""
+        self._precision, self._transfer = precision, DeviceTransfer(device, events)
         self._transfers = {device: self._transfer}
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """The context of the forward pass and the loss."""
+        fix_graphs()
+        return self._precision.forward()
 
     def output_and_target(
         self,
@@ -237,7 +242,11 @@ class ForwardPass:
                 data = self._transfer(data)
                 return forward(data), data
             inputs, named, target = self.inputs(data, device_transform)
-            return model(*inputs, **named), target
+            try:
+                return model(*inputs, **named), target
+            except Exception as error:
+                explain_limit(error)
+                raise
 
     def inputs(
         self, data: Any, device_transform: Prepare | None, device: torch.device | None = None

@@ -119,7 +119,11 @@ REFUSED = {
     ),
     "own draws": (OwnDraws, {}, r"not a chain of modules.*without drawing random numbers itself"),
     "split": (layers, {"pipeline": {"split": ["relu"]}}, r"'relu', and the model cannot be cut there"),
-    "compile": (layers, {"compile": True}, r"strategy 'pipeline' holds no whole model"),
+    "compile": (
+        layers,
+        {"compile": True},
+        r"the model is compiled as one.*Put the layers of each block into",
+    ),
     "other shapes": (
         lambda: nn.Sequential(nn.Linear(4, 4), Growing(), nn.AdaptiveAvgPool1d(2)),
         {"pipeline": {"split": ["2"]}},

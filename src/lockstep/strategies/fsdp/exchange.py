@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
+from lockstep.numerics.blocks import blocks_of
 from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""
 
@@ -243,12 +243,12 @@ class ShardedBlock:
         return found
 
 
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, in order: the children of its containers that hold enough parameters.
+def large_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name, in order, that hold enough parameters to be gathered for themselves.
 
     A module that shares a parameter with another place is left to the rest, which is gathered with the whole model.
     """
-    blocks = {name: module for name, module in _candidates("", model) if _size(module) >= _SMALLEST}
+    blocks = {name: module for name, module in blocks_of(model).items() if _size(module) >= _SMALLEST}
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
@@ -259,17 +259,6 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _candidates(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if type(child) in _CONTAINERS or type(module) not in _CONTAINERS:
-            found += _candidates(path, child)
-        else:
-            found.append((path, child))
-    return found
 
 
 def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[ShardedParameter]]:

@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.randomness import OwnHook, in_backward
-from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, find_blocks
+from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
 from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
 from lockstep.text import numbered
 
@@ -73,8 +74,8 @@ class Gathering:
         self._exchange, self._keep, self._dtype = exchange, keep, dtype
         self._keep_for_step = keep_for_step
         self._host = host
-        modules = find_blocks(model)
-        users = users_of_parameters(model)
+        modules = large_blocks(model)
+        users_of = users_of_parameters(model)
         ranks = exchange.ranks
         loads = [0] * ranks
         self._absence = absence = Absence("fsdp", "no process holds it whole")
@@ -91,7 +92,7 @@ class Gathering:
             else:
                 parameter.data = parameter.detach().clone()  # in memory of its own, which is given back
             each = ShardedParameter(
-                *(name, parameter, users[parameter], rows, exchange.rank, dtype, offload, absence)
+                *(name, parameter, users_of[parameter], rows, exchange.rank, dtype, offload, absence)
             )
             each.free()
             self.parameters[name] = each
@@ -108,8 +109,9 @@ class Gathering:
             self._watch(module, block)
             for inner in _inner_entrances(module):
                 self._watch(inner, block, is_inner=True)
-        rest = {module for each in self._rest.parameters for module, _ in each.users}
-        for module in {model: None, **dict.fromkeys(rest)}:
+        compiled = compiled_around(model)
+        users = [module for each in self._rest.parameters for module, _ in each.users]
+        for module in dict.fromkeys([model, *(compiled.get(module, module) for module in users)]):
             self._watch(module, self._rest)
 
     @property
@@ -331,7 +333,9 @@ def _inner_entrances(block: nn.Module) -> list[nn.Module]:
     """Modules of a block, with parameters, that its code may call in backward, or under hooks on saved tensors."""
     if type(block).__module__.startswith("torch.nn."):
         return []
-    return [each for each in block.modules() if each is not block and each._parameters]
+    compiled = compiled_around(block)
+    entrances = dict.fromkeys(compiled.get(each, each) for each in block.modules() if each._parameters)
+    return [each for each in entrances if each is not block]
 
 
 def _address(tensor: Tensor) -> int:

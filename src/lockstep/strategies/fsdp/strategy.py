@@ -30,6 +30,7 @@ from lockstep.distributed.collectives import (
 )
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, RankError
+from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.initial_values import move_model
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
@@ -86,6 +87,7 @@ class FullyShardedDataParallel(Strategy):
         """Shares the parameters out and frees the rest. Collective."""
         require_rows(model, self.name, permuted=True)
         require_plain_state(model, self.name)
+        _require_uncompiled_calls(model)
         self._model = move_model(model, self.initial_values, self.device)
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._first_names = _first_names(model)
@@ -307,6 +309,18 @@ def _explain_transforms() -> Iterator[None]:
             "saved tensors, with which torch cannot do that. Use torch.autograd.grad(..., create_graph=True) instead, "
             f"or strategy 'ddp'. Error from torch: {error}"
         ) from error
+
+
+def _require_uncompiled_calls(model: nn.Module) -> None:
+    """Raises ``ConfigError`` where a call is compiled together with the hooks around it, which gather."""
+    compiled = compiled_around(model)
+    for name, module in model.named_modules():
+        if compiled.get(module) is module and module._compiled_call_impl is not None:
+            of_it = f"of {name!r}" if name else "of the model"
+            raise ConfigError(
+                f"The method compile() {of_it} compiles a call with the hooks around it, and strategy 'fsdp' gathers "
+                "parameters in hooks. Use torch.compile(module), compile=True of lockstep.init, or strategy 'ddp'."
+            )
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

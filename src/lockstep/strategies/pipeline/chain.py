@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from lockstep.numerics.blocks import CONTAINERS
+from lockstep.numerics.compilation import is_compiled
 from lockstep.numerics.hidden_state import Snapshot
-from lockstep.numerics.randomness import CONTAINERS
 
 _FUNCTIONS = (
     torch.flatten,
@@ -88,7 +89,7 @@ def _inner(module: nn.Module) -> list[ChainLink] | None:
     """Returns the children that a module calls in turn; None if it does anything else."""
     if module._parameters or module._buffers or not module._modules or is_watched(module):
         return None
-    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
+    if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__ or is_compiled(module):
         return None  # it runs something else than the forward of its class
     if type(module).forward is nn.Sequential.forward:
         return [ChainLink(name, child) for name, child in module._modules.items() if child is not None]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import is_compiled
 from lockstep.strategies.pipeline.chain import ChainLink, chain, draws_without_key, is_watched
 from lockstep.text import shorten
 
@@ -151,6 +152,12 @@ def _refuse_ties(links: Sequence[ChainLink], starts: list[int], stages: int, opt
 
 def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline") -> str:
     """Returns why a chain cannot be cut into this many parts, and what would work."""
+    if is_compiled(links[0].module) and not links[0].name:
+        return (
+            f"strategy {strategy!r} needs {stages} stages, and the model is compiled as one. compile=True compiles "
+            "each block for itself, where there are some: children of a Sequential or ModuleList that have layers of "
+            "their own. Put the layers of each block into a module, leave compile out, or use strategy 'ddp'."
+        )
     ties = _ties(links)
     if len(links) >= stages and ties:
         first, _, name = max(ties, key=lambda tie: tie[1] - tie[0])

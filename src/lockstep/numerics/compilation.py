@@ -1,0 +1,90 @@
+"""torch.compile with the same graphs on every layout: one for each shape, whatever a process has seen before.
+
+By itself the compiler learns: the second shape of an input makes a graph for all shapes, the ninth ends in code that is
+not compiled, and a module may run the graph of another one that has no hooks. Which graph runs, and so which bits come
+out, then depends on what else ran in the process. In a run these are switched off.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+
+_COMPILER = "torch._dynamo"
+_SETTINGS = {
+    "automatic_dynamic_shapes": False,
+    "specialize_float": True,
+    "fail_on_recompile_limit_hit": True,
+    "skip_nnmodule_hook_guards": False,
+}
+
+
+def fix_graphs() -> None:
+    """Sets the compiler, where this process has loaded it, so that a graph depends on its code and inputs alone."""
+    config = getattr(sys.modules.get(_COMPILER), "config", None)
+    if config is not None:
+        for name, value in _SETTINGS.items():
+            setattr(config, name, value)
+
+
+def explain_limit(error: Exception) -> None:
+    """Raises ``ConfigError`` in place of the compiler's error about too many graphs; else nothing."""
+    compiler: Any = sys.modules.get(_COMPILER)
+    if compiler is None or not isinstance(error, compiler.exc.FailOnRecompileLimitHit):
+        return
+    raise ConfigError(
+        "One compiled graph is kept for each shape of input, each number that the code uses and each mode, and more "
+        f"came than torch keeps of one function ({compiler.config.recompile_limit}). Pad the samples to a few fixed "
+        "lengths, give numbers that change as tensors, set torch._dynamo.config.recompile_limit to more, or do not "
+        "compile."
+    ) from error
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module was compiled: by ``CompiledForward``, torch.compile or its method ``compile``."""
+    by_user = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return by_user or isinstance(vars(module).get("forward"), CompiledForward)
+
+
+def compiled_around(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """The outermost compiled module around each module that is in one, itself included."""
+    found: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # outer ones come first
+        for inner in module.modules() if is_compiled(module) else ():
+            found.setdefault(inner, module)
+    return found
+
+
+class CompiledForward:
+    """A module's forward, compiled. A copy of the module, as a replica of strategy dp is one, compiles its own.
+
+    Args:
+        forward: of the module.
+        modules: how many may share its code; torch's limit of graphs, which is one of a code, holds for each.
+    """
+
+    def __init__(self, forward: Callable[..., Any], modules: int = 1) -> None:
+        self._forward, self._modules = forward, modules
+        self._static = torch.compile(forward, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fix_graphs()
+        config = torch._dynamo.config
+        limit = config.recompile_limit * self._modules
+        total = max(config.accumulated_recompile_limit, limit)
+        try:
+            with config.patch(recompile_limit=limit, accumulated_recompile_limit=total):
+                return self._static(*args, **kwargs)
+        except Exception as error:
+            explain_limit(error)
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
+        return CompiledForward(copy.deepcopy(self._forward, memo), self._modules)
