@@ -8,7 +8,6 @@ from lockstep.numerics.blocks import blocks_of, compile_blocks
 from lockstep.numerics.compilation import compiled_around, is_compiled
 from lockstep.numerics.randomness import find_units
 
-
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.script_method:DeprecationWarning"
 )  # torch's own, on the compiler's import

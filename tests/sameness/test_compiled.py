@@ -130,7 +130,6 @@ def whole_by_hand(world, settings):
 
 
 def several_shapes_by_hand(world, settings):
-    """By itself torch makes a graph for all shapes when a process meets the second one."""
     model = seeded(chained)
     model[3] = torch.compile(model[3])
     return trained(model, settings, samples=45, epochs=3)

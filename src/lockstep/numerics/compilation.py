@@ -75,6 +75,7 @@ class CompiledForward:
         self._static = torch.compile(forward, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph for these shapes; ``ConfigError`` where there are more than torch keeps."""
         fix_graphs()
         config = torch._dynamo.config
         limit = config.recompile_limit * self._modules

@@ -1,0 +1,49 @@
+"""Compiled graphs that depend on their code and inputs alone."""
+
+import shutil
+
+import pytest
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import CompiledForward, explain_limit, fix_graphs
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler (apt-get install g++)"),
+    # torch's own, on the compiler's import
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+]
+
+
+def normalized(inputs, share):
+    return torch.nn.functional.layer_norm(inputs * (1 + share), inputs.shape[-1:], eps=share * 1e-4)
+
+
+def compiled_after(*shares):
+    """The function, compiled in a process that has computed it with these numbers."""
+    torch._dynamo.reset()
+    function = torch.compile(normalized)
+    for share in shares:
+        function(torch.ones(2, 64), share)
+    return function
+
+
+def test_bits_do_not_depend_on_the_numbers_that_a_function_was_compiled_for():
+    """By itself torch makes a graph for all numbers at the second one, which rounds otherwise."""
+    compiled_after()
+    fix_graphs()
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    expected = compiled_after()(inputs, 0.3)
+    assert torch.equal(compiled_after(0.9, 0.8)(inputs, 0.3), expected)
+
+
+def test_more_graphs_than_torch_keeps_are_explained():
+    forward = CompiledForward(normalized)
+    with pytest.raises(ConfigError, match=r"more came than torch keeps of one function \(8\)"):
+        for rows in range(1, 10):
+            forward(torch.ones(rows, 64), 0.1)
+
+
+def test_other_errors_are_left_as_they_are():
+    assert explain_limit(ValueError("x")) is None
