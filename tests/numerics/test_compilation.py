@@ -25,7 +25,7 @@ def compiled_after(*shares):
     torch._dynamo.reset()
     function = torch.compile(normalized)
     for share in shares:
-        function(torch.ones(2, 64), share)
+        function(torch.ones(32, 64), share)
     return function
 
 

@@ -315,7 +315,7 @@ def _require_uncompiled_calls(model: nn.Module) -> None:
     """Raises ``ConfigError`` where a call is compiled together with the hooks around it, which gather."""
     compiled = compiled_around(model)
     for name, module in model.named_modules():
-        if compiled.get(module) is module and module._compiled_call_impl is not None:
+        if compiled.get(module) is module and getattr(module, "_compiled_call_impl", None) is not None:
             of_it = f"of {name!r}" if name else "of the model"
             raise ConfigError(
                 f"The method compile() {of_it} compiles a call with the hooks around it, and strategy 'fsdp' gathers "
