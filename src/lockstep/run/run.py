@@ -425,12 +425,15 @@ class Run:
         if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if prepared.gradients:
-            raise ConfigError("run.save() between run.backward and optimizer.step() would lose gradients.")
-        left_over = prepared.gradients.left_over
-        if left_over and not self.strategy.replicated:
             raise ConfigError(
-                f"run.save() would lose gradients: {len(left_over)} parameters have some from after the step of their "
-                f"optimizer, and strategy {self.strategy.name!r} cannot store them. Call its zero_grad() before."
+                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from the checkpoint "
+                "does not begin there. Save where every optimizer with gradients has made its step, or call zero_grad() "
+                "of the others."
+            )
+        if prepared.gradients.left_over and isinstance(self.strategy, IndependentStrategy):
+            raise ConfigError(
+                "run.save() would lose the gradients that came after the step of their optimizer: a parameter server "
+                "of mode 'asynchronous' stores none. Call zero_grad() before."
             )
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):

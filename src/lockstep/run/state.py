@@ -203,37 +203,48 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        self._capture_gradients(state, keep)
+        self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
 
-    def _capture_gradients(self, state: CheckpointState, keep: bool) -> None:
-        """Adds what a step has left: gradients where processes have them whole, and which are zeros. Collective.
+    def _capture_gradients(
+        self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
+    ) -> None:
+        """Adds the gradients that the loop has not cleared, and which of them are zeros. Collective; see ``capture``.
 
-        Those of parameters that no optimizer has, which add up from step to step, are gathered.
+        They are added to by the next backward pass.
         """
         kept = {name: p.grad for name, p in self.strategy.trainable().items() if p.grad is not None}
         zeros = {name for name, gradient in kept.items() if not gradient.any()}
-        left = kept
+        stored = kept if keep else {}
         if not self.strategy.replicated:
-            stepped = {n for optimizer in self.model.members for names in optimizer for n in names}
-            mine = [sorted(kept.keys() - zeros), sorted(kept), sorted(kept.keys() - stepped)]
+            mine = [sorted(kept.keys() - zeros), sorted(kept)]
             everyone = [mine] if self.group is None else gather_json(mine, self.group, self.strategy.device)
-            others, known, unstepped = (
-                {name for names in of_ranks for name in names} for of_ranks in zip(*everyone)
-            )
+            others, known = ({name for names in of_ranks for name in names} for of_ranks in zip(*everyone))
             zeros = known - others  # on a rank without rows, or with some, there may be nothing but zeros
-            nobodys = sorted(unstepped - zeros)
-            dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
-            left = {}
-            if not isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
-                left = {n: self.strategy.gather_full(n, kept.get(n), dtypes[n]) for n in nobodys}
-        if keep:
-            tensors = {f"{_GRADIENT}{name}": gradient for name, gradient in left.items() if name not in zeros}
-            state.optimizer.update(tensors)
+            if isinstance(self.strategy, IndependentStrategy):  # whose servers clear all gradients
+                stored = {}
+            elif rows is None:
+                stored = self._gathered(sorted(others), kept, keep)
+            else:
+                stored = {name: gradient for name, gradient in kept.items() if name in rows}
+        tensors = {f"{_GRADIENT}{name}": gradient for name, gradient in stored.items() if name not in zeros}
+        state.optimizer.update(tensors)
         state.progress.update({"zero_gradients": sorted(zeros)} if zeros else {})
+
+    def _gathered(
+        self, names: Sequence[str], parts: Mapping[str, Tensor], keep: bool
+    ) -> dict[str, Tensor]:
+        """Whole gradients on the CPU, where this process keeps them. Collective."""
+        dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
+        whole = {}
+        for name in names:
+            found = self.strategy.gather_full(name, parts.get(name), dtypes[name])
+            if keep:
+                whole[name] = found.detach().to("cpu", copy=True)
+        return whole
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
         """Whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""

@@ -1,0 +1,110 @@
+"""Gradients that are there when a run stops are there when it goes on, in whatever layout."""
+
+import logging
+
+import pytest
+import torch
+from tests.ranks import run_ranks
+from tests.sameness.layouts import LAYOUTS
+from torch import nn
+
+from lockstep.core.fingerprint import digest_tensors
+from lockstep.run import Run, RunOptions
+from lockstep.runtime.lazy_compiler import postpone_compiler
+
+pytestmark = pytest.mark.timeout(900)
+CHAIN = (
+    *("single", "fsdp-3", "pipeline", "ddp", "servers", "fsdp-pipeline", "dp", "fsdp", "data-pipeline", "server"),
+    *("layers", "fsdp-3", "server", "pipeline", "single"),
+)
+STEPS_EACH = 2
+
+
+def block(width=36):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 36), block(), nn.Dropout(0.1), block(), nn.Linear(36, 3))
+
+
+def all_parameters(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def some_parameters(model):
+    """The gradients of the others are added up for ever."""
+    return [torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9)]
+
+
+def always(optimizers, step):
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+
+
+def kept(optimizers, step):
+    """Gradients are cleared in every third step only, and so added up over the others."""
+    for each in optimizers:
+        each.step()
+        if step % 3 == 0:
+            each.zero_grad()
+
+
+def zeros(optimizers, step):
+    for each in optimizers:
+        each.step()
+        each.zero_grad(set_to_none=False)
+
+
+LOOPS = {
+    "some owned": (some_parameters, always),
+    "kept": (all_parameters, kept),
+    "zeros": (all_parameters, zeros),
+}
+
+
+@pytest.mark.slow
+def test_gradients_go_on_under_every_layout(tmp_path):
+    last = STEPS_EACH * len(CHAIN)
+    (whole,) = run_ranks(train_all, 1, tmp_path / "whole", {"strategy": "single"}, last)
+    for number, name in enumerate(CHAIN, 1):
+        layout = LAYOUTS[name]
+        stop = number * STEPS_EACH
+        found = run_ranks(train_all, layout.world, tmp_path / "changing", layout.settings, stop, timeout=200)[0]
+    for loop, digests in whole.items():
+        different = [key for key in {*digests, *found[loop]} if digests.get(key) != found[loop].get(key)]
+        assert not different, f"{loop}: {different[:5]}"
+    assert any(key.startswith("gradient|") for key in whole["some owned"])
+
+
+def train_all(world, folder, settings, stop):
+    postpone_compiler()
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    return {loop: train(world, folder / loop, settings, stop, *LOOPS[loop]) for loop in LOOPS}
+
+
+def train(world, folder, settings, stop, make_optimizers, update):
+    options = {"global_batch": 8, "micro_batches": 4, "seed": 3, "threads": 1, "resume": "auto"}
+    run = Run(RunOptions.of(**{**options, "directory": str(folder), **settings}), world)
+    model = network()
+    _, *optimizers = run.prepare(model, *make_optimizers(model))
+    numbers = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(40, 6, generator=numbers), torch.randint(3, (40,), generator=numbers)
+    )
+    state = {}
+    for _ in run.epochs(1000):
+        for batch in run.batches(data):
+            run.backward(batch, nn.functional.cross_entropy)
+            update(optimizers, batch.plan.step)
+            if batch.plan.step + 1 == stop:
+                run.save()
+                captured = run.require_prepared().state.capture(run.fingerprint(), keep=world.is_main)
+                state = {name: t.clone() for name, t in {**captured.model, **captured.optimizer}.items()}
+                break
+        if run.position.step >= stop:
+            break
+    run.close()
+    return digest_tensors(state)
