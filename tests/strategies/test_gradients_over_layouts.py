@@ -14,7 +14,18 @@ from lockstep.runtime.lazy_compiler import postpone_compiler
 
 pytestmark = pytest.mark.timeout(900)
 CHAIN = (
-    *("single", "fsdp-3", "pipeline", "ddp", "servers", "fsdp-pipeline", "dp", "fsdp", "data-pipeline", "server"),
+    *(
+        "single",
+        "fsdp-3",
+        "pipeline",
+        "ddp",
+        "servers",
+        "fsdp-pipeline",
+        "dp",
+        "fsdp",
+        "data-pipeline",
+        "server",
+    ),
     *("layers", "fsdp-3", "server", "pipeline", "single"),
 )
 STEPS_EACH = 2
@@ -72,7 +83,9 @@ def test_gradients_go_on_under_every_layout(tmp_path):
     for number, name in enumerate(CHAIN, 1):
         layout = LAYOUTS[name]
         stop = number * STEPS_EACH
-        found = run_ranks(train_all, layout.world, tmp_path / "changing", layout.settings, stop, timeout=200)[0]
+        found = run_ranks(train_all, layout.world, tmp_path / "changing", layout.settings, stop, timeout=200)[
+            0
+        ]
     for loop, digests in whole.items():
         different = [key for key in {*digests, *found[loop]} if digests.get(key) != found[loop].get(key)]
         assert not different, f"{loop}: {different[:5]}"

@@ -234,9 +234,7 @@ class RunState:
         state.optimizer.update(tensors)
         state.progress.update({"zero_gradients": sorted(zeros)} if zeros else {})
 
-    def _gathered(
-        self, names: Sequence[str], parts: Mapping[str, Tensor], keep: bool
-    ) -> dict[str, Tensor]:
+    def _gathered(self, names: Sequence[str], parts: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
         """Whole gradients on the CPU, where this process keeps them. Collective."""
         dtypes = {name: parameter.dtype for name, parameter in self.parts.model.named_parameters()}
         whole = {}
