@@ -426,9 +426,9 @@ class Run:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
         if prepared.gradients:
             raise ConfigError(
-                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from the checkpoint "
-                "does not begin there. Save where every optimizer with gradients has made its step, or call zero_grad() "
-                "of the others."
+                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
+                "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "
+                "zero_grad()."
             )
         if prepared.gradients.left_over and isinstance(self.strategy, IndependentStrategy):
             raise ConfigError(
