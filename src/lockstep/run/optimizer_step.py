@@ -74,6 +74,20 @@ class GradientState:
         held = [o for o in self._held if id(o) in self._stepped]
         return [p for o in held for group in o.param_groups for p in group["params"] if p.grad is not None]
 
+    def require_stepped(self) -> None:
+        """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop could not go on from it."""
+        if self:
+            raise ConfigError(
+                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
+                "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "
+                "zero_grad()."
+            )
+        if self.left_over and isinstance(self._strategy, IndependentStrategy):
+            raise ConfigError(
+                "run.save() would lose the gradients that came after the step of their optimizer: a parameter server "
+                "of mode 'asynchronous' stores none. Call zero_grad() before."
+            )
+
     @property
     def _held(self) -> list[Optimizer]:
         return [o for o in self._optimizers if id(o) in self._holding]

@@ -424,17 +424,7 @@ class Run:
         prepared, directory = self.require_prepared(), directory or self.options.directory
         if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
-        if prepared.gradients:
-            raise ConfigError(
-                "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
-                "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "
-                "zero_grad()."
-            )
-        if prepared.gradients.left_over and isinstance(self.strategy, IndependentStrategy):
-            raise ConfigError(
-                "run.save() would lose the gradients that came after the step of their optimizer: a parameter server "
-                "of mode 'asynchronous' stores none. Call zero_grad() before."
-            )
+        prepared.gradients.require_stepped()
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):
             self._results.read()
