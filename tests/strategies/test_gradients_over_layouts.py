@@ -49,13 +49,13 @@ def some_parameters(model):
     return [torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9)]
 
 
-def always(optimizers, step):
+def always(model, optimizers, step):
     for each in optimizers:
         each.step()
         each.zero_grad()
 
 
-def kept(optimizers, step):
+def kept(model, optimizers, step):
     """Gradients are cleared in every third step only, and so added up over the others."""
     for each in optimizers:
         each.step()
@@ -63,16 +63,24 @@ def kept(optimizers, step):
             each.zero_grad()
 
 
-def zeros(optimizers, step):
+def zeros(model, optimizers, step):
     for each in optimizers:
         each.step()
         each.zero_grad(set_to_none=False)
+
+
+def by_hand(model, optimizers, step):
+    for each in optimizers:
+        each.step()
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 LOOPS = {
     "some owned": (some_parameters, always),
     "kept": (all_parameters, kept),
     "zeros": (all_parameters, zeros),
+    "by hand": (all_parameters, by_hand),
 }
 
 
@@ -102,7 +110,7 @@ def train(world, folder, settings, stop, make_optimizers, update):
     options = {"global_batch": 8, "micro_batches": 4, "seed": 3, "threads": 1, "resume": "auto"}
     run = Run(RunOptions.of(**{**options, "directory": str(folder), **settings}), world)
     model = network()
-    _, *optimizers = run.prepare(model, *make_optimizers(model))
+    model, *optimizers = run.prepare(model, *make_optimizers(model))
     numbers = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(
         torch.randn(40, 6, generator=numbers), torch.randint(3, (40,), generator=numbers)
@@ -111,7 +119,7 @@ def train(world, folder, settings, stop, make_optimizers, update):
     for _ in run.epochs(1000):
         for batch in run.batches(data):
             run.backward(batch, nn.functional.cross_entropy)
-            update(optimizers, batch.plan.step)
+            update(model, optimizers, batch.plan.step)
             if batch.plan.step + 1 == stop:
                 run.save()
                 captured = run.require_prepared().state.capture(run.fingerprint(), keep=world.is_main)

@@ -216,6 +216,7 @@ class RunState:
 
         They are added to by the next backward pass.
         """
+        self.strategy.before_step()
         kept = {name: p.grad for name, p in self.strategy.trainable().items() if p.grad is not None}
         zeros = {name for name, gradient in kept.items() if not gradient.any()}
         stored = kept if keep else {}

@@ -177,7 +177,7 @@ class Strategy(ABC):
         """The trained parameters that optimizers hold, whole or in part, by name in the whole model."""
 
     def before_step(self) -> None:  # noqa: B027  # most strategies have gradients where the user sees them
-        """Called on every rank before gradients are clipped, and before an optimizer is stepped."""
+        """Called on every rank before gradients are clipped or stored, and before an optimizer is stepped."""
 
     def require_no_calls(self) -> None:  # noqa: B027  # most strategies compute a forward pass without other ranks
         """Raises ``ConfigError`` on every rank where some call the model while others are here. Collective."""
