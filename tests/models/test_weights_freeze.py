@@ -6,6 +6,7 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.models import freeze, resnet18, transformer
+from lockstep.models.weights import describe_frozen
 
 
 @pytest.fixture
@@ -41,6 +42,23 @@ def test_a_name_means_that_module_and_not_one_that_begins_alike():
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(model, pattern, nearest):
     with pytest.raises(ConfigError, match=f"matches no parameter or module. Did you mean {nearest}"):
         freeze(model, ["*", pattern])
+
+
+def test_a_module_without_parameters_is_no_match_and_those_with_some_are_named():
+    chain = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1))
+    words = r"'!1' matches no parameter or module. The model's parameters are in: 0 \(Linear\), 2 \(Linear\)"
+    with pytest.raises(ConfigError, match=words):
+        freeze(chain, ["*", "!1"])
+
+
+def test_the_log_says_what_is_trained_and_which_statistics_change(model):
+    trained = freeze(model, ["*", "!fc"])
+    assert describe_frozen(model, trained) == (
+        "2 of 62 parameters are trained: fc.weight, fc.bias. The running statistics of 20 frozen BatchNorm layers "
+        "still change; weights.freeze_statistics=true keeps them."
+    )
+    trained = freeze(model, ["*", "!fc"], freeze_statistics=True)
+    assert describe_frozen(model, trained) == "2 of 62 parameters are trained: fc.weight, fc.bias."
 
 
 def test_freezing_everything_is_refused(model):

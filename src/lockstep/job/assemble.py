@@ -35,7 +35,7 @@ from lockstep.job.instantiate import importable_from, instantiate, instantiate_f
 from lockstep.job.run_folder import run_folder
 from lockstep.loggers import Logger, open_loggers
 from lockstep.models import freeze, load_weights
-from lockstep.models.weights import checkpoint_activations, parameter_groups
+from lockstep.models.weights import checkpoint_activations, describe_frozen, parameter_groups
 from lockstep.run import Run
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.step import ForwardPass
@@ -252,7 +252,9 @@ def _model(config: JobConfig, reads_weights: bool) -> nn.Module:
     if config.weights.path and reads_weights:
         logger.info("%s", load_weights(model, config.weights.path).describe())
     if config.weights.freeze:
-        freeze(model, config.weights.freeze, freeze_statistics=config.weights.freeze_statistics)
+        trained = freeze(model, config.weights.freeze, freeze_statistics=config.weights.freeze_statistics)
+        if reads_weights:
+            logger.info("%s", describe_frozen(model, trained))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("weights.freeze leaves no parameter to train. Thaw some, for example with '!fc'.")
     return model

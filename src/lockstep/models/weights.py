@@ -101,6 +101,26 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
     return trained
 
 
+def describe_frozen(model: nn.Module, trained: Sequence[str]) -> str:
+    """One sentence for the log about what ``freeze`` has left to train, and one about statistics that go on changing."""
+    count = sum(1 for _ in model.parameters())
+    text = f"{len(trained)} of {count} parameters are trained: {shorten(trained, 6)}."
+    frozen = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        and module.track_running_stats
+        and not any(p.requires_grad for p in module.parameters())
+        and not any(hook is _stay_in_evaluation for hook in module._forward_pre_hooks.values())
+    ]
+    if frozen:
+        text += (
+            f" The running statistics of {len(frozen)} frozen BatchNorm layers still change; "
+            "weights.freeze_statistics=true keeps them."
+        )
+    return text
+
+
 def selected(name: str, patterns: Sequence[str]) -> bool:
     """True if the last pattern that matches a name, or what holds it, does not begin with ``!``."""
     matching = [each for each in patterns if _matches(name, each.removeprefix("!"))]
@@ -135,13 +155,15 @@ def _stay_in_evaluation(module: nn.Module, _inputs: tuple[Tensor | Any, ...]) ->
 
 
 def _nothing_matched(model: nn.Module, pattern: str) -> str:
-    names = {name for name, _ in model.named_modules() if name}
-    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
     close = difflib.get_close_matches(pattern.removeprefix("!"), sorted(names), n=1, cutoff=0.5)
     hint = f" Did you mean {'!' * pattern.startswith('!') + close[0]!r}?" if close else ""
-    top = shorten(name for name, _ in model.named_children())
+    top = shorten(
+        f"{name} ({type(module).__name__})" for name, module in model.named_children() if name in names
+    )
     return (
-        f"freeze: the pattern {pattern!r} matches no parameter or module.{hint} The model consists of: {top}."
+        f"freeze: the pattern {pattern!r} matches no parameter or module.{hint} The model's parameters are in: {top}."
     )
 
 
