@@ -102,7 +102,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], *, freeze_statistics: bool
 
 
 def describe_frozen(model: nn.Module, trained: Sequence[str]) -> str:
-    """One sentence for the log about what ``freeze`` has left to train, and one about statistics that go on changing."""
+    """One sentence for the log about what ``freeze`` has left to train, and one about statistics that still change."""
     count = sum(1 for _ in model.parameters())
     text = f"{len(trained)} of {count} parameters are trained: {shorten(trained, 6)}."
     frozen = [
@@ -164,7 +164,8 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
     top = shorten(
         f"{name} ({type(module).__name__})" for name, module in model.named_children() if name in names
     )
-    return f"freeze: the pattern {pattern!r} matches no parameter or module.{hint} The model's parameters are in: {top}."
+    found = f"freeze: the pattern {pattern!r} matches no parameter or module."
+    return f"{found}{hint} The model's parameters are in: {top}."
 
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
