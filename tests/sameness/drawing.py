@@ -152,7 +152,7 @@ def plain_program():
 
 
 def layouts(program, count=3):
-    """Some layouts of a program's seed, each a list of phases; more than one where it is resumed."""
+    """Some layouts of a program's seed, each a list of phases; one that is stopped comes before where it is resumed."""
     r = random.Random(f"layouts {program.seed}")
     k = dict(program.recipe)["micro_batches"]
     chosen, names = [], set()
@@ -162,44 +162,24 @@ def layouts(program, count=3):
             continue
         names.add(layout.name)
         chosen.append([layout])
-    if (
-        program.epochs > 1
-        and r.random() < 0.5
-        and not _NOT_RESUMED & {*program.lines, *program.blocks, program.data, program.end, program.optimizer}
-    ):
+    if r.random() < 0.6 and not _NOT_RESUMED & {
+        *program.lines,
+        *program.blocks,
+        program.data,
+        program.end,
+        program.optimizer,
+    }:
         first = r.choice((SINGLE, chosen[0][0]))
-        chosen[-1] = [first, chosen[-1][0]]
+        chosen[-1] = [dataclasses.replace(first, stop=r.randrange(4)), chosen[-1][0]]
     return chosen
 
 
 _NOT_RESUMED = {
-    "freeze_later",
-    "freeze_named",
-    "frozen_after",
-    "thaw",
-    "grown",
-    "one_eval",
-    "changing",
-    "counting",
-}
-_NOT_RESUMED |= {"filled", "initialized", "constant_initialized", "own_noise", "accumulate", "never"}
-_NOT_RESUMED |= {
-    "accumulated_by_two",
-    "hook_between",
-    "weight_hook_between",
-    "hook_for_a_step",
-    "annealed_rate",
-}
-_NOT_RESUMED |= {"taken_out", "parameter_taken_out", "moved_between_groups", "plateau", "scheduler_by_epoch"}
-_NOT_RESUMED |= {
-    "last_call_only",
-    "halved",
-    "counting_sgd",
-    "state_loaded_by_hand",
-    "norm_momentum",
-    "counted_dict",
-    "gradient_cosine",
-    "rate_by_position",
+    *("freeze_later", "freeze_named", "frozen_after", "thaw", "grown", "one_eval", "changing", "counting"),
+    *("filled", "initialized", "constant_initialized", "own_noise", "taken_out", "parameter_taken_out"),
+    *("hook_between", "weight_hook_between", "hook_for_a_step", "moved_between_groups", "plateau"),
+    *("last_call_only", "counting_sgd", "state_loaded_by_hand", "counted_dict", "gradient_cosine"),
+    "reset_to_start",
 }
 """Parts whose state is the program's own: a program that is started again would not have it."""
 
@@ -393,7 +373,7 @@ def _train(p, model, optimizer):
     hook = f"{last}.register_forward_hook(model_hook)"
     rows = [
         "def train(run, epochs):",
-        "    global data, trained",
+        "    global data, trained, found",
         "    found = {}",
         "    torch.manual_seed(1)",
         textwrap.indent(f"model = {model.strip()}", "    "),

@@ -126,8 +126,6 @@ def shrink(program, phases, verdict, seconds=40.0):
     while found and time.monotonic() < until:
         found = False
         for candidate in smaller(program):
-            if len(phases) > 1 and candidate.epochs < 2:
-                continue
             if time.monotonic() > until:
                 break
             try:

@@ -38,6 +38,8 @@ class Layout:
     ranks: int
     options: dict = field(default_factory=dict)
     exact: bool = True
+    stop: int | None = None
+    """The step after which a request to stop comes; None: it trains to the end."""
 
 
 @dataclass
@@ -124,7 +126,7 @@ def run_trial(text, phases, timeout=25.0, worlds=None):
 
     Args:
         text: source of the program.
-        phases: layouts; the last one trains all epochs, one before it one epoch fewer.
+        phases: layouts; those before the last one are stopped.
         timeout: seconds for each.
         worlds: that may be used; None: new ones.
     """
@@ -134,11 +136,11 @@ def run_trial(text, phases, timeout=25.0, worlds=None):
     folder = tempfile.mkdtemp(prefix="lockstep-trial-")
     try:
         merged = []
-        for number, layout in enumerate(phases):
+        for layout in phases:
             options = dict(layout.options)
             if len(phases) > 1:
                 options |= {"directory": f"{folder}/run", "resume": "auto"}
-            task = (text, options, number + 1 if len(phases) > 1 else None)
+            task = (text, options, layout.stop)
             ended = worlds.run(layout.ranks, task, timeout)
             if ended.how != "ran":
                 return ended
@@ -187,11 +189,11 @@ def _rank(rank, ranks, inbox, sender):
     os._exit(0)
 
 
-def _ending(rank, ranks, folder, text, options, epochs):
+def _ending(rank, ranks, folder, text, options, stop):
     from lockstep.errors import LockstepError
 
     try:
-        return Ended("ran", _call(rank, ranks, folder, text, options, epochs))
+        return Ended("ran", _call(rank, ranks, folder, text, options, stop))
     except LockstepError as error:
         return Ended("refused", message=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
     except BaseException as error:
@@ -214,7 +216,7 @@ def _is_own(error):
     return False
 
 
-def _call(rank, ranks, folder, text, options, epochs):
+def _call(rank, ranks, folder, text, options, stop):
     import logging
     import random
     import sys
@@ -226,6 +228,7 @@ def _call(rank, ranks, folder, text, options, epochs):
 
     from lockstep.core.world import World
     from lockstep.run import Run, RunOptions
+    from lockstep.runtime.control import Stopped
     from lockstep.runtime.lazy_compiler import postpone_compiler
 
     logging.disable()
@@ -257,9 +260,27 @@ def _call(rank, ranks, folder, text, options, epochs):
     linecache.cache[PROGRAM] = (len(text), None, text.splitlines(keepends=True), PROGRAM)
     exec(compile(text, PROGRAM, "exec"), module.__dict__)
     run = Run(RunOptions.of(**{"timeout": 60.0, **module.RECIPE, **options}), world)
-    found = module.train(run, module.EPOCHS - 1 if epochs == 1 else module.EPOCHS)
+    if stop is not None:
+        run.add_callback(_stopping(run, stop))
+    try:
+        found = module.train(run, module.EPOCHS)
+    except Stopped:
+        found = module.found
     run.close()
     return found
+
+
+def _stopping(run, step):
+    """A callback by which a run is asked to stop, as by SIGTERM, while it computes a step."""
+    from lockstep.runtime.control import StopReason
+    from lockstep.runtime.events import Callback
+
+    class Stopping(Callback):
+        def on_step_begin(self, batch):
+            if batch.plan.step == step:
+                run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+
+    return Stopping()
 
 
 def script(text, layout):
