@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
+from lockstep.run.state import _attributes
 
 
 def saved(tmp_path, **options):
@@ -27,6 +28,41 @@ def test_a_checkpoint_of_another_context_is_refused_unless_forced(tmp_path):
         begin(directory=tmp_path, resume="auto", seed=1)
     run, *_ = begin(directory=tmp_path, resume="auto", seed=1, force_context=True)
     assert run.position.step == 1
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number where its ``state_dict`` does not have it."""
+
+    steps, kind = 0, "plain"
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+
+def test_numbers_that_an_optimizer_keeps_as_attributes_go_on(tmp_path):
+    saved(tmp_path, make_optimizer=Counting)
+    run, _, optimizer = begin(directory=tmp_path, resume="auto", make_optimizer=Counting)
+    assert run.require_prepared().state.parts.optimizers[0].steps == 1
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    assert run.require_prepared().state.parts.optimizers[0].steps == 2
+
+
+@pytest.mark.parametrize("name", torch.optim.__all__)
+def test_numbers_that_torch_keeps_for_this_process_are_none_of_them(name):
+    kind = getattr(torch.optim, name, None)
+    if not isinstance(kind, type) or kind is torch.optim.Optimizer:
+        pytest.skip("not an optimizer")
+    sparse = name == "SparseAdam"
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([weight], lr=0.1)
+    before = _attributes(optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(2):
+        weight.grad = torch.ones(4, 4).to_sparse() if sparse else torch.ones(4, 4)
+        optimizer.step(lambda: weight.sum().detach())
+        schedule.step()
+    assert _attributes(optimizer) == before
 
 
 @pytest.mark.fault("K6")

@@ -29,6 +29,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
+from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.means import Part, reasons, require_means
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
@@ -136,6 +137,7 @@ def evaluation(
 ) -> Iterator[OpenEvaluation]:
     """Opens an evaluation under the keys and the precision of a run; see ``Run.evaluate``. Collective."""
     prepared, heartbeat = run.require_prepared(), run._session.heartbeat
+    fix_graphs()
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
     epoch, step = run.position.epoch, run.position.step

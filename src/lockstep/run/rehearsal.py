@@ -29,6 +29,7 @@ from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.batch import Batch, map_leaves
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.called_modules import CalledModules
@@ -293,6 +294,7 @@ class Rehearsals:
         """The first computation; done again where it drew from global generators that were not keyed yet."""
         randomness, (_, *states) = compute.randomness, encoded_states()
         result = self._pass(batch, compute, scale)
+        fix_graphs()  # a forward pass may load the compiler
         if not randomness.keys_global_generators:
             drew = gather_records(self._strategy, encoded_states()[1:] != states, self._group)
             if any(drew):

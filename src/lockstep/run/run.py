@@ -20,6 +20,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.images.decoding import decoded_as
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.errors import ConfigError
+from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.portable import make_portable
 from lockstep.numerics.precision import Precision
@@ -206,6 +207,7 @@ class Run:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
         prepared, source = self.require_prepared(), self._loaders.source(data)
+        fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)

@@ -37,6 +37,11 @@ _MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group: not what is computed. How it is computed belongs to the context."""
+_OF_TORCH = (
+    *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
+)
+"""Attributes by which torch's own optimizers and schedulers know what they have done in this process."""
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
 
 
@@ -153,6 +158,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
+        self._first_numbers = [_attributes(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
@@ -203,11 +209,37 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
+        if numbers := self._changed_numbers():
+            state.progress["optimizer_attributes"] = numbers
         self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
+
+    def _changed_numbers(self) -> dict[str, dict[str, Any]]:
+        """Numbers that optimizers keep as attributes and have changed, by optimizer. Collective.
+
+        An optimizer's ``state_dict`` has none of them.
+        """
+        mine = {}
+        for place, (optimizer, first) in enumerate(zip(self.parts.optimizers, self._first_numbers)):
+            now = _attributes(optimizer)
+            if changed := {
+                name: value for name, value in now.items() if repr(first.get(name)) != repr(value)
+            }:
+                mine[str(place)] = changed
+        if self.strategy.replicated or self.group is None:
+            return mine
+        found: dict[str, dict[str, Any]] = {}
+        for theirs in gather_json(mine, self.group, self.strategy.device):
+            for place, values in theirs.items():  # workers of a parameter server step nothing
+                if repr(found.setdefault(place, values)) != repr(values):
+                    raise ConfigError(
+                        f"Optimizer {place} keeps other numbers on each process in its attributes "
+                        f"{', '.join(values)}, so no checkpoint can hold them. Keep them in its param_groups or state."
+                    )
+        return found
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
@@ -283,6 +315,7 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
+            vars(optimizer).update(written.get("optimizer_attributes", {}).get(str(number), {}))
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
@@ -403,6 +436,15 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers and texts among an optimizer's attributes."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, bool | int | float | str) and name not in _OF_TORCH
+    }
 
 
 def _number(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
-from lockstep.numerics.compilation import explain_limit, fix_graphs
+from lockstep.numerics.compilation import explain_limit
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
@@ -218,16 +218,12 @@ class ForwardPass:
         events: StepEvents = NO_EVENTS,
     ) -> None:
         self.model, self.device, self._events = model, device, events
-        self._precision, self._transfer = precision, DeviceTransfer(device, events)
+        self.autocast, self._transfer = precision.forward, DeviceTransfer(device, events)
+        """Gives the context of the forward pass and the loss."""
         self._transfers = {device: self._transfer}
         self._layout = torch.channels_last if channels_last else torch.preserve_format
         self.device_transform: Prepare | None = None
         """Applied to the input on the device, such as a normalisation of uint8 images."""
-
-    def autocast(self) -> AbstractContextManager[object]:
-        """The context of the forward pass and the loss."""
-        fix_graphs()
-        return self._precision.forward()
 
     def output_and_target(
         self,

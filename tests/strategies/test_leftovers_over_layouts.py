@@ -1,4 +1,4 @@
-"""Gradients that are there when a run stops are there when it goes on, in whatever layout."""
+"""What is there when a run stops is there in whatever layout it goes on: gradients, an optimizer's own numbers."""
 
 import logging
 
@@ -44,6 +44,22 @@ def all_parameters(model):
     return [torch.optim.AdamW(model.parameters(), lr=0.01)]
 
 
+class Warming(torch.optim.SGD):
+    """Keeps the number of its steps where no ``state_dict`` has it."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * min(self.steps, 20)
+        return super().step(closure)
+
+
+def counting(model):
+    return [Warming(model.parameters(), lr=0.01)]
+
+
 def some_parameters(model):
     """The gradients of the others are added up for ever."""
     return [torch.optim.SGD(model[3].parameters(), lr=0.1, momentum=0.9)]
@@ -80,12 +96,13 @@ LOOPS = {
     "some owned": (some_parameters, always),
     "kept": (all_parameters, kept),
     "zeros": (all_parameters, zeros),
+    "counting": (counting, always),
     "by hand": (all_parameters, by_hand),
 }
 
 
 @pytest.mark.slow
-def test_gradients_go_on_under_every_layout(tmp_path):
+def test_what_a_loop_leaves_goes_on_under_every_layout(tmp_path):
     last = STEPS_EACH * len(CHAIN)
     (whole,) = run_ranks(train_all, 1, tmp_path / "whole", {"strategy": "single"}, last)
     for number, name in enumerate(CHAIN, 1):
