@@ -60,6 +60,10 @@ class GradientState:
         """Steps that were skipped because a scaled gradient was not finite."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._refuse_direct_step)
+            if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+                # By itself the fused step looks for overflows, and counts as one where it found some. That of SGD
+                # also leaves the first momentum as it found the memory. Now the scaler looks, as for other optimizers.
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # torch's, set in __init__
 
     def __bool__(self) -> bool:
         """True while some optimizer that was not stepped in this batch holds gradients."""
