@@ -179,7 +179,7 @@ _NOT_RESUMED = {
     *("filled", "initialized", "constant_initialized", "own_noise", "taken_out", "parameter_taken_out"),
     *("hook_between", "weight_hook_between", "hook_for_a_step", "moved_between_groups", "plateau"),
     *("last_call_only", "state_loaded_by_hand", "counted_dict", "gradient_cosine"),
-    "reset_to_start",
+    *("reset_to_start", "halved", "shadow", "annealed_rate", "scheduler_by_epoch"),
 }
 """Parts whose state is the program's own: a program that is started again would not have it."""
 
@@ -332,6 +332,7 @@ def _data(p):
         if "class Pairs" in made:
             return extra + made.replace("return x, y", "return x, extras[index], y")
         made = made.replace("zip(inputs, targets)", "zip(inputs, extras, targets)")
+        made = made.replace("[:], targets", "[:], extras, targets")
         for rows in ("", "[:5]", "[5:]"):
             made = made.replace(
                 f"(inputs{rows}, targets{rows})", f"(inputs{rows}, extras{rows}, targets{rows})"
