@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.run.state import _attributes
+from lockstep.run.state import _attributes, _decoded
 
 
 def saved(tmp_path, **options):
@@ -70,6 +70,28 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     saved(tmp_path)
     with pytest.raises(CheckpointMismatch, match=r"4\.weight"):
         begin(nn.Sequential(*network()[:4]), directory=tmp_path, resume="auto")
+
+
+def test_numbers_of_every_kind_go_through_a_checkpoint():
+    class Holder:
+        pass
+
+    holder = Holder()
+    vars(holder).update(
+        a=3, b=-4, c=0.1, d=float("inf"), e=1e-30, f=True, g=False, h="text", i=2.0, _step_count=7
+    )
+    found = _decoded(_attributes(holder))
+    assert found == {
+        "a": 3,
+        "b": -4,
+        "c": 0.1,
+        "d": float("inf"),
+        "e": 1e-30,
+        "f": True,
+        "g": False,
+        "i": 2.0,
+    }
+    assert [type(value) for value in found.values()] == [int, int, float, float, float, bool, bool, float]
 
 
 def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):

@@ -179,7 +179,7 @@ _NOT_RESUMED = {
     *("filled", "initialized", "constant_initialized", "own_noise", "taken_out", "parameter_taken_out"),
     *("hook_between", "weight_hook_between", "hook_for_a_step", "moved_between_groups", "plateau"),
     *("last_call_only", "state_loaded_by_hand", "counted_dict", "gradient_cosine"),
-    *("reset_to_start", "halved", "shadow", "annealed_rate", "scheduler_by_epoch"),
+    *("reset_to_start", "halved", "shadow", "scheduler_by_epoch"),
 }
 """Parts whose state is the program's own: a program that is started again would not have it."""
 

@@ -1,4 +1,4 @@
-"""What is there when a run stops is there in whatever layout it goes on: gradients, an optimizer's own numbers."""
+"""What is there when a run stops is there in whatever layout it goes on: gradients, numbers that are attributes."""
 
 import logging
 
@@ -35,9 +35,20 @@ def block(width=36):
     return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 1.0
+
+    def forward(self, x):
+        return x * self.rate
+
+
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 36), block(), nn.Dropout(0.1), block(), nn.Linear(36, 3))
+    return nn.Sequential(nn.Linear(6, 36), block(), nn.Dropout(0.1), block(), Scaled(), nn.Linear(36, 3))
 
 
 def all_parameters(model):
@@ -92,11 +103,19 @@ def by_hand(model, optimizers, step):
         parameter.grad = None
 
 
+def annealed(model, optimizers, step):
+    always(model, optimizers, step)
+    for module in model.modules():
+        if isinstance(module, Scaled):
+            module.rate *= 0.9
+
+
 LOOPS = {
     "some owned": (some_parameters, always),
     "kept": (all_parameters, kept),
     "zeros": (all_parameters, zeros),
     "counting": (counting, always),
+    "annealed": (all_parameters, annealed),
     "by hand": (all_parameters, by_hand),
 }
 

@@ -40,8 +40,9 @@ _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiab
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
     *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
+    *("training", "_is_full_backward_hook"),
 )
-"""Attributes by which torch's own optimizers and schedulers know what they have done in this process."""
+"""Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
 
 
@@ -158,7 +159,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
-        self._first_numbers = [_attributes(each) for each in self.parts.optimizers]
+        self._first_numbers = {name: _attributes(holder) for name, holder in self._holders().items()}
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
@@ -209,37 +210,31 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        if numbers := self._changed_numbers():
-            state.progress["optimizer_attributes"] = numbers
+        if attributes := self._changed_attributes():
+            state.progress["attributes"] = attributes
         self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
 
-    def _changed_numbers(self) -> dict[str, dict[str, Any]]:
-        """Numbers that optimizers keep as attributes and have changed, by optimizer. Collective.
+    def _holders(self) -> dict[str, Any]:
+        """What may keep numbers as attributes, which no ``state_dict`` has: the optimizers, and the model's modules."""
+        optimizers = {f"optimizer {number}": each for number, each in enumerate(self.parts.optimizers)}
+        return optimizers | {f"module {name}": each for name, each in self.parts.model.named_modules()}
 
-        An optimizer's ``state_dict`` has none of them.
-        """
+    def _changed_attributes(self) -> dict[str, dict[str, str]]:
+        """The numbers that optimizers and the loop have changed in attributes, by their holder. Collective."""
         mine = {}
-        for place, (optimizer, first) in enumerate(zip(self.parts.optimizers, self._first_numbers)):
-            now = _attributes(optimizer)
-            if changed := {
-                name: value for name, value in now.items() if repr(first.get(name)) != repr(value)
-            }:
-                mine[str(place)] = changed
+        for name, holder in self._holders().items():
+            first = self._first_numbers.get(name, {})
+            if changed := {k: text for k, text in _attributes(holder).items() if first.get(k) != text}:
+                mine[name] = changed
         if self.strategy.replicated or self.group is None:
             return mine
-        found: dict[str, dict[str, Any]] = {}
-        for theirs in gather_json(mine, self.group, self.strategy.device):
-            for place, values in theirs.items():  # workers of a parameter server step nothing
-                if repr(found.setdefault(place, values)) != repr(values):
-                    raise ConfigError(
-                        f"Optimizer {place} keeps other numbers on each process in its attributes "
-                        f"{', '.join(values)}, so no checkpoint can hold them. Keep them in its param_groups or state."
-                    )
-        return found
+        everyone = gather_json(mine, self.group, self.strategy.device)
+        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
+        return {name: values for theirs in reversed(everyone) for name, values in theirs.items()}
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
@@ -315,7 +310,8 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-            vars(optimizer).update(written.get("optimizer_attributes", {}).get(str(number), {}))
+        for name, holder in self._holders().items():
+            vars(holder).update(_decoded(written.get("attributes", {}).get(name, {})))
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
@@ -438,12 +434,21 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and texts among an optimizer's attributes."""
+def _attributes(holder: Any) -> dict[str, str]:
+    """The numbers among an object's attributes, as texts from which they can be read back."""
     return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, bool | int | float | str) and name not in _OF_TORCH
+        name: repr(value)
+        for name, value in vars(holder).items()
+        if type(value) in (bool, int, float) and name not in _OF_TORCH
+    }
+
+
+def _decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
+    """The numbers again."""
+    words = {"True": True, "False": False}
+    return {
+        name: words[text] if text in words else int(text) if text.lstrip("-").isdigit() else float(text)
+        for name, text in attributes.items()
     }
 
 
