@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.gpu import tasks
@@ -159,7 +163,44 @@ def speed(kit: Kit) -> Iterator[Check]:
     def fold() -> tuple[str, str]:
         return f"{kit.machine.run(tasks.fold_speed, 1)[0]:.1f} GB/s", "measured"
 
+    def idle(model: str, batch: int) -> tuple[str, str]:
+        if kit.simulated:
+            raise Skip("no profiler on simulated devices")
+        plain, own = kit.machine.run(tasks.idle_shares, 1, model, batch, timeout=400.0)[0]
+        return f"{own:.1%} of the time, a plain loop {plain:.1%}", "measured"
+
+    def photos() -> tuple[str, str]:
+        workers = 2 if kit.simulated else min(16, os.cpu_count() or 1)
+        sizes = (64, 16, 2.0) if kit.simulated else (4096, 256, 20.0)
+        count, batch, seconds = sizes
+        rate, size = kit.machine.run(tasks.photo_rate, 1, count, batch, workers, seconds, timeout=300.0)[0]
+        return f"{rate:.0f} photos/s, {workers} workers, {size >> 10} kB a file", "measured"
+
     yield "fold of a level of the tree, 2 x 256 MB", "", fold
+    for model, batch in (("resnet50", 256), ("perceptron", 512)):
+        yield f"device idle: {model}, batch {batch}", "", partial(idle, model, batch)
+    yield "photos read, 500 x 375", "", photos
+    yield "CIFAR-10, job cifar10 in bf16", "at least 94 %", partial(_cifar10, kit)
+
+
+def _cifar10(kit: Kit) -> tuple[str, str]:
+    """Trains the job on the data that was given to the kit."""
+    if kit.cifar10 is None:
+        raise Skip("give its archive or folder: --cifar10 PATH")
+    if kit.simulated:
+        raise Skip("not on simulated devices")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lockstep", "train", "cifar10", "--data", str(kit.cifar10.resolve())]
+        given = ["--precision", "bf16", "--devices", "1", "--set", "training.compile=true"]
+        done = subprocess.run([*command, *given], cwd=folder, capture_output=True, text=True, timeout=480)
+        if done.returncode:
+            raise RuntimeError((done.stdout + done.stderr)[-2000:])
+        (log,) = Path(folder).glob("runs/*/log.jsonl")
+        epochs = [each for each in map(json.loads, log.read_text().splitlines()) if each["kind"] == "epoch"]
+    best = max(each["validation_accuracy"] for each in epochs)
+    reached = [each["seconds"] for each in epochs if each["validation_accuracy"] >= 0.94]
+    words = f"; 94 % after {reached[0]:.0f} s of {epochs[-1]['seconds']:.0f} s" if reached else ""
+    return f"{best:.2%}{words}", _verdict(best >= 0.94)
 
 
 def waits_and_races(kit: Kit) -> Iterator[Check]:

@@ -6,7 +6,7 @@
 
     a  what is there: versions, NCCL on one card, a training of every strategy
     b  bits: one fingerprint in all layouts, for each model and precision; clip norms; resume
-    c  speed: against a plain loop, of a ResNet-50 and a small net; sums of gradients
+    c  speed: against a plain loop, of a ResNet-50 and a small net; sums of gradients; photos; CIFAR-10
     d  the host waits for nothing in a step; races
     e  faults: a rank killed or stuck, no memory, an assert on the device
     f  memory: what a step takes, and that a run gives it back
@@ -61,10 +61,11 @@ class Kit:
         simulated: on simulated devices.
         seconds: of each part.
         out: the file.
+        cifar10: the data set's archive or folder; None where it is not there.
     """
 
-    def __init__(self, simulated: bool, seconds: float, out: Path) -> None:
-        self.simulated, self._seconds, self._out = simulated, seconds, out
+    def __init__(self, simulated: bool, seconds: float, out: Path, cifar10: Path | None = None) -> None:
+        self.simulated, self._seconds, self._out, self.cifar10 = simulated, seconds, out, cifar10
         self.rows: list[Row] = []
         self.about: dict[str, Any] = {"simulated": simulated}
         self.machine = Machine(simulated=simulated)
@@ -118,8 +119,9 @@ def main() -> int:
     parser.add_argument("--simulated", action="store_true", help="on simulated devices")
     parser.add_argument("--seconds", type=float, default=540.0, help="of each part")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
+    parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part c")
     arguments = parser.parse_args()
-    kit = Kit(arguments.simulated, arguments.seconds, arguments.out)
+    kit = Kit(arguments.simulated, arguments.seconds, arguments.out, arguments.cifar10)
     try:
         for part in arguments.parts:
             kit.run(part)

@@ -6,12 +6,21 @@ import gc
 import os
 import platform
 import signal
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
+from PIL import Image
 from tests.simcuda.trainings import Trained, job_of, open_run, saving, train
+
+from lockstep.data import ImageFolder, RandomResizedCrop
+from lockstep.profile.timeline import DeviceTrace
+from lockstep.profile.trace import TraceSpan
 
 _LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 _SPIN_CYCLES = 1 << 42
@@ -197,6 +206,77 @@ def _plain_loop(name: str, data: Any, batch: int, compiled: bool) -> Any:
 
     going = steps()
     return lambda: next(going)
+
+
+def idle_shares(world: Any, model: str, batch: int, steps: int = 20, first: int = 8) -> tuple[float, float]:
+    """The share of the time of steps in which the device runs nothing: of a plain loop, and of Lockstep's."""
+    own_loop, data = _lockstep_loop(world, model, batch, 1, False)
+    found = []
+    for loop in (_plain_loop(model, data, batch, False), own_loop):
+        for _ in range(first):
+            loop()
+        torch.cuda.synchronize()
+        trace = DeviceTrace()
+        trace.start()
+        for _ in range(steps):
+            loop()
+        torch.cuda.synchronize()
+        found.append(idle_share(trace.stop(unix=0)))
+    return found[0], found[1]
+
+
+def idle_share(spans: Sequence[TraceSpan]) -> float:
+    """The share of the time from the first span to the end of the last in which there is none.
+
+    Raises:
+        ValueError: there are none at all.
+    """
+    if not spans:
+        raise ValueError("the profiler of the device saw nothing run")
+    spans = sorted(spans, key=lambda span: span.began)
+    begin = busy_until = spans[0].began
+    idle = 0
+    for span in spans:
+        idle += max(0, span.began - busy_until)
+        busy_until = max(busy_until, span.ended)
+    return idle / max(1, busy_until - begin)
+
+
+def photo_rate(world: Any, photos: int, batch: int, workers: int, seconds: float) -> tuple[float, int]:
+    """Photos of 500 x 375 that reach the device in a second, cut to 224 x 224 and mirrored; bytes of one file."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-photos-") as folder:
+        size = _write_photos(Path(folder), photos)
+        run = open_run(world, "single", global_batch=batch, micro_batches=1)
+        unused = torch.nn.Linear(1, 1)
+        run.prepare(unused, torch.optim.SGD(unused.parameters(), lr=0.1))
+        data = ImageFolder(folder, transform=RandomResizedCrop(224))
+        steps = (each for _ in run.epochs(100_000) for each in run.batches(data, workers=workers))
+        next(steps)  # after the workers have started
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            count += sum(len(part.data[0]) for part in next(steps).micro_batches)
+        torch.cuda.synchronize()
+        rate = count / (time.perf_counter() - began)
+        steps.close()
+        run.close()
+    return rate, size
+
+
+def _write_photos(folder: Path, photos: int) -> int:
+    """Writes JPEGs of two classes that are as hard to decode as photos; returns the mean size of a file in bytes."""
+    generator = numpy.random.default_rng(0)
+    sizes = []
+    for number in range(photos):
+        coarse = generator.integers(256, size=(24, 32, 3), dtype=numpy.uint8)
+        smooth = numpy.asarray(
+            Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), numpy.int16
+        )
+        noisy = numpy.clip(smooth + generator.normal(0, 8, smooth.shape), 0, 255).astype(numpy.uint8)
+        path = folder / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(noisy).save(path, "JPEG", quality=90)
+        sizes.append(path.stat().st_size)
+    return sum(sizes) // len(sizes)
 
 
 def fold_speed(world: Any, numbers: int = 1 << 26) -> float:

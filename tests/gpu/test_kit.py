@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.gpu.tasks import idle_share
+
+from lockstep.profile.trace import TraceSpan
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -22,3 +25,16 @@ def test_a_part_ends_in_a_table_on_simulated_devices(machine, tmp_path, parts):
     assert {row["part"] for row in rows} == set(parts)
     assert {row["verdict"] for row in rows} <= {"met", "measured", "skipped"}
     assert " 0 not met" in done.stdout.splitlines()[-1]
+
+
+def test_the_idle_share_counts_what_no_span_covers():
+    spans = [
+        TraceSpan("stream 7", "kernel", *times)
+        for times in ((10, 30), (0, 10), (40, 60), (45, 50), (90, 100))
+    ]
+    assert idle_share(spans) == (10 + 30) / 100
+
+
+def test_a_device_that_ran_nothing_has_no_idle_share():
+    with pytest.raises(ValueError, match="saw nothing run"):
+        idle_share([])
