@@ -25,9 +25,10 @@ from harness.commands import environment, lockstep_run  # noqa: E402
 from lockstep.strategies.pipeline.schedule import Action, bubble, order_of, timeline, waiting  # noqa: E402
 
 CLAIM = (
-    "The time in which the ranks of a pipeline do not compute follows theory, (S - 1) / (S - 1 + V M) with S ranks, V "
-    "stages on each and M micro-batches, and is least with the interleaved schedule. Uneven passes add to it, and what "
-    "happens between passes: sending, receiving, and adding gradients in order."
+    "The time in which the ranks of a pipeline do not compute falls with more micro-batches and with the interleaved "
+    "schedule, as theory says, (S - 1) / (S - 1 + V M) with S ranks, V stages on each and M micro-batches. It is larger "
+    "than theory. Uneven passes add to it, and what happens between passes: sending, receiving, and adding gradients "
+    "in order."
 )
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Stages per rank of each schedule."""
@@ -74,8 +75,8 @@ def main() -> None:
 
 def read_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, at most one a core (default: 2)")
+    parser.add_argument("--steps", type=int, default=40, help="of each pipeline (default: 40)")
     parser.add_argument("--quick", action="store_true", help="a few steps, nothing written")
     given = parser.parse_args()
     if given.quick:

@@ -46,25 +46,37 @@ def test_mistakes_end_with_status_two(command, words, expected):
 
 
 @pytest.mark.usefixtures("runs")
-def test_settings_that_differ_are_below_the_table(command, tmp_path):
+def test_what_differs_is_below_the_table_with_what_decides_the_bits_first(command, tmp_path):
     job = load_job("digits", [])
-    for name, rate in (("a", 0.1), ("b", 0.05)):
-        optimizer = dataclasses.replace(job.optimizer, args={**job.optimizer.args, "lr": rate})
+    for name, rate, devices in (("a", 0.1, "cpu:1"), ("b", 0.05, "cpu:2")):
         start = Start(
             step=0,
             strategy="ddp",
             shares=[],
             level="A",
             device="cpu",
-            context={},
-            job=dataclasses.replace(job, optimizer=optimizer),
+            context={"torch": "2.13.0" if name == "a" else "2.8.0", "seed": 0},
+            job=dataclasses.replace(
+                job,
+                optimizer=dataclasses.replace(job.optimizer, args={**job.optimizer.args, "lr": rate}),
+                run=dataclasses.replace(job.run, devices=devices),
+            ),
         )
         (tmp_path / name / "job.json").write_text(with_start([], start))
+    (tmp_path / "a" / "outcome.json").write_text(json.dumps({"fingerprint": "0123456789abcdef" * 4}))
     status, output, _ = command("compare", "a", "b", "--html", "curves.html")
     assert status == 0
-    assert [line.split() for line in output.splitlines()[-2:]] == [
+    head, first, second, *differences = output.splitlines()
+    assert [line.split()[-1] for line in (head, first, second)] == ["fingerprint", "0123456789abcdef", "-"]
+    assert [line.split() for line in differences if line and not line.endswith(":")] == [
         ["setting", "a", "b"],
         ["optimizer.lr", "0.1", "0.05"],
+        ["condition", "a", "b"],
+        ["torch", '"2.13.0"', '"2.8.0"'],
+        ["setting", "a", "b"],
+        ["run.devices", '"cpu:1"', '"cpu:2"'],
     ]
-    assert "<td>optimizer.lr</td><td>0.1</td><td>0.05</td>" in (tmp_path / "curves.html").read_text()
+    written = (tmp_path / "curves.html").read_text()
+    assert "<td>optimizer.lr</td><td>0.1</td><td>0.05</td>" in written
+    assert "0123456789abcdef" in written
     assert command("compare", "a", "a", "--labels", "x,y")[1].endswith("No setting differs.\n")

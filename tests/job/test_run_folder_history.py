@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config.job_file import load_job
 from lockstep.errors import ConfigError
-from lockstep.job.run_folder import FILE, Start, one_recipe, read_starts, settings_that_differ
+from lockstep.job.run_folder import FILE, Start, decides_result, one_recipe, read_starts, settings_that_differ
 
 DIGITS = load_job("digits", [])
 
@@ -51,6 +51,24 @@ def test_a_record_of_starts_of_any_depth_is_refused(tmp_path):
         (tmp_path / FILE).write_bytes(text.encode(errors="surrogatepass"))
         with pytest.raises(ConfigError, match="is not what 'lockstep train' wrote"):
             read_starts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "decides"),
+    [
+        ("optimizer.lr", True),
+        ("training.seed", True),
+        ("training.strategy", False),
+        ("run.devices", False),
+        ("run.threads", True),
+        ("tensor.shards", True),
+        ("fsdp.reshard_after_forward", False),
+        ("checkpoint.every_epochs", False),
+        ("model.target", True),
+    ],
+)
+def test_settings_of_the_recipe_are_told_from_those_of_the_layout(setting, decides):
+    assert decides_result(setting) == decides
 
 
 def test_settings_that_differ_are_told_with_their_values():

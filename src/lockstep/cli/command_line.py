@@ -115,7 +115,10 @@ _COMMANDS = {
         "lockstep.cli.report",
         "write one page about a run: curves, wrong samples, recipe, fingerprint",
     ),
-    "compare": ("lockstep.cli.explain", "draw loss, accuracy and learning rate of several runs"),
+    "compare": (
+        "lockstep.cli.explain",
+        "show in which settings several runs differ, their fingerprints and curves",
+    ),
     "explain": ("lockstep.cli.explain", "draw which rank reads, adds, sends and computes what"),
     "ps": ("lockstep.cli.runs", "list your runs on this host and their processes"),
     "stacks": ("lockstep.cli.runs", "print the stack of every rank of a run, without stopping it"),

@@ -1,7 +1,7 @@
 """Commands that draw.
 
 lockstep explain   who reads, adds, sends and computes what, for given numbers
-lockstep compare   loss, accuracy and learning rate of several runs against epochs and against time
+lockstep compare   the settings in which several runs differ, their fingerprints and their curves
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.shared_options import add_options, require_files
 from lockstep.errors import EXIT_DONE, ConfigError
 from lockstep.text import aligned, comma_separated
+
+if TYPE_CHECKING:
+    from lockstep.job.run_folder import Start
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
@@ -150,11 +154,27 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _differences(jobs: Mapping[str, Start]) -> dict[str, list[tuple[str, ...]]]:
+    """What differs between the last starts of runs, as tables by their titles."""
+    from lockstep.job.run_folder import conditions_that_differ, decides_result, settings_that_differ
+
+    head, *settings = settings_that_differ(jobs)
+    tables = {
+        "Settings of the recipe that differ": [head, *(row for row in settings if decides_result(row[0]))],
+        "Conditions of the bits that differ": conditions_that_differ(jobs),
+        "Other settings that differ, which change no bit under level A": [
+            *(head, *(row for row in settings if not decides_result(row[0])))
+        ],
+    }
+    return {title: rows for title, rows in tables.items() if len(rows) > 1}
+
+
 def compare(arguments: argparse.Namespace) -> int:
     """Prints a table of the runs and writes what was asked for; returns the exit status."""
     from lockstep.explain.chart import png, svg
     from lockstep.explain.curves import chart, page, read_logs, text
-    from lockstep.job.run_folder import FILE, read_starts, settings_that_differ
+    from lockstep.job.prediction import recorded_fingerprint
+    from lockstep.job.run_folder import FILE, read_starts
 
     require_files(arguments, _FILES)
     folders = [Path(run) for run in arguments.runs]
@@ -164,14 +184,16 @@ def compare(arguments: argparse.Namespace) -> int:
         for log, folder in zip(logs, folders, strict=True)
         if (folder / FILE).is_file()
     }
-    settings = settings_that_differ(jobs) if len(jobs) > 1 else []
-    print(text(logs))
-    if len(settings) > 1:
-        print("\nSettings that differ:", *aligned(settings), sep="\n")
-    elif settings:
+    found = {log.name: recorded_fingerprint(folder) for log, folder in zip(logs, folders, strict=True)}
+    fingerprints = {name: each for name, each in found.items() if each}
+    print(text(logs, fingerprints))
+    differences = _differences(jobs) if len(jobs) > 1 else {}
+    for title, rows in differences.items():
+        print(f"\n{title}:", *aligned(rows), sep="\n")
+    if len(jobs) > 1 and not differences:
         print("\nNo setting differs.")
     if arguments.html:
-        Path(arguments.html).write_text(page(logs, settings), encoding="utf-8")
+        Path(arguments.html).write_text(page(logs, fingerprints, differences), encoding="utf-8")
     if arguments.svg:
         Path(arguments.svg).write_text(svg(chart(logs)), encoding="utf-8")
     if arguments.png:

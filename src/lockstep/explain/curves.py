@@ -33,6 +33,8 @@ from lockstep.text import aligned, format_duration
 
 FILE = "log.jsonl"
 _GROUP = re.compile(r"learning_rate_\d+")
+_DIGITS = 16
+"""Of a fingerprint that are shown."""
 _METRICS = ("loss", "validation_loss", "accuracy", "validation_accuracy", "learning_rate", "loss_scale")
 
 Point = tuple[float, float]
@@ -122,11 +124,18 @@ def metrics_of(logs: Sequence[RunLog]) -> list[str]:
     return [name for name in names if any(log.values(name) for log in logs)]
 
 
-def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
-    """A head, and a row for each run: epochs, time, each metric of the last epoch, and the best accuracy."""
+def final_table(
+    logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None
+) -> list[tuple[str, ...]]:
+    """A head, and a row for each run: epochs, time, each metric of the last epoch, and the best accuracy.
+
+    ``fingerprints`` are those in which runs ended, by their names; the first digits are shown.
+    """
+    fingerprints = fingerprints or {}
     metrics = metrics_of(logs)
     best = "validation_accuracy" in metrics
     head = ("run", "epochs", "time", *map(_title, metrics), *(["best accuracy (epoch)"] if best else []))
+    head += ("fingerprint",) if fingerprints else ()
     rows: list[tuple[str, ...]] = [head]
     for log in logs:
         seconds = log.records[-1].get("seconds")
@@ -141,26 +150,32 @@ def final_table(logs: Sequence[RunLog]) -> list[tuple[str, ...]]:
             found = [(value, -record["epoch"]) for record, value in log.values("validation_accuracy")]
             value, epoch = max(found, default=(0.0, 0))
             cells.append(f"{_shown('accuracy', value)} ({1 - epoch})" if found else "-")
+        if fingerprints:
+            cells.append(fingerprints.get(log.name, "")[:_DIGITS] or "-")
         rows.append(tuple(cells))
     return rows
 
 
-def text(logs: Sequence[RunLog]) -> str:
+def text(logs: Sequence[RunLog], fingerprints: Mapping[str, str] | None = None) -> str:
     """The table for the terminal."""
-    return "\n".join(aligned(final_table(logs)))
+    return "\n".join(aligned(final_table(logs, fingerprints)))
 
 
-def page(logs: Sequence[RunLog], settings: Sequence[tuple[str, ...]] = ()) -> str:
-    """The curves and the table as one page of HTML, with a table of the settings that differ."""
+def page(
+    logs: Sequence[RunLog],
+    fingerprints: Mapping[str, str] | None = None,
+    settings: Mapping[str, Sequence[tuple[str, ...]]] | None = None,
+) -> str:
+    """The curves and the table as one page of HTML, with tables of the settings that differ by their titles."""
     title = f"Curves of {', '.join(log.name for log in logs)}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<figure class="scroll">{svg(chart(logs))}</figure>',
         "<h2>At the end</h2>",
-        table(final_table(logs)),
+        table(final_table(logs, fingerprints)),
     ]
-    if len(settings) > 1:
-        parts += ["<h2>Settings that differ</h2>", table(settings)]
+    for heading, rows in (settings or {}).items():
+        parts += [f"<h2>{escape(heading)}</h2>", table(rows)]
     return html_document(title, parts)
 
 

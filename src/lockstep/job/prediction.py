@@ -29,6 +29,7 @@ from lockstep.data.naming import known_classes, path_of
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.job.assemble import balance, build_model, collated
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
+from lockstep.job.rank import OUTCOME
 from lockstep.models import load_weights
 from lockstep.models.weights import metadata_of
 from lockstep.run import Run
@@ -76,6 +77,15 @@ def has_ended(folder: Path) -> bool:
     return exported.is_file() and int(metadata_of(exported).get("step", -1)) >= max(
         _steps(folder), default=-1
     )
+
+
+def recorded_fingerprint(folder: Path) -> str:
+    """The fingerprint in which a run ended; empty where it has not ended, or has gone on since."""
+    if not (folder / OUTCOME).is_file():
+        return ""
+    exported = folder / WEIGHTS
+    has_gone_on = exported.is_file() and "step" in metadata_of(exported) and not has_ended(folder)
+    return "" if has_gone_on else str(json.loads((folder / OUTCOME).read_bytes()).get("fingerprint", ""))
 
 
 def _steps(folder: Path) -> dict[int, Path]:

@@ -19,7 +19,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +112,14 @@ def one_recipe(starts: Sequence[Start]) -> bool:
 
 
 _OF_ONE_RUN = ("run.name", "run.directory", "checkpoint.resume", "code")
+_CONDITIONS = ("torch", "device", "cpu", "photos", "optimizers")
+"""Entries of ``Start.context`` that no setting decides."""
+_NOT_OF_RECIPE = ("run", "checkpoint", "log", *STRATEGIES)
+"""Tables of settings that do not decide the result, but for those of ``_OF_RECIPE``."""
+_OF_RECIPE = ("run.threads", "tensor.shards")
+_TRAINING_NOT_OF_RECIPE = (
+    *("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches", "audit"),
+)
 
 
 def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
@@ -120,12 +128,29 @@ def settings_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
     With a head; of the head alone where all are the same. What only names a run or a place is left out.
     """
     tables = [_flat(json.loads(start.job.to_json())) for start in starts.values()]
-    rows: list[tuple[str, ...]] = [("setting", *starts)]
-    for key in sorted({key for table in tables for key in table} - set(_OF_ONE_RUN)):
+    keys = {key for table in tables for key in table} - set(_OF_ONE_RUN)
+    return [("setting", *starts), *_differing(keys, tables)]
+
+
+def conditions_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]:
+    """The same table of what is no setting, and decides the bits: versions, the model of the CPU or GPU, and so on."""
+    tables = [start.context for start in starts.values()]
+    return [("condition", *starts), *_differing(_CONDITIONS, tables)]
+
+
+def _differing(keys: Collection[str], tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each key whose values are not the same in all tables."""
+    for key in sorted(keys):
         values = [json.dumps(table[key]) if key in table else "-" for table in tables]
         if len(set(values)) > 1:
-            rows.append((key, *values))
-    return rows
+            yield (key, *values)
+
+
+def decides_result(setting: str) -> bool:
+    """True if a setting, such as ``optimizer.lr``, belongs to the recipe: under level A, no other changes a bit."""
+    section, _, key = setting.partition(".")
+    is_of_layout = section in _NOT_OF_RECIPE or (section == "training" and key in _TRAINING_NOT_OF_RECIPE)
+    return setting in _OF_RECIPE or not is_of_layout
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -144,17 +169,9 @@ def _recipe(job: JobConfig) -> str:
     """The settings that the result depends on."""
     table = json.loads(job.to_json())
     table["threads"] = job.run.threads
-    for section in ("run", "checkpoint", "log", *STRATEGIES):
+    for section in _NOT_OF_RECIPE:
         table.pop(section, None)
-    for key in (
-        "strategy",
-        "mesh",
-        "fingerprint_every",
-        "checks",
-        "gradients_every",
-        "record_micro_batches",
-        "audit",
-    ):
+    for key in _TRAINING_NOT_OF_RECIPE:
         table.get("training", {}).pop(key, None)
     return json.dumps(table, sort_keys=True)
 
