@@ -26,9 +26,9 @@ from lockstep.strategies.pipeline.schedule import Action, bubble, order_of, time
 
 CLAIM = (
     "The time in which the ranks of a pipeline do not compute falls with more micro-batches and with the interleaved "
-    "schedule, as theory says, (S - 1) / (S - 1 + V M) with S ranks, V stages on each and M micro-batches. It is larger "
-    "than theory. Uneven passes add to it, and what happens between passes: sending, receiving, and adding gradients "
-    "in order."
+    "schedule, as theory says, (S - 1) / (S - 1 + V M) with S ranks, V stages on each and M micro-batches. It is "
+    "larger than theory. Uneven passes add to it, and what happens between passes: sending, receiving, and adding "
+    "gradients in order."
 )
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Stages per rank of each schedule."""
