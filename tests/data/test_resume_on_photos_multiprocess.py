@@ -102,6 +102,7 @@ def test_one_other_photo_would_be_noticed(photos, whole, tmp_path):
         assert_equal(found, whole)
 
 
+@pytest.mark.slow
 def test_ranks_that_decode_go_on_as_more_ranks_that_do_not_and_the_reverse(photos, whole, tmp_path):
     ways = [(tmp_path / "to plain", (CACHED, 1, 2), 2), (tmp_path / "to cached", (PLAIN, 1, 1), 4)]
     assert run_ranks(train_all, 2, photos, ways) == [[None, None]] * 2

@@ -126,6 +126,7 @@ def test_replaced_operators_compute_what_they_replace():
     assert done.stdout == "right\n", done.stderr
 
 
+@pytest.mark.slow
 @needs_such_a_cpu
 @pytest.mark.timeout(240)
 def test_portable_bits_are_the_same_however_they_are_asked_for(tmp_path):

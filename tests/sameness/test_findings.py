@@ -120,7 +120,13 @@ def test_it_ends_as_it_should(parts, layout, what):
     assert verdict.what == what, (verdict.said, verdict.traceback)
 
 
-@pytest.mark.parametrize("phases", [[SINGLE, SINGLE], [SERVER, FSDP]], ids=["single", "server, fsdp"])
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([SINGLE, SINGLE], id="single"),
+        pytest.param([SERVER, FSDP], id="server, fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_that_are_kept_as_zeros_are_kept_over_a_restart(phases):
     """Momentum goes on to move a parameter with a gradient of zeros that the step did not use."""
     parts = {"blocks": ("experts",), "end": "zeros", "optimizer": "momentum", "recipe": K8, "epochs": 2}
@@ -157,7 +163,7 @@ def accuracy(output, target):
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_losses_and_metrics_may_call_the_model_on_some_ranks_only(ranks):
     """A rank that asked whether the loss is a mean called the model more often, and the other went on without it."""
     program = dataclasses.replace(plain_program(), recipe=ODD, count=14, blocks=("dropout", "linear"))
@@ -168,7 +174,9 @@ def test_losses_and_metrics_may_call_the_model_on_some_ranks_only(ranks):
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
 
 
-@pytest.mark.parametrize("layout", [DDP, FSDP, SERVER])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(DDP, marks=pytest.mark.slow), FSDP, pytest.param(SERVER, marks=pytest.mark.slow)]
+)
 def test_a_backward_pass_without_a_step_leaves_the_loss_scale_right(layout):
     """The second backward pass of sharpness-aware minimisation raised that gradients had been divided already."""
     text = text_of(dataclasses.replace(plain_program(), recipe=FP16, count=16))
@@ -180,8 +188,12 @@ def test_a_backward_pass_without_a_step_leaves_the_loss_scale_right(layout):
 
 @pytest.mark.parametrize(
     "phases",
-    [[SINGLE, SINGLE], [SERVER, FSDP], [FSDP, PIPELINE], [PIPELINE, SERVERS]],
-    ids=["single", "server, fsdp", "fsdp, pipeline", "pipeline, servers"],
+    [
+        pytest.param([SINGLE, SINGLE], id="single", marks=pytest.mark.slow),
+        pytest.param([SERVER, FSDP], id="server, fsdp", marks=pytest.mark.slow),
+        pytest.param([FSDP, PIPELINE], id="fsdp, pipeline"),
+        pytest.param([PIPELINE, SERVERS], id="pipeline, servers", marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_that_no_optimizer_clears_are_kept_over_a_restart(phases):
     """They add up from step to step, and a clip over all parameters counts them."""

@@ -468,7 +468,7 @@ def test_one_process_has_the_numbers_of_a_plain_loop(workflow):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(each, marks=pytest.mark.slow if each not in ("fsdp", "tensor") else ())
+        pytest.param(each, marks=pytest.mark.slow if each != "fsdp" else ())
         for each in REFUSED
     ],
 )
