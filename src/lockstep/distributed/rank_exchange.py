@@ -9,7 +9,7 @@ other one since, which each does after it has read this one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +26,9 @@ _PIECE_BYTES = 1 << 20
 """What a rank gives at once, a multiple of the size of every number type."""
 
 
+Counts = Sequence[Sequence[int]]
+
+
 class RankExchange(Protocol):
     """Exchanges tensors of any number type, of one shape and type on all ranks. All methods are collective."""
 
@@ -40,6 +43,23 @@ class RankExchange(Protocol):
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """What each rank has for this one, from what this one has for each; both of shape (ranks, n)."""
+
+    def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
+        """Writes what each rank has into ``places[rank]``, without a copy of all of it in between.
+
+        Args:
+            own: of this rank, flat tensors of one number type.
+            places: flat tensors for those of each rank, by rank; none at all where this one only gives.
+            counts: their lengths, by rank.
+        """
+
+    def exchange_parts(self, parts: Sequence[Sequence[Tensor]], counts: Counts) -> Tensor:
+        """What each rank has for this one, one part after another, shape (ranks, sum of this one's lengths).
+
+        Args:
+            parts: what this rank has for each, flat tensors of one number type.
+            counts: their lengths, by the rank that gets them.
+        """
 
     def release(self) -> None:
         """Lets go of the process group, or the memory."""
@@ -64,6 +84,20 @@ class GroupExchange:
         received = torch.empty_like(rows, memory_format=torch.contiguous_format)
         dist.all_to_all_single(_bytes(received), _bytes(rows.contiguous()), group=self._group)
         return received
+
+    def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
+        """See ``RankExchange.gather_parts``."""
+        mine = own[0].new_zeros(max(map(sum, counts)))
+        _copy(_cut(mine, counts[self.rank]), own)
+        for row, tensors, lengths in zip(self.all_gather(mine), places, counts):
+            _copy(tensors, _cut(row, lengths))
+
+    def exchange_parts(self, parts: Sequence[Sequence[Tensor]], counts: Counts) -> Tensor:
+        """See ``RankExchange.exchange_parts``."""
+        mine = parts[0][0].new_zeros(self.ranks, max(map(sum, counts)))
+        for row, tensors, lengths in zip(mine, parts, counts):
+            _copy(_cut(row, lengths), tensors)
+        return self.all_to_all(mine)[:, : sum(counts[self.rank])]
 
     def release(self) -> None:
         """See ``RankExchange.release``."""
@@ -109,6 +143,30 @@ class SharedMemoryExchange:
             found[:, piece].copy_(
                 self._all_slots(-given.numel())[:, self.rank * size : (self.rank + 1) * size]
             )
+        return received
+
+    def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
+        """See ``RankExchange.gather_parts``."""
+        numbers, dtype, size = max(map(sum, counts)), own[0].dtype, own[0].element_size()
+        for piece, _ in _pieces(numbers, _PIECE_BYTES // size):
+            _copy(*_overlap(self._own_slot().view(dtype), own, counts[self.rank], piece))
+            slots = self._all_slots(numbers * size).view(dtype)
+            for slot, row, lengths in zip(slots, places, counts):
+                in_slot, in_parts = _overlap(slot, row, lengths, piece)
+                _copy(in_parts, in_slot)
+
+    def exchange_parts(self, parts: Sequence[Sequence[Tensor]], counts: Counts) -> Tensor:
+        """See ``RankExchange.exchange_parts``."""
+        numbers, dtype, size = max(map(sum, counts)), parts[0][0].dtype, parts[0][0].element_size()
+        received = parts[0][0].new_empty(self.ranks, sum(counts[self.rank]))
+        most = _PIECE_BYTES // self.ranks // 16 * 16 // size
+        for piece, _ in _pieces(numbers, most):
+            own = self._own_slot().view(dtype)
+            for rank, (row, lengths) in enumerate(zip(parts, counts)):
+                _copy(*_overlap(own[rank * most :], row, lengths, piece))
+            here = received[:, piece]
+            slots = self._all_slots(-self.ranks * numbers * size).view(dtype)
+            here.copy_(slots[:, self.rank * most : self.rank * most + here.shape[1]])
         return received
 
     def release(self) -> None:
@@ -167,6 +225,32 @@ def open_exchange(
 def _bytes(values: Tensor) -> Tensor:
     """The same memory as bytes."""
     return values.view(torch.uint8) if values.numel() else values.new_empty(values.shape, dtype=torch.uint8)
+
+
+def _cut(row: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+    """The begin of a row in parts of these lengths; views."""
+    return row[: sum(lengths)].split_with_sizes(list(lengths))
+
+
+def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if places:
+        torch._foreach_copy_(list(places), list(values))
+
+
+def _overlap(
+    slot: Tensor, parts: Sequence[Tensor], lengths: Sequence[int], piece: slice
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Views of a slot that has a piece of all parts, one after another, and of the parts where they are in it."""
+    if piece.start == 0 and sum(lengths) <= piece.stop:
+        return _cut(slot, lengths), parts
+    in_slot, in_parts, at = [], [], 0
+    for part, length in zip(parts, lengths):
+        begin, end = max(at, piece.start), min(at + length, piece.stop)
+        if begin < end:
+            in_slot.append(slot[begin - piece.start : end - piece.start])
+            in_parts.append(part[begin - at : end - at])
+        at += length
+    return in_slot, in_parts
 
 
 def _pieces(count: int, most: int) -> Iterator[tuple[slice, int]]:

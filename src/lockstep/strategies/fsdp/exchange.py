@@ -69,6 +69,7 @@ class ShardedParameter:
         dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         parameter.data = values.to(dtype)
         self.whole, self._class = parameter, type(parameter)
+        self.whole_dtype, self._is_contiguous = dtype, parameter.is_contiguous()
         self._absence = absence
         AbsentParameter.describe(parameter, name, self.held, absence, itemgetter(rows[rank]))
         self.gradient: Tensor | None = None
@@ -94,6 +95,24 @@ class ShardedParameter:
         if self.whole.requires_grad and not self.held.requires_grad:
             raise thawed(self.name)
         self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def places(self) -> Sequence[Tensor]:
+        """Where each rank's rows go, flat: in the whole one, or in memory of their own if it has its rows elsewhere."""
+        whole = self.whole.detach()
+        flat = whole.view(-1) if self._is_contiguous else whole.new_empty(whole.numel())
+        return flat.split_with_sizes(self.counts)
+
+    def settle(self, places: Sequence[Tensor]) -> None:
+        """Copies the rows to the whole one where ``places`` were not in it."""
+        if not self._is_contiguous:
+            self.whole.detach().copy_(torch.cat(list(places)).view(self.shape))
+
+    def gradient_parts(self) -> Sequence[Tensor]:
+        """Each rank's rows of the gradient, flat; zeros where there is none."""
+        if self.gradient is None:
+            zeros = torch.zeros(sum(self.counts), dtype=self.held.dtype, device=self.whole.device)
+            return zeros.split_with_sizes(self.counts)
+        return self.gradient.to(self.held.dtype).reshape(-1).split_with_sizes(self.counts)
 
     def free(self) -> None:
         """Takes the whole one's memory back."""
@@ -153,17 +172,15 @@ class ShardedBlock:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
         keep = keep and not self.is_whole
         for members in self._all.values():
-            mine = torch.zeros(_most(members), dtype=members[0].whole.dtype, device=self._device)
-            for each, part in zip(members, _parts(mine, members, self._rank)):
-                part.copy_(each.held.detach().view(-1))
-            everyone = self._exchange.all_gather(mine)
-            self.bytes_sent += mine.nbytes * self._exchange.copies
+            own = [each.held.detach().view(-1).to(self._device, each.whole_dtype) for each in members]
             for each in members if keep else ():
                 each.take_memory()
-            for rank, row in enumerate(everyone) if keep else ():
-                for each, part in zip(members, _parts(row, members, rank)):
-                    own = each.whole.detach()[each.rows[rank]]
-                    own.copy_(part.view(own.shape))
+            places = list(zip(*(each.places() for each in members))) if keep else []
+            counts = list(zip(*(each.counts for each in members)))
+            self._exchange.gather_parts(own, places, counts)
+            self.bytes_sent += max(map(sum, counts)) * own[0].element_size() * self._exchange.copies
+            for each, found in zip(members, zip(*places)):
+                each.settle(found)
             for each in members if keep and self.written is not None else ():
                 each.values = value_of(each.whole)
         self.is_whole |= keep
@@ -193,15 +210,12 @@ class ShardedBlock:
     def exchange(self) -> None:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
         for dtype, members in self._members.items():
-            mine = torch.zeros(self._ranks, _most(members), dtype=dtype, device=self._device)
-            for rank, row in enumerate(mine):
-                for each, part in zip(members, _parts(row, members, rank)):
-                    if each.gradient is not None:
-                        part.copy_(each.gradient[each.rows[rank]].reshape(-1))
+            parts = list(zip(*(each.gradient_parts() for each in members)))
+            counts = list(zip(*(each.counts for each in members)))
+            received = self._exchange.exchange_parts(parts, counts)
+            self.bytes_sent += max(map(sum, counts)) * received.element_size() * (self._ranks - 1)
             for each in members:
                 each.gradient = None
-            received = self._exchange.all_to_all(mine)
-            self.bytes_sent += mine.nbytes * (self._ranks - 1) // self._ranks
             if dtype in self._received:
                 self._received[dtype].view(torch.uint8).bitwise_or_(received.view(torch.uint8))
             else:
@@ -218,7 +232,8 @@ class ShardedBlock:
         for dtype, members in self._members.items():
             received = self._received.get(dtype)
             if received is None:
-                received = torch.zeros(self._ranks, _most(members), dtype=dtype, device=self._device)
+                numbers = sum(each.counts[self._rank] for each in members)
+                received = torch.zeros(self._ranks, numbers, dtype=dtype, device=self._device)
             stack = self._stacks.setdefault(dtype, [])
             for count in self._skipped:
                 push_leaf(stack, torch.zeros_like(received[0]), count)
@@ -237,7 +252,7 @@ class ShardedBlock:
         for dtype, stack in self._stacks.items():
             (total,) = stack
             members = self._members[dtype]
-            for each, rows in zip(members, _parts(total, members, self._rank)):
+            for each, rows in zip(members, torch.split(total, [each.counts[self._rank] for each in members])):
                 found[each.name] = rows.view(each.held.shape)
         self._stacks = {}
         return found
@@ -266,15 +281,3 @@ def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[
     for each in parameters:
         found.setdefault(each.held.dtype, []).append(each)
     return found
-
-
-def _most(members: Sequence[ShardedParameter]) -> int:
-    """Numbers that a rank sends of its parts: as many as the rank that holds most."""
-    sums = [sum(counts) for counts in zip(*(each.counts for each in members))]
-    return int(max(sums))
-
-
-def _parts(row: Tensor, members: Sequence[ShardedParameter], rank: int) -> Sequence[Tensor]:
-    """The parts of each member that a rank holds, in a row of what it sends or receives; views."""
-    counts = [each.counts[rank] for each in members]
-    return torch.split(row[: sum(counts)], counts)

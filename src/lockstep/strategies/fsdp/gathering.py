@@ -150,8 +150,8 @@ class Gathering:
         """
         for block in self.blocks:
             if block.has_gradients:
-                self._request(2 * self._numbers[block] + 1)
-        self._request(_NOTHING)
+                self._request(send=block)
+        self._request()
         for block in self.blocks:
             block.end_micro_batch(counts)
         if not self._keep_for_step:
@@ -168,7 +168,7 @@ class Gathering:
         """Raises ``ConfigError`` on every rank where some call the model while others gather its state. Collective."""
         self._where = _ELSEWHERE
         try:
-            self._request(_NOTHING)
+            self._request()
         finally:
             self._where = _OUTSIDE
 
@@ -178,7 +178,7 @@ class Gathering:
         self._where = _IN_STEP
         try:
             yield
-            self._request(_NOTHING)
+            self._request()
         finally:
             self._where = _OUTSIDE
         self.free()
@@ -258,22 +258,25 @@ class Gathering:
         if not self._entered and not torch.is_grad_enabled():
             # Within a step, ranks may call the model more often than others. After a refusal nobody would answer.
             if self._where == _OUTSIDE and not self._is_refused:
-                self._request(_NOTHING)
+                self._request()
             self.free()
 
     def need(self, block: ShardedBlock) -> None:
         """Makes a block whole, if it is not. In backward, gradients of the blocks before it are sent first."""
         if block.is_whole:
             return
+        ready = None
         if in_backward():
             for each in self._recent:
                 if each.has_gradients:
-                    self._request(2 * self._numbers[each] + 1)
+                    if ready is not None:
+                        self._request(send=ready)
+                    ready = each
             while len(self._recent) >= _KEPT and not self._keep:
                 self._free(self._recent.pop(0))
             if block is not self._rest:
                 self._recent.append(block)
-        self._request(2 * self._numbers[block])
+        self._request(send=ready, gather=block)
         for parameter in block.parameters:
             if parameter.whole.numel():
                 self._by_address[parameter.whole.untyped_storage().data_ptr()] = block
@@ -290,29 +293,33 @@ class Gathering:
             self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
         block.free()
 
-    def _request(self, wanted: int) -> None:
-        """Asks all ranks for a collective, and serves what they ask for until this rank has what it wanted.
+    def _request(self, send: ShardedBlock | None = None, gather: ShardedBlock | None = None) -> None:
+        """Asks all ranks for collectives, and serves what they ask for until this rank has what it wanted.
+
+        With nothing to ask for, until no rank wants any more.
+
+        Args:
+            send: a block whose gradients are ready.
+            gather: a block that is needed next.
 
         Raises:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
         with _disable_current_modes():  # of selective checkpointing, which would take collectives for its own
-            self._serve(wanted)
+            self._serve(*(_NOTHING if block is None else self._numbers[block] for block in (send, gather)))
 
-    def _serve(self, wanted: int) -> None:
-        mine = torch.tensor([wanted, self._where], device=self._host)
+    def _serve(self, send: int, gather: int) -> None:
+        mine = torch.tensor([send, gather, self._where], device=self._host)
         while True:
-            wants, places = self._exchange.all_gather(mine).t().tolist()
+            sends, gathers, places = self._exchange.all_gather(mine).t().tolist()
             self._is_refused = len(set(places)) > 1
             if self._is_refused:
                 raise _called_by_some(places)
-            for each in sorted({int(want) for want in wants} - {_NOTHING}):
-                block = self.blocks[each // 2]
-                if each % 2:
-                    block.exchange()
-                else:
-                    block.gather(keep=each == wanted)
-            if wanted != _NOTHING or all(want == _NOTHING for want in wants):
+            for number in sorted({*sends} - {_NOTHING}):
+                self.blocks[number].exchange()
+            for number in sorted({*gathers} - {_NOTHING}):
+                self.blocks[number].gather(keep=number == gather)
+            if (send, gather) != (_NOTHING, _NOTHING) or {*sends, *gathers} == {_NOTHING}:
                 return
 
 
