@@ -1,5 +1,7 @@
 """The simulated devices find the mistakes that they are made for, and nothing in code that has none."""
 
+import itertools
+
 import pytest
 import torch
 from tests.simcuda import cuda, nccl
@@ -121,6 +123,28 @@ def test_mistakes_in_streams_and_copies_are_found(machine, mistake):
     found = machine.run(train, 2, "perceptron", "ddp", {}, False, mistake)
     seen = [each.waits if mistake == "no pinned memory" else each.races for each in found]
     assert all(seen)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["no wait for a gather", "no record_stream", "no wait between streams"],
+)
+def test_mistakes_in_the_streams_of_fsdp_are_found(machine, mistake):
+    found = machine.run(train, 2, "decoder", "fsdp", {"micro_batches": 4}, False, mistake)
+    assert all(each.races for each in found)
+
+
+def test_fsdp_gathers_the_next_block_while_one_computes(machine):
+    """At the begin of a micro-batch the first block is asked for with what belongs to none, and the second before the
+    first computes; the last block of the forward pass is kept."""
+    found = machine.run(train, 2, "decoder", "fsdp", {"micro_batches": 2}, True)
+    for each in found:
+        launches = [name.split()[0] for name in each.order if "all_gather" in name or name.endswith(" 0")]
+        gathers = [at for at, name in enumerate(launches) if "all_gather" in name]
+        computed = [after - before - 1 for before, after in itertools.pairwise(gathers)]
+        begin = computed.index(0)
+        assert computed[begin + 1] < 10 < computed[begin + 2]  # the embedding, and both blocks with the loss
+        assert not each.races
 
 
 def settings(world):

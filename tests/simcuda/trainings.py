@@ -14,6 +14,7 @@ from lockstep.core.world import World
 from lockstep.models import lstm, resnet18, transformer
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.run import Run, RunOptions
+from lockstep.strategies.fsdp.gathering import Gathering
 
 _STEPS, _FIRST = 8, 3
 """Steps of a training, and those before waits count: in the first, channels open and steps are rehearsed."""
@@ -116,8 +117,20 @@ def _without_pinned_memory() -> None:
     Tensor.pin_memory = lambda tensor, device=None: tensor  # type: ignore[method-assign,assignment]  # the mistake
 
 
+def _without_wait_for_gather() -> None:
+    """A block of fsdp is used before the values that were gathered ahead have arrived."""
+    Gathering._wait_for = lambda gathering, block: None  # type: ignore[method-assign]  # the mistake
+
+
+def _without_own_stream_waiting() -> None:
+    """Blocks of fsdp are gathered into memory, and gradients sent, that are still computed on."""
+    torch.cuda.Stream.wait_stream = lambda stream, other: None  # type: ignore[method-assign]  # the mistake
+
+
 MISTAKES = {
     "no wait": _without_wait,
+    "no wait for a gather": _without_wait_for_gather,
+    "no wait between streams": _without_own_stream_waiting,
     "no record_stream": _without_record_stream,
     "no pinned memory": _without_pinned_memory,
 }

@@ -91,10 +91,18 @@ class ShardedParameter:
 
     def take_memory(self) -> None:
         """Gives the whole one memory, without values; ``ConfigError`` if it was frozen and requires a gradient now."""
+        self.show()
+        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def show(self) -> None:
+        """Makes the whole one an ordinary parameter; ``ConfigError`` as ``take_memory``."""
         self.whole.__class__ = self._class
         if self.whole.requires_grad and not self.held.requires_grad:
             raise thawed(self.name)
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+
+    def hide(self) -> None:
+        """Makes the whole one an ``AbsentParameter``, which keeps its memory."""
+        self.whole.__class__ = AbsentParameter
 
     def places(self) -> Sequence[Tensor]:
         """Where each rank's rows go, flat: in the whole one, or in memory of their own if it has its rows elsewhere."""
@@ -116,8 +124,9 @@ class ShardedParameter:
 
     def free(self) -> None:
         """Takes the whole one's memory back."""
+        self.whole.__class__ = self._class
         self.whole.untyped_storage().resize_(0)
-        self.whole.__class__ = AbsentParameter
+        self.hide()
 
     def begin_micro_batch(self) -> None:
         """Forgets the gradient of the one before."""
@@ -160,6 +169,8 @@ class ShardedBlock:
         self._skipped: list[int] = []
         self.bytes_sent = 0
         self.is_whole = False
+        self.is_aside = False
+        """True while it has its values and is not used: gathered ahead, or kept for its next use."""
         self.written: set[str] | None = None
         """Gets the names of parameters that were written to while they were whole; None: nobody asks."""
 
@@ -170,7 +181,7 @@ class ShardedBlock:
 
     def gather(self, keep: bool) -> None:
         """Gives every rank the rows of all; one that does not ``keep`` them only takes part. Collective."""
-        keep = keep and not self.is_whole
+        keep = keep and not self.is_whole and not self.is_aside
         for members in self._all.values():
             own = [each.held.detach().view(-1).to(self._device, each.whole_dtype) for each in members]
             for each in members if keep else ():
@@ -185,15 +196,27 @@ class ShardedBlock:
                 each.values = value_of(each.whole)
         self.is_whole |= keep
 
+    def set_aside(self) -> None:
+        """Keeps the values, and lets nobody use them."""
+        for each in self.parameters:
+            each.hide()
+        self.is_whole, self.is_aside = False, True
+
+    def take_back(self) -> None:
+        """Makes what was set aside whole again; ``ConfigError`` as ``ShardedParameter.take_memory``."""
+        for each in self.parameters:
+            each.show()
+        self.is_whole, self.is_aside = True, False
+
     def free(self) -> None:
         """Frees the whole parameters."""
-        if self.is_whole:
+        if self.is_whole or self.is_aside:
             for each in self.parameters:
                 if self.written is not None and each.values not in (None, value_of(each.whole)):
                     self.written.add(each.name)
                 each.values = None
                 each.free()
-            self.is_whole = False
+            self.is_whole = self.is_aside = False
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
@@ -211,6 +234,9 @@ class ShardedBlock:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
         for dtype, members in self._members.items():
             parts = list(zip(*(each.gradient_parts() for each in members)))
+            for each in members if self._device.type == "cuda" else ():
+                if each.gradient is not None:  # computed on another stream than this
+                    each.gradient.record_stream(torch.cuda.current_stream(self._device))
             counts = list(zip(*(each.counts for each in members)))
             received = self._exchange.exchange_parts(parts, counts)
             self.bytes_sent += max(map(sum, counts)) * received.element_size() * (self._ranks - 1)

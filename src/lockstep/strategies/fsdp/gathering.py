@@ -6,6 +6,13 @@
 Nothing is added to the graph of autograd, so gradients are summed in the order of a model on one device: saved tensors
 are packed (``torch.autograd.graph.saved_tensors_hooks``), and unpacking a parameter gathers its block.
 
+The order in which a micro-batch needed its blocks foretells that of the next. On CUDA, the next block is gathered while
+one computes, on a stream of its own, where gradients are sent too. A block that is needed again at once is kept, as the
+last one of the forward pass.
+
+    compute    forward 0            forward 1            forward 2 ...
+    exchange   gather 1             gather 2             gather 3
+
 Ranks need not use the same blocks in the same order. Every collective is preceded by one in which each rank says what
 it wants next, and all serve what any rank wants:
 
@@ -102,6 +109,11 @@ class Gathering:
         self._numbers = {block: number for number, block in enumerate(self.blocks)}
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
+        self._order = _Order()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
+        """On which blocks are gathered and gradients sent; None for the only one."""
+        self._gathered: dict[ShardedBlock, torch.cuda.Event] = {}
+        self._device = device
         self._entered: list[tuple[ShardedBlock, saved_tensors_hooks | None]] = []
         self._where = _OUTSIDE
         self._is_refused = False
@@ -125,9 +137,11 @@ class Gathering:
         written: set[str] = set()
         for block in self.blocks:
             block.written = written
+        self._order.is_followed = False
         yield written
         for block in self.blocks:
             block.written = None
+        self._order.is_followed = True
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
@@ -139,6 +153,7 @@ class Gathering:
 
     def begin_micro_batch(self) -> None:
         """Starts a micro-batch of this rank, and with it a round of all."""
+        self._order.begin()
         for block in self.blocks:
             block.begin_micro_batch()
 
@@ -152,6 +167,9 @@ class Gathering:
             if block.has_gradients:
                 self._request(send=block)
         self._request()
+        self._order.end()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         for block in self.blocks:
             block.end_micro_batch(counts)
         if not self._keep_for_step:
@@ -253,7 +271,10 @@ class Gathering:
         if in_backward():
             return
         still_used = self._keep or block is self._rest or any(block is each for each, _ in self._entered)
-        if not still_used:
+        if not still_used and self._order.following == self._numbers[block]:
+            self._forget(block)
+            block.set_aside()
+        elif not still_used:
             self._free(block)
         if not self._entered and not torch.is_grad_enabled():
             # Within a step, ranks may call the model more often than others. After a refusal nobody would answer.
@@ -276,10 +297,40 @@ class Gathering:
                 self._free(self._recent.pop(0))
             if block is not self._rest:
                 self._recent.append(block)
-        self._request(send=ready, gather=block)
+        self._order.needs(self._numbers[block])
+        following = None if self._order.following is None else self.blocks[self._order.following]
+        if self._stream is None or following is None or following.is_whole or following.is_aside:
+            following = None
+        if ready is not None or following is not None or not block.is_aside:
+            self._request(send=ready, gather=None if block.is_aside else block, ahead=following)
+        self._wait_for(block)
+        if block.is_aside:
+            block.take_back()
         for parameter in block.parameters:
             if parameter.whole.numel():
                 self._by_address[parameter.whole.untyped_storage().data_ptr()] = block
+
+    def _gather(self, number: int, wanted: int) -> None:
+        block = self.blocks[number]
+        block.gather(keep=number == wanted)
+        if self._stream is not None and number == wanted:
+            self._gathered[block] = self._stream.record_event()
+
+    def _wait_for(self, block: ShardedBlock) -> None:
+        """Lets what is computed from now on wait for the values of a block."""
+        if (event := self._gathered.pop(block, None)) is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """Exchanges on their own stream, after all that has been computed until now."""
+        if self._stream is None:
+            yield
+            return
+        # Memory of this stream that was freed is given out again after this wait, so what computed on it has ended.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _apart(self, output: Tensor) -> Tensor:
         """A copy of an output that is a view of a parameter, which may be freed next."""
@@ -289,11 +340,19 @@ class Gathering:
         return isinstance(value, Tensor) and _address(value) in self._by_address
 
     def _free(self, block: ShardedBlock) -> None:
-        for each in block.parameters if block.is_whole else ():
-            self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
+        self._forget(block)
         block.free()
 
-    def _request(self, send: ShardedBlock | None = None, gather: ShardedBlock | None = None) -> None:
+    def _forget(self, block: ShardedBlock) -> None:
+        for each in block.parameters if block.is_whole else ():
+            self._by_address.pop(each.whole.untyped_storage().data_ptr(), None)
+
+    def _request(
+        self,
+        send: ShardedBlock | None = None,
+        gather: ShardedBlock | None = None,
+        ahead: ShardedBlock | None = None,
+    ) -> None:
         """Asks all ranks for collectives, and serves what they ask for until this rank has what it wanted.
 
         With nothing to ask for, until no rank wants any more.
@@ -301,26 +360,66 @@ class Gathering:
         Args:
             send: a block whose gradients are ready.
             gather: a block that is needed next.
+            ahead: the one that is likely to be needed after it.
 
         Raises:
             ConfigError: some ranks call the model outside of ``run.backward``, and others are elsewhere.
         """
         with _disable_current_modes():  # of selective checkpointing, which would take collectives for its own
-            self._serve(*(_NOTHING if block is None else self._numbers[block] for block in (send, gather)))
+            wanted = (send, gather, ahead)
+            self._serve(*(_NOTHING if block is None else self._numbers[block] for block in wanted))
 
-    def _serve(self, send: int, gather: int) -> None:
-        mine = torch.tensor([send, gather, self._where], device=self._host)
+    def _serve(self, send: int, gather: int, ahead: int) -> None:
+        mine = torch.tensor([send, gather, ahead, self._where], device=self._host)
         while True:
-            sends, gathers, places = self._exchange.all_gather(mine).t().tolist()
+            sends, gathers, aheads, places = self._exchange.all_gather(mine).t().tolist()
             self._is_refused = len(set(places)) > 1
             if self._is_refused:
                 raise _called_by_some(places)
-            for number in sorted({*sends} - {_NOTHING}):
-                self.blocks[number].exchange()
-            for number in sorted({*gathers} - {_NOTHING}):
-                self.blocks[number].gather(keep=number == gather)
-            if (send, gather) != (_NOTHING, _NOTHING) or {*sends, *gathers} == {_NOTHING}:
+            with self._on_own_stream():
+                for number in sorted({*sends} - {_NOTHING}):
+                    self.blocks[number].exchange()
+                for number in sorted({*gathers} - {_NOTHING}):
+                    self._gather(number, gather)
+                for number in sorted({*aheads} - {*gathers, _NOTHING}):
+                    self._gather(number, ahead)
+                    if number == ahead:
+                        self.blocks[number].set_aside()
+            if {send, gather, ahead} != {_NOTHING} or {*sends, *gathers, *aheads} == {_NOTHING}:
                 return
+
+
+class _Order:
+    """The order in which a micro-batch needs blocks, by number, which foretells that of the next."""
+
+    def __init__(self) -> None:
+        self._before: list[int] = []
+        self._now: list[int] | None = None
+        """Of this micro-batch; None outside of one."""
+        self._is_same = True
+        self.is_followed = True
+
+    def begin(self) -> None:
+        """Begins a micro-batch."""
+        self._now, self._is_same = [], True
+
+    def end(self) -> None:
+        """Ends it."""
+        self._before, self._now = self._now or [], None
+
+    def needs(self, number: int) -> None:
+        """Notes that a block is needed."""
+        if self._now is not None:
+            place = len(self._now)
+            self._is_same &= place < len(self._before) and self._before[place] == number
+            self._now.append(number)
+
+    @property
+    def following(self) -> int | None:
+        """The block that is needed next if this micro-batch goes on as the one before; None if that is not known."""
+        if self._now is None or not self._is_same or not self.is_followed:
+            return None
+        return self._before[len(self._now)] if len(self._now) < len(self._before) else None
 
 
 def _called_by_some(places: Sequence[int]) -> ConfigError:
