@@ -204,3 +204,82 @@ def test_kernels_without_a_fixed_order_are_not_compared(device, is_compared):
     strategy = SimpleNamespace(device=torch.device(device))
     rehearsals = Rehearsals(options, strategy, None, StepEvents(), is_main=True)
     assert rehearsals.is_new_evaluation(model(), None) is is_compared
+
+
+class Noisy(nn.Module):
+    """Adds noise that goes on from call to call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.generator = nn.Linear(8, 4), torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        return self.inner(x) + 0.1 * torch.randn(len(x), 4, generator=self.generator)
+
+
+class NoisyAndStored(Noisy):
+    """The same, and knows how to store it."""
+
+    def get_extra_state(self):
+        return self.generator.get_state()
+
+    def set_extra_state(self, state):
+        self.generator.set_state(state)
+
+
+class Rising(nn.Module):
+    """Has a learning signal that rises with each call: a number, which checkpoints hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def train_in_two_parts(made, folder):
+    """The fingerprint of an epoch of four steps, of one process and one micro-batch, stopped after the second."""
+    for stop in (2, 4):
+        torch.manual_seed(3)
+        trained = made()
+        options = {"global_batch": 8, "micro_batches": 1, "strategy": "single", "directory": folder}
+        run = Run(RunOptions.of(**options, resume="auto"), World())
+        try:
+            _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9))
+            for batch in run.batches(data()):
+                run.backward(batch, F.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.position.step + 1 == stop:
+                    break
+            run.save(wait=True)
+            found = run.fingerprint()
+        finally:
+            run.close()
+    return found
+
+
+@pytest.mark.parametrize("made", [NoisyAndStored, Rising, model])
+def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bits(made, tmp_path, caplog):
+    torch.manual_seed(3)
+    whole, _ = train(made(), micro_batches=1)
+    assert train_in_two_parts(made, tmp_path) == whole
+    assert "no checkpoint holds" not in caplog.text
+
+
+def test_one_process_that_keeps_what_no_checkpoint_holds_is_told_and_not_resumed(tmp_path, caplog):
+    with pytest.raises(
+        ConfigError, match="'generator' of the model from one call to the next. The checkpoint does"
+    ):
+        train_in_two_parts(Noisy, tmp_path)
+    assert (
+        caplog.text.count("'generator' of the model from one call to the next, which no checkpoint holds")
+        == 1
+    )
+
+
+def test_one_process_that_saves_nothing_is_not_told(caplog):
+    train(Noisy(), micro_batches=1)
+    assert "one call to the next" not in caplog.text

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.run.state import _attributes, _decoded
+from lockstep.run.state import _decoded, numbers_of
 
 
 def saved(tmp_path, **options):
@@ -56,13 +56,13 @@ def test_numbers_that_torch_keeps_for_this_process_are_none_of_them(name):
     sparse = name == "SparseAdam"
     weight = nn.Parameter(torch.ones(4, 4))
     optimizer = kind([weight], lr=0.1)
-    before = _attributes(optimizer)
+    before = numbers_of(optimizer)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(2):
         weight.grad = torch.ones(4, 4).to_sparse() if sparse else torch.ones(4, 4)
         optimizer.step(lambda: weight.sum().detach())
         schedule.step()
-    assert _attributes(optimizer) == before
+    assert numbers_of(optimizer) == before
 
 
 @pytest.mark.fault("K6")
@@ -80,7 +80,7 @@ def test_numbers_of_every_kind_go_through_a_checkpoint():
     vars(holder).update(
         a=3, b=-4, c=0.1, d=float("inf"), e=1e-30, f=True, g=False, h="text", i=2.0, _step_count=7
     )
-    found = _decoded(_attributes(holder))
+    found = _decoded(numbers_of(holder))
     assert found == {
         "a": 3,
         "b": -4,

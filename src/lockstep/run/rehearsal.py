@@ -35,13 +35,14 @@ from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
 from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
+from lockstep.run.state import numbers_of
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.text import shorten
 
 if TYPE_CHECKING:
-    from lockstep.run.state import PreparedRun
+    from lockstep.run.state import PreparedRun, RunState
 
 logger = logging.getLogger(__name__)
 _MOST = 3
@@ -120,6 +121,10 @@ class Rehearsals:
             options.deterministic or strategy.device.type == "cpu"
         )  # else two passes may differ by themselves
         self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
+        self._is_for_resume = (
+            repeats and alone and options.checks == "first" and options.directory is not None
+        )
+        """True if one process computes all, and what a checkpoint does not hold would only be missed after a stop."""
         self._warned: set[str] = set()
         self._checks = options.checks != "off"
         self._seen: set[Any] = set()
@@ -209,9 +214,12 @@ class Rehearsals:
             not isinstance(self._strategy, IndependentStrategy)
             and self._strategy.level is not Level.STATISTICAL
         )
-        if not (self.is_on and exact):
+        if not ((self.is_on or self._is_for_resume) and exact):
             return
         findings = self._rehearse(prepared, compute, batch, loss, scale)
+        if self._is_for_resume:
+            self._judge_resumption(findings, prepared.state)
+            return
         everyone = gather_records(self._strategy, vars(findings), self._group)
         found = Findings.of_all(everyone)
         self.judge(found, _words(loss))
@@ -384,6 +392,35 @@ class Rehearsals:
                 told(new, _MOST),
             )
 
+    def _judge_resumption(self, found: Findings, state: RunState) -> None:
+        """Warns of what no checkpoint holds and the loss depends on; refuses it in a run that was resumed."""
+        kept = [*found.foreign, *found.drew, *found.changed]
+        missed = [name for name in kept if not _is_stored(name, state.parts.model)]
+        depends = found.losses_differ or found.gradients or found.foreign or found.drew
+        if not depends or (kept and not missed):
+            return
+        what = (
+            shorten(missed, _MOST)
+            if missed
+            else "something that was not found, such as an iterator or a file"
+        )
+        remedy = "Make it a registered buffer, or give it to get_extra_state and set_extra_state of the module that has it."
+        if state.resumed_context:
+            raise ConfigError(
+                f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "
+                "it, so this run would go on with other bits than without the stop. Begin anew without resume. "
+                f"{remedy} checks='off' goes on all the same."
+            )
+        new = [name for name in missed or [what] if name not in self._warned]
+        self._warned |= set(new)
+        if new:
+            logger.warning(
+                "The forward pass or the loss keeps %s from one call to the next, which no checkpoint holds: after a "
+                "stop, the run cannot be resumed. %s",
+                what,
+                remedy,
+            )
+
     def _refuse_other_bits(self, found: Findings) -> None:
         what = "loss" if found.losses_differ else f"gradient of {found.gradients[0]!r}"
         begin = f"The {what} of one micro-batch, computed twice under the same keys, has other bits the second time"
@@ -412,6 +449,20 @@ class _Result:
 def _turned(batch: Batch) -> Batch:
     """The same, its micro-batches in the other order: those that run side by side find what others keep."""
     return replace(batch, micro_batches=batch.micro_batches[::-1])
+
+
+def _is_stored(name: str, model: nn.Module) -> bool:
+    """True for a place, as a snapshot calls it, that a checkpoint holds: numbers of modules, and extra states."""
+    for path, module in model.named_modules():
+        owner = f" of {path or 'the model'}"
+        has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
+        if has_extra_state and owner in name:
+            return True
+        if name.endswith(owner) and any(
+            name == f"the attribute {key!r}{owner}" for key in numbers_of(module)
+        ):
+            return True
+    return False
 
 
 def _words(function: Any) -> str:

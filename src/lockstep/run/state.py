@@ -159,7 +159,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
-        self._first_numbers = {name: _attributes(holder) for name, holder in self._holders().items()}
+        self._first_numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
@@ -228,7 +228,7 @@ class RunState:
         mine = {}
         for name, holder in self._holders().items():
             first = self._first_numbers.get(name, {})
-            if changed := {k: text for k, text in _attributes(holder).items() if first.get(k) != text}:
+            if changed := {k: text for k, text in numbers_of(holder).items() if first.get(k) != text}:
                 mine[name] = changed
         if self.strategy.replicated or self.group is None:
             return mine
@@ -434,7 +434,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
 
 
-def _attributes(holder: Any) -> dict[str, str]:
+def numbers_of(holder: Any) -> dict[str, str]:
     """The numbers among an object's attributes, as texts from which they can be read back."""
     return {
         name: repr(value)
