@@ -271,7 +271,7 @@ def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bi
 
 def test_one_process_that_keeps_what_no_checkpoint_holds_is_told_and_not_resumed(tmp_path, caplog):
     with pytest.raises(
-        ConfigError, match="'generator' of the model from one call to the next. The checkpoint does"
+        ConfigError, match=r"'generator' of the model from one call to the next\. The checkpoint does"
     ):
         train_in_two_parts(Noisy, tmp_path)
     assert (
