@@ -404,7 +404,9 @@ class Rehearsals:
             if missed
             else "something that was not found, such as an iterator or a file"
         )
-        remedy = "Make it a registered buffer, or give it to get_extra_state and set_extra_state of the module that has it."
+        remedy = (
+            "Make it a registered buffer, or let its module's get_extra_state and set_extra_state store it."
+        )
         if state.resumed_context:
             raise ConfigError(
                 f"The forward pass or the loss keeps {what} from one call to the next. The checkpoint does not hold "
