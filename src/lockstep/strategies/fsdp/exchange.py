@@ -110,7 +110,7 @@ class ShardedParameter:
         flat = whole.view(-1) if self._is_contiguous else whole.new_empty(whole.numel())
         return flat.split_with_sizes(self.counts)
 
-    def settle(self, places: Sequence[Tensor]) -> None:
+    def copy_from(self, places: Sequence[Tensor]) -> None:
         """Copies the rows to the whole one where ``places`` were not in it."""
         if not self._is_contiguous:
             self.whole.detach().copy_(torch.cat(list(places)).view(self.shape))
@@ -191,7 +191,7 @@ class ShardedBlock:
             self._exchange.gather_parts(own, places, counts)
             self.bytes_sent += max(map(sum, counts)) * own[0].element_size() * self._exchange.copies
             for each, found in zip(members, zip(*places)):
-                each.settle(found)
+                each.copy_from(found)
             for each in members if keep and self.written is not None else ():
                 each.values = value_of(each.whole)
         self.is_whole |= keep
