@@ -179,6 +179,9 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         rows.append(("speed", speed))
     if outcome.bytes_per_step:
         rows.append(("sent", f"at most {format_bytes(outcome.bytes_per_step)} per step and rank"))
+    if outcome.peak_memory:
+        where = "allocated on a device" if outcome.is_memory_of_device else "resident in a process"
+        rows.append(("memory", f"at most {format_bytes(outcome.peak_memory)} {where}"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
         rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))

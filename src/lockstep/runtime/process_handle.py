@@ -1,17 +1,35 @@
-"""A process of this host, signalled and waited for without taking a later process with the same id for it."""
+"""A process of this host, signalled and waited for without taking a later process with the same id for it.
+
+``peak_memory`` is of this process itself.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
+import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import psutil
 
+if TYPE_CHECKING:
+    import torch
+
 _PAUSE = 0.02
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process has had: allocated on one GPU, or else resident, Python and torch included."""
+    if device.type == "cuda":
+        import torch
+
+        return max(torch.cuda.max_memory_allocated(each) for each in range(torch.cuda.device_count()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class ProcessHandle:

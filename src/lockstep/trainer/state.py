@@ -257,5 +257,9 @@ class TrainingOutcome:
     """True if the fingerprint does not depend on the CPU."""
     bytes_per_step: float = 0.0
     """Bytes of gradients that a rank gave to others in a step, on average; of the rank that gave most."""
+    peak_memory: int = 0
+    """The most bytes of memory that a rank has had; of the rank that has had most."""
+    is_memory_of_device: bool = False
+    """True if that is memory allocated on one GPU; else it is the resident memory of a process."""
     remarks: dict[str, str] = field(default_factory=dict)
     """Facts of the strategy about the run, by name."""

@@ -19,6 +19,7 @@ from lockstep.data.naming import known_classes
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.runtime.events import Callback
+from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy
 from lockstep.trainer.state import (
     Meter,
@@ -226,16 +227,18 @@ class Trainer(Callback):
         patience = self._settings.early_stop
         return step == self._settings.max_steps or (bool(patience) and self._progress.since_best >= patience)
 
-    def _bytes_per_step(self) -> float:
-        """Bytes per step that the rank sends which sends most. Collective."""
+    def _most_of_a_rank(self) -> tuple[float, int]:
+        """Bytes per step of the rank that sends most, and the peak memory of the one that takes most. Collective."""
         strategy = self.run.strategy
-        sent = torch.tensor([strategy.bytes_sent], dtype=torch.float64, device=strategy.device)
-        most = strategy.gather(strategy.all_reduce_max(sent)).max()
-        return float(most) / max(1, self.run.position.step - self._first_step)
+        own = torch.tensor(
+            [strategy.bytes_sent, peak_memory(strategy.device)], dtype=torch.float64, device=strategy.device
+        )
+        sent, memory = strategy.gather(strategy.all_reduce_max(own)).view(-1, 2).amax(0).tolist()
+        return sent / max(1, self.run.position.step - self._first_step), int(memory)
 
     def _end(self) -> TrainingOutcome:
         run, weights = self.run, None
-        fingerprint, bytes_per_step = run.fingerprint(), self._bytes_per_step()
+        fingerprint, (bytes_per_step, memory) = run.fingerprint(), self._most_of_a_rank()
         summary = run.strategy.summary() if isinstance(run.strategy, IndependentStrategy) else {}
         if run.options.directory is not None:
             state = run.state_dict()
@@ -263,5 +266,7 @@ class Trainer(Callback):
             skipped_steps=run.skipped_steps,
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
+            peak_memory=memory,
+            is_memory_of_device=run.strategy.device.type == "cuda",
             remarks=summary,
         )

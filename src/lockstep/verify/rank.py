@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,7 @@ from lockstep.run import Run, RunOptions
 from lockstep.run.optimizer_step import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.events import observe_new_runs
+from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy, StepResult, gather_records
 from lockstep.trainer import Trainer
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
@@ -120,7 +120,7 @@ class Observer(Callback):
         """Returns the trace and writes the parameters to ``final``. Collective."""
         run = self.run
         self.trace.milliseconds = 1000 * settled(self._seconds)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = peak_memory(run.strategy.device)
         everyone = self._gather((memory, run.strategy.bytes_sent))
         self.trace.memory = [int(memory) for memory, _ in everyone]
         self.trace.sent = max(sent for _, sent in everyone) / len(self._seconds)
