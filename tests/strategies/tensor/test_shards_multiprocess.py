@@ -8,6 +8,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.strategies.contract_jobs import train
 from tests.strategies.tensor.tensor_jobs import JOBS
+from torch import nn
 
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import digest_tensors
@@ -103,6 +104,36 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_not_with_other_shards(tm
     with pytest.raises(CheckpointMismatch, match="tensor_shards: 4 there, 2 here"):
         run_ranks(partial(go_on, **TENSOR), 2, parts, 2, 2)
     assert run_ranks(partial(go_on, **TENSOR), 2, parts, 2, 4)[0] == whole == (whole[0], Level.BITWISE)
+
+
+def freeze_for_a_while(world, frozen, options):
+    """Digests of the parameters after four steps, in two of which layers are frozen; for each choice of them."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    digests = []
+    for layers in frozen:
+        torch.manual_seed(1)
+        job = JOBS["features"](torch.float32)
+        run = Run(RunOptions.of(seed=3, threads=1, **job.options, **options, tensor={"shards": 2}), world)
+        model, optimizer = run.prepare(job.model, job.optimizer)
+        for batch in run.batches(job.data):
+            for layer in layers:
+                model.get_submodule(layer).requires_grad_(run.position.step not in (1, 2))
+            run.backward(batch, job.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.position.step == 3:
+                break
+        digests.append(digest_tensors(run.state_dict()))
+        run.close()
+    return digests
+
+
+def test_split_layers_that_are_frozen_after_prepare_are_not_trained():
+    names = [name for name, each in JOBS["features"]().model.named_modules() if isinstance(each, nn.Linear)]
+    frozen = [[], names[:1], names[1:2], names[:2]]
+    expected = run_ranks(freeze_for_a_while, 1, frozen, {"strategy": "single"})[0]
+    assert run_ranks(freeze_for_a_while, 2, frozen, TENSOR)[0] == expected
+    assert all(each != expected[0] for each in expected[1:])
 
 
 def test_without_shards_it_is_level_b(tmp_path):

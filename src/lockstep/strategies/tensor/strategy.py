@@ -88,6 +88,7 @@ class TensorParallel(Replicated):
         if self._whole is not None and batch.micro_batches:
             check_plan(self._whole, self._model, self._exchange, self._buffers, batch.micro_batches, compute)
             self._whole = None
+        self._freeze_parts()
         self._absence.is_computing = True
         try:
             return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
@@ -156,7 +157,15 @@ class TensorParallel(Replicated):
         if self._options.plan:
             self._whole = deepcopy(model).to(self.device)
         self._shards = Splitter(model, self._exchange, self.device, self._absence).split(plan)
+        self._absent = [each for each in model.parameters() if isinstance(each, AbsentParameter)]
         return model
+
+    def _freeze_parts(self) -> None:
+        """Freezes the parts, with which the layers compute, where the user has frozen the whole parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for whole in self._absent:
+                if whole.parameter_rows is not None:
+                    whole.parameter_rows.requires_grad_(whole.requires_grad)
 
     def _find_trainable(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """This rank's parts of split parameters, in the place of these, and the whole others."""
