@@ -165,10 +165,14 @@ def refusals(world):
         "dropout": (TwoLayers(between=nn.Dropout(0.3)), {"tensor": {"plan": plan}}),
         "ends split": (Split(), {"tensor": {"plan": ["a=column", "b=row", "end=column"]}}),
         "mesh": (TwoLayers(), {"strategy": "hybrid", "mesh": "fsdp=1,tensor=3"}),
+        "transformed": (Slopes(), {}),
+        "replaced": (chain(), {}),
     }
     for name, (model, options) in cases.items():
         try:
             run, optimizer = start(world, model, **options)
+            if name == "replaced":
+                model[2] = nn.Linear(12, 4)
             for _ in steps(run, optimizer, rows()):
                 pass
             said[name] = ""
@@ -182,6 +186,10 @@ def refusals(world):
     return said
 
 
+def chain():
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4))
+
+
 class Split(nn.Module):
     """Its last layer gives logits that a plan may split by mistake."""
 
@@ -191,6 +199,17 @@ class Split(nn.Module):
 
     def forward(self, x):
         return self.end(self.b(self.a(x)))
+
+
+class Slopes(nn.Module):
+    """Differentiates its layers by torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = chain()
+
+    def forward(self, x):
+        return torch.func.vmap(torch.func.jacrev(self.layers))(x).mean(-1)
 
 
 class Whitening(torch.optim.SGD):
@@ -214,6 +233,8 @@ def test_mistakes_end_in_one_sentence_on_every_rank():
         "dropout": "returns another output than the whole model",
         "ends split": "returns another output than the whole model",
         "mesh": "cannot lay out the mesh",
+        "transformed": "calls a layer within torch.func.vmap, grad, vjp, jvp or jacrev, and strategy 'tensor'",
+        "replaced": "The module '2' of the model was replaced or taken out after run.prepare",
         "optimizer": "steps the optimizer on rows of parameters, and Whitening",
     }
     for rank, said in enumerate(everyone):

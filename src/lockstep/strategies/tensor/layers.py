@@ -62,7 +62,16 @@ class Exchange:
         """``x`` itself for each shard of this rank, where a split layer begins; its gradient is their sum.
 
         Collective in backward.
+
+        Raises:
+            ConfigError: within a transform of torch.func, which cannot look into the exchange.
         """
+        if torch._C._are_functorch_transforms_active():
+            raise ConfigError(
+                "The forward pass calls a layer within torch.func.vmap, grad, vjp, jvp or jacrev, and strategy "
+                "'tensor' splits that layer and exchanges its activations, which torch cannot transform. Leave the layer "
+                "whole with tensor.plan, such as ['*.fc1=column', '*.fc2=row'], or use strategy 'ddp'."
+            )
         entered: Sequence[Tensor] = _Enter.apply(self, x)  # type: ignore[no-untyped-call]  # torch's stub
         return entered
 

@@ -30,7 +30,7 @@ from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
 from lockstep.distributed.process_group import Groups
 from lockstep.distributed.rank_exchange import RankExchange
-from lockstep.errors import ReplicaError
+from lockstep.errors import ConfigError, ReplicaError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
 from lockstep.strategies.ddp import Replicated
@@ -92,8 +92,21 @@ class TensorParallel(Replicated):
         self._absence.is_computing = True
         try:
             return self._agree(super().backward(batch, compute, scale=scale, stop=stop))
+        except RuntimeError as error:  # as of shapes that do not fit
+            self._require_split_layers(error)
+            raise
         finally:
             self._absence.is_computing = False
+
+    def _require_split_layers(self, error: Exception) -> None:
+        """Raises ``ConfigError`` in place of an error where a layer that was split is no longer in the model."""
+        there = dict(self._model.named_modules(remove_duplicate=False))
+        for name, module in self._split.items():
+            if there.get(name) is not module:
+                raise ConfigError(
+                    f"The module {name!r} of the model was replaced or taken out after run.prepare, and strategy "
+                    "'tensor' has split it together with others. Change modules before run.prepare."
+                ) from error
 
     def release(self) -> None:
         """See ``Strategy.release``."""
