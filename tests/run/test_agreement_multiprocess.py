@@ -213,6 +213,10 @@ def drifting(world, what, drifts_in):
                 if what == "parameter":
                     with torch.no_grad():
                         model[4].weight.view(torch.int32)[0, 0] ^= 1
+                elif what == "mode":
+                    model.eval()  # as to show a sample, without going back
+                elif what == "frozen":
+                    model[4].requires_grad_(False)
                 else:
                     optimizer.param_groups[0]["lr"] = 0.05
     except ReplicaError as error:
@@ -222,7 +226,12 @@ def drifting(world, what, drifts_in):
 
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("parameter", "4.weight"), ("lr", "<lr of optimizer 0, group 0>' is 0.1 on ranks 0, 2; 0.05 on rank 1")],
+    [
+        ("parameter", "4.weight"),
+        ("lr", "<lr of optimizer 0, group 0>' is 0.1 on ranks 0, 2; 0.05 on rank 1"),
+        ("mode", "<evaluation mode of 0>' is absent on ranks 0, 2; set on rank 1"),
+        ("frozen", "<freezing of 4.bias>' is absent on ranks 0, 2; set on rank 1"),
+    ],
 )
 @pytest.mark.fault("C4", "C7", "M3")
 def test_a_replica_that_drifts_is_found_at_the_next_comparison(what, name):

@@ -80,9 +80,20 @@ class Parts:
         start = initial_values.digest() if any(True for _ in empty_tensors(model)) else ""
         return cls(model, optimizers, schedulers, modules, frozen, start)
 
-    def digests(self) -> dict[str, str]:
-        """Digests of what replicas must agree on beside the model, each name in angle brackets."""
+    def digests(self, prepared: nn.Module, *, of_all_modules: bool) -> dict[str, str]:
+        """Digests of what replicas must agree on beside the model's values, each name in angle brackets.
+
+        Args:
+            prepared: the model that the user has.
+            of_all_modules: every process calls all modules, so that they agree on the modes that a forward pass sets.
+        """
         found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = [name for name, each in prepared.named_parameters() if not each.requires_grad]
+        found |= {f"<freezing of {name}>": "set" for name in frozen}
+        modules = prepared.named_modules() if of_all_modules else [("", prepared)]
+        evaluating = [name for name, each in modules if not each.training]
+        found |= {f"<evaluation mode of {name or 'the model'}>": "set" for name in evaluating}
         tensors: dict[str, Tensor] = {}
         for name, value in encoded_extra_states(self.model, tensors).items():
             found[f"<extra state of {name or 'the model'}>"] = repr(value)

@@ -451,7 +451,9 @@ class Run:
         with self.span("fingerprint"):
             found = state.model.with_all_buffers(digests(self.strategy.state()))
             if (group := self._session.group) is not None:
-                everything, step = {**found, **state.parts.digests()}, self.position.step
+                of_all = self.strategy.share.holders == self.world.world_size
+                found_beside = state.parts.digests(state.model.module, of_all_modules=of_all)
+                everything, step = {**found, **found_beside}, self.position.step
                 agreement.require_equal_replicas(everything, step, group, self.device)
         return found
 

@@ -69,8 +69,8 @@ class Exchange:
         if torch._C._are_functorch_transforms_active():
             raise ConfigError(
                 "The forward pass calls a layer within torch.func.vmap, grad, vjp, jvp or jacrev, and strategy "
-                "'tensor' splits that layer and exchanges its activations, which torch cannot transform. Leave the layer "
-                "whole with tensor.plan, such as ['*.fc1=column', '*.fc2=row'], or use strategy 'ddp'."
+                "'tensor' splits that layer and exchanges its activations, which torch cannot transform. Leave the "
+                "layer whole with tensor.plan, such as ['*.fc1=column', '*.fc2=row'], or use strategy 'ddp'."
             )
         entered: Sequence[Tensor] = _Enter.apply(self, x)  # type: ignore[no-untyped-call]  # torch's stub
         return entered
