@@ -43,6 +43,8 @@ _OF_TORCH = (
     *("training", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
+_OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
+"""In the state of a scheduler: attributes of what it calls for a learning rate; None for a function."""
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
 
 
@@ -466,25 +468,40 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain(state: Any) -> Any:
-    """A scheduler's state, and those inside of it, without functions, which the user's code makes again."""
+    """A scheduler's state, and those inside of it, without functions, which the user's code makes again.
+
+    Of an object that is called for a learning rate, as LambdaLR may have, its plain attributes.
+    """
     if isinstance(state, Counter):
         return {str(name): count for name, count in state.items()}
     if isinstance(state, list):
         return [_plain(each) for each in state]
     if not isinstance(state, dict):
         return state
-    kept = {key: value for key, value in state.items() if not callable(value) and key != "lr_lambdas"}
+    kept = {key: value for key, value in state.items() if not callable(value)}
+    for key in _OF_OBJECTS & kept.keys():
+        kept[key] = _plain_attributes(kept[key])
     return {key: _plain(value) for key, value in kept.items()}
+
+
+def _plain_attributes(objects: Any) -> Any:
+    if isinstance(objects, list):
+        return [_plain_attributes(each) for each in objects]
+    return objects and {name: value for name, value in objects.items() if _is_plain(value)}
 
 
 def _like(own: Any, stored: Any) -> Any:
     """The stored state in the types of the scheduler's own."""
     if isinstance(own, Counter):
         return Counter({int(name): count for name, count in stored.items()})
-    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
-        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
+    if isinstance(own, list | tuple) and isinstance(stored, list):
+        same = len(own) == len(stored)
+        values = [_like(mine, theirs) for mine, theirs in zip(own, stored)] if same else stored
+        return tuple(values) if isinstance(own, tuple) else values
     if isinstance(own, dict) and isinstance(stored, dict):
-        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
+        keys = {str(key): key for key in own}  # JSON has texts for numbers
+        given = {keys.get(key, key): value for key, value in stored.items()}
+        return {**own, **{key: _like(own.get(key), value) for key, value in given.items()}}
     return stored
 
 
