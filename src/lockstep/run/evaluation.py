@@ -141,6 +141,7 @@ def evaluation(
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
     epoch, step = run.position.epoch, run.position.step
+    run._loaders.refresh(data)
     transform = run._loaders.source(data).device_transform
 
     def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:

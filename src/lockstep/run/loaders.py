@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, Source, StepLoader, Stream, adopt, check_batch_size
+from lockstep.data.changes import Notes
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.numerics.running_buffers import has_batch_norm
@@ -32,6 +33,9 @@ class LoaderCache:
         self._options, self._strategy = options, strategy
         self._sources: OrderedDict[int, tuple[Source, Any]] = OrderedDict()
         self._numbers: dict[int, int] = {}
+        self._notes: dict[int, Notes] = {}
+        self._checked: set[int] = set()
+        """Ids of sources whose samples need not be read twice, since those before the last change were."""
         self._numbered = 0
         self._plans: dict[_Key, SamplePlan] = {}
         self._training: dict[_Key, StepLoader] = {}
@@ -39,6 +43,17 @@ class LoaderCache:
         self._lately: set[_Key] = set()
         self.clocks: list[ReadTrace] | None = None
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
+
+    def refresh(self, data: Any) -> None:
+        """Forgets what was made of a data set where the program has changed it since; loaders are made anew."""
+        notes = Notes(data)
+        if id(data) in self._sources and self._notes.get(id(data), notes) != notes:
+            number = self._numbers[id(data)]
+            self._forget(id(data))
+            source = adopt(data)
+            self._sources[id(data)], self._numbers[id(data)] = (source, data), number
+            self._checked.add(id(source))
+        self._notes[id(data)] = notes
 
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""
@@ -162,7 +177,9 @@ class LoaderCache:
             self._forget(data)
 
     def _forget(self, data: int) -> None:
+        self._checked.discard(id(self._sources[data][0]))
         del self._sources[data], self._numbers[data]
+        self._notes.pop(data, None)
         for loaders in (self._training, self._evaluation):
             for key in [key for key in loaders if key[0] == data]:
                 loaders.pop(key).close()
@@ -181,7 +198,7 @@ class LoaderCache:
             pin_memory=on_gpu and source.pin_memory is not False,
             timeout=source.timeout or self._options.loader_timeout,
             clock=self.clocks[-1] if self.clocks else None,
-            checks=self._options.checks != "off",
+            checks=self._options.checks != "off" and id(source) not in self._checked,
         )
 
     @property

@@ -206,7 +206,9 @@ class Run:
         Returns:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
-        prepared, source = self.require_prepared(), self._loaders.source(data)
+        prepared = self.require_prepared()
+        self._loaders.refresh(data)
+        source = self._loaders.source(data)
         fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()

@@ -1,0 +1,146 @@
+"""A data set that the loop changes between epochs is read as it is now, by any number of workers."""
+
+import pytest
+import torch
+from tests.run.jobs import begin, correct, dataset, train_step
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
+
+from lockstep.data.changes import Notes
+
+X, Y = dataset(48).tensors
+EPOCHS = 3
+
+
+class Curriculum(Dataset):
+    """Its length, the scale of its samples and a transform are the loop's to change."""
+
+    def __init__(self, samples=30, scale=1.0, transform=torch.Tensor.clone):
+        self.samples, self.scale, self.transform = samples, scale, transform
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return self.transform(X[index] * self.scale), Y[index]
+
+
+def longer(data, epoch):
+    data.samples = 18 + 10 * epoch
+
+
+def shorter(data, epoch):
+    data.samples = 48 - 10 * epoch
+
+
+def steeper(data, epoch):
+    data.scale = 1.0 + epoch
+
+
+def transformed(data, epoch):
+    data.transform = (torch.sin, torch.cos, torch.tanh)[epoch]
+
+
+def chosen(data, epoch):
+    data.indices = list(range(epoch, 30 + 5 * epoch))
+
+
+def exchanged(data, epoch):
+    data.indices[:] = list(range(epoch, 30 + epoch))
+
+
+def replaced(data, epoch):
+    data.tensors = (X[: 40 - epoch] * (1 + epoch), Y[: 40 - epoch])
+
+
+def weighed(loader, epoch):
+    loader.sampler.weights = torch.arange(48.0) ** epoch
+
+
+CASES = {
+    "longer": (Curriculum, longer),
+    "shorter": (Curriculum, shorter),
+    "scale": (Curriculum, steeper),
+    "transform": (Curriculum, transformed),
+    "indices": (lambda: Subset(TensorDataset(X, Y), list(range(30))), chosen),
+    "indices in place": (lambda: Subset(Curriculum(48), list(range(30))), exchanged),
+    "tensors": (lambda: TensorDataset(X, Y), replaced),
+    "weights": (
+        lambda: DataLoader(TensorDataset(X, Y), 24, sampler=WeightedRandomSampler([1.0] * 48, 48)),
+        weighed,
+    ),
+}
+
+
+def trained(make, change, *, anew, workers=0):
+    """Losses and accuracies of a few epochs, each over a set that is changed before, or made anew as it should be."""
+    run, _, optimizer = begin()
+    data, found = make(), []
+    for epoch in run.epochs(EPOCHS):
+        data = make() if anew else data
+        change(data, epoch)
+        found += [float(train_step(run, batch, optimizer)) for batch in run.batches(data, workers=workers)]
+        found.append(run.evaluate(data, correct, workers=workers))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_changed_data_set_is_read_as_one_that_was_made_so(name):
+    make, change = CASES[name]
+    assert trained(make, change, anew=False) == trained(make, change, anew=True)
+
+
+@pytest.mark.parametrize("name", ["longer", "scale", "transform"])
+def test_workers_read_what_the_loop_has_changed(name):
+    make, change = CASES[name]
+    assert trained(make, change, anew=False, workers=1) == trained(make, change, anew=True)
+
+
+class Recorded(Curriculum):
+    """Changes whenever it is read."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.reads = []
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def test_a_set_that_notes_its_reads_is_compared_with_itself_once():
+    run, *_ = begin(global_batch=4, micro_batches=1)
+    data, reads = Recorded(), []
+    for _ in run.epochs(EPOCHS):
+        data.reads.clear()
+        list(run.batches(data))
+        reads.append(len(data.reads))
+    run.close()
+    assert reads[1:] == [4, 4] and reads[0] > 4
+
+
+def test_workers_stay_where_nothing_has_changed():
+    run, *_ = begin()
+    data, seen = Curriculum(), set()
+    for _ in run.epochs(EPOCHS):
+        list(run.batches(data, workers=1))
+        (loader,) = run._loaders._training.values()
+        seen.add(loader._reading._loader._iterator._workers[0].pid)
+    run.close()
+    assert len(seen) == 1
+
+
+def test_notes_are_equal_until_something_changes():
+    data = Curriculum()
+    data.table, data.nested = {"a": [1, 2.5, None]}, [TensorDataset(X, Y)]
+    data.many = list(range(5_000))
+    before = Notes(data)
+    assert before == Notes(data)
+    data.table["a"][1] = 3.5
+    after = Notes(data)
+    assert after != before
+    data.many[4_000] = -1
+    assert Notes(data) != after
+    after = Notes(data)
+    data.nested[0].tensors = (X, Y.clone())
+    assert Notes(data) != after
