@@ -302,3 +302,37 @@ def test_ranks_with_other_samples_are_refused(evaluated):
             and "init(seed" in found
         )
     assert run_ranks(unseeded, 2, evaluated, "off") == ["", ""]
+
+
+def changed_on_one(world, what):
+    """What is said where rank 1 alone changes something between two evaluations."""
+    run, model, _ = begin()
+    beside, data = network(), dataset()
+    kept = list(range(20))
+    part = torch.utils.data.Subset(data, kept)
+    try:
+        for _ in run.epochs(2):
+            run.evaluate(data, nn.functional.cross_entropy, model=beside)
+            run.evaluate(part, nn.functional.cross_entropy)
+            list(run.batches(part))
+            if world.rank == 1 and what == "model":
+                beside.load_state_dict(model.state_dict())
+                beside[4].bias.data += 1
+            elif world.rank == 1:
+                kept[:] = reversed(kept)
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model", "The Sequential that is evaluated as model= has other values on other ranks: '4.bias' is "),
+        ("data", "The ranks hold different data: sample 0 of the data set"),
+    ],
+)
+def test_what_one_rank_alone_has_changed_is_not_evaluated(what, said):
+    assert all(found.startswith(said) for found in run_ranks(changed_on_one, 2, what))

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.fingerprint import Context, combine, differing, digest_tensors
+from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
 from lockstep.data import SkipBroken
 from lockstep.data.batch import Batch, map_leaves
@@ -256,6 +256,25 @@ def require_equal_replicas(
     )
 
 
+def require_equal_models(
+    model: nn.Module, trained: nn.Module, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises ``ConfigError`` where a model beside the trained one has other values on some ranks. Collective."""
+    known = {id(tensor) for tensor in _named_tensors(trained).values()}
+    own = [(name, tensor) for name, tensor in _named_tensors(model).items() if id(tensor) not in known]
+    mine = checksums(own, device)
+    if _equal_everywhere(mine, group, device):
+        return
+    found = _differences(mine, group, device, absent="absent")
+    name = min(found)
+    raise ConfigError(
+        f"The {type(model).__name__} that is evaluated as model= has other values on other ranks: {name!r} is "
+        f"{_by_rank([value[:8] for value in found[name]])}. Each rank evaluates some of the samples, so seed and "
+        "update it on every rank alike; run.state_dict() has the trained values on the main process only. A moving "
+        "average that is given to run.prepare is kept equal."
+    )
+
+
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -344,6 +363,11 @@ class AgreedData:
     def resume(self) -> None:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
+
+    def changed(self, number: int, *, here: bool) -> None:
+        """Compares a data set anew where the program has changed it, here or on another rank. Collective."""
+        if self._group is not None and any(gather_json(here, self._group, self._device)):
+            self._agreed = {each for each in self._agreed if each[0] != number}
 
     def require(self, plan: SamplePlan, photos: str, number: int, digests: Digests) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.

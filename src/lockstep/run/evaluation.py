@@ -30,6 +30,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
+from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import Part, reasons, require_means
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
@@ -141,7 +142,7 @@ def evaluation(
     compute, randomness = prepared.compute, prepared.state.model.randomness
     evaluated = compute.model if model is None else model
     epoch, step = run.position.epoch, run.position.step
-    run._loaders.refresh(data)
+    has_changed = run._loaders.refresh(data)
     transform = run._loaders.source(data).device_transform
 
     def output_and_target(micro_batch: MicroBatch) -> tuple[Any, Any]:
@@ -168,7 +169,11 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
-        run._agreed_data.require_evaluated(loader.samples, *run._loaders.compared(data, workers))
+        number, digests = run._loaders.compared(data, workers)
+        run._agreed_data.changed(number, here=has_changed)
+        run._agreed_data.require_evaluated(loader.samples, number, digests)
+        if (group := run._session.group) is not None and evaluated is not compute.model:
+            require_equal_models(evaluated, compute.model, group, run.device)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
             yield OpenEvaluation(

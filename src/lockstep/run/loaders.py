@@ -44,16 +44,21 @@ class LoaderCache:
         self.clocks: list[ReadTrace] | None = None
         """Gets the notes of every loader that is made from now on about when it reads; None: nothing is noted."""
 
-    def refresh(self, data: Any) -> None:
-        """Forgets what was made of a data set where the program has changed it since; loaders are made anew."""
+    def refresh(self, data: Any) -> bool:
+        """Forgets what was made of a data set where the program has changed it since; loaders are made anew.
+
+        Returns:
+            Whether it has.
+        """
         notes = Notes(data)
-        if id(data) in self._sources and self._notes.get(id(data), notes) != notes:
+        if changed := id(data) in self._sources and self._notes.get(id(data), notes) != notes:
             number = self._numbers[id(data)]
             self._forget(id(data))
             source = adopt(data)
             self._sources[id(data)], self._numbers[id(data)] = (source, data), number
             self._checked.add(id(source))
         self._notes[id(data)] = notes
+        return changed
 
     def source(self, data: Any) -> Source:
         """The source of ``data``: its data set and how to read it; warns once of what is handled differently."""

@@ -206,14 +206,15 @@ class Run:
         Returns:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
-        prepared = self.require_prepared()
-        self._loaders.refresh(data)
+        prepared, has_changed = self.require_prepared(), self._loaders.refresh(data)
         source = self._loaders.source(data)
         fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        self._agreed_data.require(plan, photos, *self._loaders.compared(data, workers))
+        number, digests = self._loaders.compared(data, workers)
+        self._agreed_data.changed(number, here=has_changed)
+        self._agreed_data.require(plan, photos, number, digests)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform
