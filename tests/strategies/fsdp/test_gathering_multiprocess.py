@@ -379,3 +379,42 @@ def called_before(world, collective, with_gradients):
 def test_a_model_called_on_some_ranks_before_an_evaluation_is_refused_on_all(collective, with_gradients):
     for said in run_ranks(called_before, 2, collective, with_gradients, timeout=40):
         assert "called outside of run.backward on rank 0, while rank 1 went on to the next collective" in said
+
+
+class Padded(nn.Module):
+    """An encoder that is told which places of each sample are padding."""
+
+    def __init__(self, nested):
+        super().__init__()
+        torch.manual_seed(4)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.stem = nn.Linear(2, 16)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested)
+
+    def forward(self, x):
+        places = x.view(-1, 3, 2)
+        padding = torch.arange(3) > (places[:, :1, 0] > 0) * 2
+        return self.encoder(self.stem(places), src_key_padding_mask=padding).sum(1)
+
+
+def evaluated_with_padding(world, strategy):
+    """The losses of evaluations, or what is said instead, with and without nested tensors."""
+    found = []
+    for nested in (True, False):
+        run = Run(RunOptions.of(strategy=strategy, global_batch=8, micro_batches=4, seed=1, threads=1), world)
+        run.prepare(model := Padded(nested), torch.optim.SGD(model.parameters(), lr=0.1))
+        inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(2))
+        try:
+            found.append(run.evaluate(TensorDataset(inputs, torch.arange(24) % 5), F.cross_entropy))
+        except ConfigError as error:
+            found.append(str(error))
+        run.close()
+    return found
+
+
+def test_an_encoder_that_leaves_out_padding_on_one_device_is_refused():
+    ((nested, padded),) = run_ranks(evaluated_with_padding, 1, "single")
+    assert nested != padded
+    for said, loss in run_ranks(evaluated_with_padding, 2, "fsdp"):
+        assert "Make it with enable_nested_tensor=False" in said
+        assert loss == padded
