@@ -47,18 +47,20 @@ SCHEDULERS = {
 }
 
 
-def train(name, directory, stop=None, resume=""):
+def train(name, directory, stop=None, resume="", number=float):
     run, model, optimizer, scheduler = begin(
         directory=directory,
         resume=resume,
-        make_optimizer=lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, momentum=0.9),
+        make_optimizer=lambda parameters, lr: torch.optim.SGD(
+            parameters, lr=number(lr), momentum=0.9, foreach=False
+        ),
         make_scheduler=SCHEDULERS[name],
         keep=None,
     )
     rates = []
     for _ in run.epochs(EPOCHS):
         for batch in run.batches(dataset()):
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(optimizer.param_groups[0]["lr"]))
             loss = train_step(run, batch, optimizer)
             scheduler.step(*([round(float(loss), 1)] if name == "ReduceLROnPlateau" else []))
             if batch.plan.step + 1 == stop:
@@ -79,6 +81,15 @@ def test_a_resumed_schedule_goes_on_as_if_it_had_not_stopped(name, tmp_path):
             end, rest = train(name, tmp_path / "cut", resume=str(path))
             assert first + rest == rates
             assert end == whole
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR", "MultiStepLR"])
+def test_a_learning_rate_may_be_a_tensor(name, tmp_path):
+    whole, rates = train(name, tmp_path / "whole", number=torch.tensor)
+    path, first = train(name, tmp_path / "cut", 2, number=torch.tensor)
+    end, rest = train(name, tmp_path / "cut", resume=str(path), number=torch.tensor)
+    assert first + rest == rates
+    assert end == whole
 
 
 def test_a_schedule_may_step_once_per_epoch(tmp_path):

@@ -43,6 +43,8 @@ _OF_TORCH = (
     *("training", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
+_TENSOR = "tensor|"
+"""Marks what stands for a tensor in a scheduler's state."""
 _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
 """In the state of a scheduler: attributes of what it calls for a learning rate; None for a function."""
 _MOST_LINES, _MOST_CHARACTERS = 5, 60
@@ -474,6 +476,8 @@ def _plain(state: Any) -> Any:
     """
     if isinstance(state, Counter):
         return {str(name): count for name, count in state.items()}
+    if isinstance(state, Tensor) and state.numel() <= _MOST_NUMBERS:  # as learning rates may be
+        return {_TENSOR: _as_json("of a scheduler", state)}
     if isinstance(state, list):
         return [_plain(each) for each in state]
     if not isinstance(state, dict):
@@ -494,14 +498,13 @@ def _like(own: Any, stored: Any) -> Any:
     """The stored state in the types of the scheduler's own."""
     if isinstance(own, Counter):
         return Counter({int(name): count for name, count in stored.items()})
-    if isinstance(own, list | tuple) and isinstance(stored, list):
-        same = len(own) == len(stored)
-        values = [_like(mine, theirs) for mine, theirs in zip(own, stored)] if same else stored
-        return tuple(values) if isinstance(own, tuple) else values
+    if isinstance(stored, dict) and stored.keys() == {_TENSOR}:
+        tensor = _from_json(stored[_TENSOR])
+        return tensor.to(own.device) if isinstance(own, Tensor) else tensor
+    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
+        return [_like(mine, theirs) for mine, theirs in zip(own, stored)]
     if isinstance(own, dict) and isinstance(stored, dict):
-        keys = {str(key): key for key in own}  # JSON has texts for numbers
-        given = {keys.get(key, key): value for key, value in stored.items()}
-        return {**own, **{key: _like(own.get(key), value) for key, value in given.items()}}
+        return {**own, **{key: _like(own.get(key), value) for key, value in stored.items()}}
     return stored
 
 
