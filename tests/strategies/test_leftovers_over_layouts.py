@@ -7,9 +7,13 @@ import torch
 from tests.ranks import run_ranks
 from tests.sameness.layouts import LAYOUTS
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.core.fingerprint import digest_tensors
+from lockstep.errors import ConfigError
 from lockstep.run import Run, RunOptions
+from lockstep.runtime import Callback
+from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
 pytestmark = pytest.mark.timeout(900)
@@ -165,3 +169,53 @@ def train(world, folder, settings, stop, make_optimizers, update):
             break
     run.close()
     return digest_tensors(state)
+
+
+class StopAsked(Callback):
+    """Asks the run to stop in its first step, as SIGTERM does."""
+
+    def __init__(self, run):
+        self.control = run._session.heartbeat.control
+
+    def on_step_begin(self, batch):
+        if batch.plan.step == 0:
+            self.control.request_stop(StopReason.PREEMPTED)
+
+
+def stop_between_steps_of_the_second(world, directory, settings, saves):
+    """The step after which ranks have stopped, or what is said; the second optimizer steps after every third batch."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    options = {"global_batch": 12, "micro_batches": 6, "seed": 3, "threads": 1, **settings}
+    run = Run(RunOptions.of(**options, directory=directory), world)
+    model = network()
+    parameters = list(model.parameters())
+    first, second = (torch.optim.SGD(part, lr=0.1) for part in (parameters[:-2], parameters[-2:]))
+    _, first, second = run.prepare(model, first, second)
+    if not saves:
+        run.add_callback(StopAsked(run))
+    data = TensorDataset(torch.randn(72, 6, generator=torch.Generator().manual_seed(1)), torch.arange(72) % 3)
+    try:
+        for batch in run.batches(data):
+            run.backward(batch, nn.functional.cross_entropy)
+            for optimizer in (first, second) if batch.plan.step % 3 == 2 else (first,):
+                optimizer.step()
+                optimizer.zero_grad()
+            if saves:
+                run.save()
+    except (Stopped, ConfigError) as ended:
+        return run.position.step if isinstance(ended, Stopped) else str(ended)[:60]
+    finally:
+        run.close()
+    return "to the end"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pipeline", *(pytest.param(each, marks=pytest.mark.slow) for each in ("servers", "fsdp-pipeline"))],
+)
+def test_all_ranks_stop_after_one_step_where_only_some_hold_gradients(layout, tmp_path):
+    world, settings = LAYOUTS[layout].world, LAYOUTS[layout].settings
+    body = stop_between_steps_of_the_second
+    assert run_ranks(body, world, str(tmp_path), settings, False, timeout=30) == [3] * world
+    said = run_ranks(body, world, str(tmp_path), settings, True, timeout=30)
+    assert said == ["run.save() between run.backward and optimizer.step() is refu"] * world

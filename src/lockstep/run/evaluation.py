@@ -163,8 +163,11 @@ def evaluation(
     run.synchronize()
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)
-    can_stop = run.options.directory is None or (run._loop.can_go_back and not prepared.gradients)
-    stop = EvaluationStop(run.strategy, heartbeat) if repeatable and can_stop else None
+    group = run._session.group
+    can_stop = repeatable and (
+        run.options.directory is None or (run._loop.can_go_back and not prepared.gradients.anywhere(group))
+    )
+    stop = EvaluationStop(run.strategy, heartbeat) if can_stop else None
     loader = run._loaders.evaluation(data, workers)
     try:
         if loader.count == 0:
@@ -172,7 +175,7 @@ def evaluation(
         number, digests = run._loaders.compared(data, workers)
         run._agreed_data.changed(number, here=has_changed)
         run._agreed_data.require_evaluated(loader.samples, number, digests)
-        if (group := run._session.group) is not None and evaluated is not compute.model:
+        if group is not None and evaluated is not compute.model:
             require_equal_models(evaluated, compute.model, group, run.device)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):

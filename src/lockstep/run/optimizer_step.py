@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.hooks import is_users
 from lockstep.run.shared_groups import SharedGroups
@@ -69,6 +71,10 @@ class GradientState:
         """True while some optimizer that was not stepped in this batch holds gradients."""
         return any(has_gradients(o) and id(o) not in self._stepped for o in self._held)
 
+    def anywhere(self, group: dist.ProcessGroup | None) -> bool:
+        """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective."""
+        return bool(self) if group is None else any(gather_json(bool(self), group, self._strategy.device))
+
     @property
     def left_over(self) -> list[Tensor]:
         """The parameters with gradients that came after the step of their optimizer in this batch.
@@ -78,9 +84,9 @@ class GradientState:
         held = [o for o in self._held if id(o) in self._stepped]
         return [p for o in held for group in o.param_groups for p in group["params"] if p.grad is not None]
 
-    def require_stepped(self) -> None:
-        """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop could not go on from it."""
-        if self:
+    def require_stepped(self, group: dist.ProcessGroup | None = None) -> None:
+        """Raises ``ConfigError`` where a checkpoint would lose gradients, or a loop not go on from it. Collective."""
+        if self.anywhere(group):
             raise ConfigError(
                 "run.save() between run.backward and optimizer.step() is refused: a loop that goes on from it does not "
                 "begin there. Save where every optimizer with gradients has made its step, or clear the others' with "

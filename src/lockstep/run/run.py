@@ -429,7 +429,7 @@ class Run:
         prepared, directory = self.require_prepared(), directory or self.options.directory
         if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
-        prepared.gradients.require_stepped()
+        prepared.gradients.require_stepped(self._session.group)
         prepared.state.parts.require_all_saved(prepared.wrapped_optimizers.values())
         with self.span("save"):
             self._results.read()
@@ -524,7 +524,7 @@ class Run:
         has_directory = self.options.directory is not None
         if save_every and position.step % save_every == 0 and not gradients and has_directory:
             self.save()
-        if self._results.stop and not gradients:
+        if self._results.stop and not gradients.anywhere(self._session.group):
             if has_directory:
                 self.save(wait=True)
             raise Stopped(self._results.stop)
