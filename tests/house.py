@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 291
+MOST_FILES = 292
 MOST_LINES = 62_568
 """The lines reached; the aim is 43,000."""
 SMALL = 60

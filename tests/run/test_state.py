@@ -1,6 +1,7 @@
 """Checkpoints that a run refuses to restore."""
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.run.state import _decoded, numbers_of
+from lockstep.run.attributes import decoded, numbers_of
 
 
 def saved(tmp_path, **options):
@@ -48,6 +49,81 @@ def test_numbers_that_an_optimizer_keeps_as_attributes_go_on(tmp_path):
     assert run.require_prepared().state.parts.optimizers[0].steps == 2
 
 
+class Velocity(torch.optim.Optimizer):
+    """Keeps a tensor for each parameter in an attribute."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.velocity = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                kept = self.velocity.setdefault(place, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(kept, alpha=group["lr"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps another one, as implementations of sharpness-aware minimisation do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+class Shared(Wrapping):
+    """The same, with the state of the other as its own."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.state = self.base.state
+
+
+class Counted(torch.optim.SGD):
+    """Counts in an entry of ``state`` that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["all"] = self.state.get("all", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Velocity, "velocity[0] of Velocity"),
+        (Wrapping, "base.state[...]"),
+        (Counted, "state['all'] of Counted"),
+    ],
+)
+def test_tensors_that_an_optimizer_keeps_elsewhere_are_named_and_such_a_run_is_not_resumed(
+    kind, said, tmp_path, caplog
+):
+    def made(params, *_, **__):
+        return kind(params) if kind is not Counted else kind(params, lr=0.1)
+
+    saved(tmp_path, make_optimizer=made)
+    assert f"No checkpoint holds {said}" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=re.escape(f"does not hold {said}")):
+        begin(directory=tmp_path, resume="auto", make_optimizer=made)
+    run, *_ = begin(directory=tmp_path, resume="auto", make_optimizer=made, force_context=True)
+    assert run.position.step == 1
+
+
+@pytest.mark.parametrize("kind", [Shared, Counting])
+def test_an_optimizer_that_keeps_nothing_elsewhere_is_resumed(kind, tmp_path, caplog):
+    def made(params, *_, **__):
+        return kind(params, lr=0.1) if kind is Counting else kind(params)
+
+    saved(tmp_path, make_optimizer=made)
+    assert "No checkpoint holds" not in caplog.text
+    run, *_ = begin(directory=tmp_path, resume="auto", make_optimizer=made)
+    assert run.position.step == 1
+
+
 @pytest.mark.parametrize("name", torch.optim.__all__)
 def test_numbers_that_torch_keeps_for_this_process_are_none_of_them(name):
     kind = getattr(torch.optim, name, None)
@@ -80,7 +156,7 @@ def test_numbers_of_every_kind_go_through_a_checkpoint():
     vars(holder).update(
         a=3, b=-4, c=0.1, d=float("inf"), e=1e-30, f=True, g=False, h="text", i=2.0, _step_count=7
     )
-    found = _decoded(numbers_of(holder))
+    found = decoded(numbers_of(holder))
     assert found == {
         "a": 3,
         "b": -4,
@@ -158,3 +234,13 @@ def test_a_record_that_is_none_of_a_run_is_refused_however_well_it_is_sealed(tmp
     (path / MANIFEST).write_bytes(manifest_of(path, 1))
     with pytest.raises(CheckpointError, match="Use another"):
         begin(directory=tmp_path, resume="auto")
+
+
+def test_skipped_steps_are_counted_over_a_stop(tmp_path):
+    options = {"directory": tmp_path, "precision": "fp16", "loss_scale": 2.0**60}
+    run, _, optimizer = begin(**options)
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    assert run.skipped_steps == 1
+    run.save(wait=True)
+    run, *_ = begin(**options, resume="auto")
+    assert run.skipped_steps == 1

@@ -35,6 +35,8 @@ class Precision:
         if name == "tf32" and device.type != "cuda":
             raise ConfigError("precision 'tf32' exists on CUDA devices only; on a CPU use 'fp32' or 'bf16'.")
         self.name = name
+        self.skipped_steps = 0
+        """Of the whole run: steps that were skipped because a scaled gradient was not finite."""
         self.is_deterministic = True
         """False lets operators of CUDA run that add in no fixed order."""
         self._device = device

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.hooks import is_users
+from lockstep.numerics.precision import Precision
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
@@ -37,7 +38,7 @@ class GradientState:
     Args:
         optimizers: the user's own; a step of one that does not go through ``step`` is refused.
         strategy: knows who else holds a part of the gradients.
-        scaler: of the loss; None where the precision needs none.
+        precision: with the scaler of the loss; None where none is needed.
         frozen: parameters that required no gradient when the run was prepared, with their names.
         trained: those that did.
     """
@@ -46,11 +47,12 @@ class GradientState:
         self,
         optimizers: Sequence[Optimizer],
         strategy: Strategy,
-        scaler: torch.amp.GradScaler | None = None,
+        precision: Precision | None = None,
         frozen: Sequence[tuple[str, Tensor]] = (),
         trained: Sequence[Tensor] = (),
     ) -> None:
-        self._optimizers, self._strategy, self._scaler = list(optimizers), strategy, scaler
+        self._optimizers, self._strategy, self._precision = list(optimizers), strategy, precision
+        self._scaler = scaler = None if precision is None else precision.scaler
         self._frozen, self._trained = frozen, trained
         self._holding: set[int] = set()
         self._reduced = self._stepping = False
@@ -58,8 +60,6 @@ class GradientState:
         self._failure = ""
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
         """The scale as it was read last: its tensor, the version of that, and the value."""
-        self.skipped = 0
-        """Steps that were skipped because a scaled gradient was not finite."""
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._refuse_direct_step)
             if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -247,15 +247,16 @@ class GradientState:
 
         Nothing where there were none, or where gradients that have been divided by the scale wait for their step.
         """
-        if self._scaler is None or self:
+        if self._scaler is None or self._precision is None or self:
             return
         seen = self._scaler._per_optimizer_states.values()  # as in _share_overflows
         if not any(state["found_inf_per_device"] for state in seen):
             return
         self._scaler.update()
         if self.scale < _SMALLEST_SCALE:
+            skipped = self._precision.skipped_steps
             raise NonFiniteError(
-                f"The loss scale fell to {self.scale:g} after {self.skipped} skipped steps: gradients are NaN or "
+                f"The loss scale fell to {self.scale:g} after {skipped} skipped steps: gradients are NaN or "
                 "infinite at any scale, so this is not an overflow. Look for a division by zero or a logarithm of "
                 "zero, or try precision bf16 or fp32."
             )
@@ -265,7 +266,8 @@ class GradientState:
         handle = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         scaler.step(optimizer)
         handle.remove()
-        self.skipped += not taken
+        if self._precision is not None:
+            self._precision.skipped_steps += not taken
         return bool(taken)
 
     def _share_overflows(self, scaler: torch.amp.GradScaler) -> None:

@@ -32,10 +32,10 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
+from lockstep.run.attributes import numbers_of
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
 from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
-from lockstep.run.state import numbers_of
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records

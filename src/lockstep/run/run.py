@@ -155,7 +155,7 @@ class Run:
         gradients = GradientState(
             parts.optimizers,
             self.strategy,
-            self._precision.scaler,
+            self._precision,
             [(name, each) for name, each in placed.parameters.items() if name in frozen],
             [each for name, each in placed.parameters.items() if name not in frozen],
         )
@@ -491,8 +491,8 @@ class Run:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that were skipped because a scaled gradient was not finite."""
-        return 0 if self._prepared is None else self._prepared.gradients.skipped
+        """Steps that were skipped because a scaled gradient was not finite, those before a stop included."""
+        return self._precision.skipped_steps
 
     def steps_per_epoch(self, data: Any, *, drop_last: bool = False, model: nn.Module | None = None) -> int:
         """Optimizer steps that ``batches(data)`` makes, equal on every number of devices.

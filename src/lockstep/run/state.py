@@ -24,12 +24,14 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
+from lockstep.run.attributes import decoded, numbers_of, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.sharding import AbsentParameter, is_elementwise
+from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 _GRADIENT = "gradient|"
@@ -37,12 +39,6 @@ _MOST_NUMBERS = 1 << 18
 """Of a state tensor that is not shaped like its parameter, such as a step counter."""
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Of a parameter group: not what is computed. How it is computed belongs to the context."""
-_OF_TORCH = (
-    *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
-    *("training", "_is_full_backward_hook"),
-)
-"""Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
 _TENSOR = "tensor|"
 """Marks what stands for a tensor in a scheduler's state."""
 _OF_OBJECTS = frozenset({"lr_lambdas", "_scale_fn_custom"})
@@ -144,6 +140,7 @@ class RunState:
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
+    _has_warned: bool = field(default=False, init=False)
     settings: dict[str, str] = field(init=False)
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
 
@@ -164,6 +161,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._first_numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
+        self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
         """Adds to the context what photos are decoded to; empty: the data set decodes none.
@@ -216,6 +214,8 @@ class RunState:
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         if attributes := self._changed_attributes():
             state.progress["attributes"] = attributes
+        if unsaved := self._unsaved():
+            state.progress["unsaved"] = unsaved
         self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
@@ -239,6 +239,25 @@ class RunState:
         everyone = gather_json(mine, self.group, self.strategy.device)
         # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
         return {name: values for theirs in reversed(everyone) for name, values in theirs.items()}
+
+    def _unsaved(self) -> list[str]:
+        """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
+        mine = [
+            f"{name} of {type(optimizer).__name__}"
+            for optimizer, first in zip(self.parts.optimizers, self._first_unsaved)
+            for name, value in unsaved_tensors(optimizer).items()
+            if first.get(name) != value
+        ]
+        everyone = [mine] if self.strategy.replicated else gather_records(self.strategy, mine, self.group)
+        found = sorted({name for names in everyone for name in names})
+        if found and not self._has_warned and self.strategy.share.holder == 0:
+            logger.warning(
+                "No checkpoint holds %s, so a resumed run would be refused. Keep it in self.state[parameter], which "
+                "state_dict() has.",
+                shorten(found, 3),
+            )
+        self._has_warned |= bool(found)
+        return found
 
     def _capture_gradients(
         self, state: CheckpointState, keep: bool, rows: Mapping[str, Tensor] | None
@@ -304,6 +323,12 @@ class RunState:
                 + "\n  ".join(differences)
                 + "\nRestore these, or go on at level B with force_context=True (--force-context)."
             )
+        if (unsaved := written.get("unsaved", [])) and not force_context:
+            raise CheckpointMismatch(
+                f"The checkpoint does not hold {shorten(unsaved, 3)}, which the optimizer's state_dict() has not, so "
+                "the bits would not continue. Keep it in self.state[parameter] and begin anew; or go on at level B "
+                "with force_context=True (--force-context)."
+            )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
         self._compare_settings(written.get("settings", {}), restarted)
@@ -315,7 +340,7 @@ class RunState:
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         for name, holder in self._holders().items():
-            vars(holder).update(_decoded(written.get("attributes", {}).get(name, {})))
+            vars(holder).update(decoded(written.get("attributes", {}).get(name, {})))
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
@@ -324,6 +349,7 @@ class RunState:
             # Where the scale stands comes from the checkpoint; how it changes from here on, from the options.
             own, kept = self.precision.scaler.state_dict(), ("scale", "_growth_tracker")
             self.precision.scaler.load_state_dict({**own, **{key: written["scaler"][key] for key in kept}})
+        self.precision.skipped_steps = int(written.get("skipped_steps", 0))
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
@@ -356,6 +382,7 @@ class RunState:
             "fingerprint": fingerprint,
             "context": self.context.as_dict(),
             "scaler": scaler.state_dict() if scaler is not None else {},
+            "skipped_steps": self.precision.skipped_steps,
             "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
             "settings": self.settings,
             "modules": len(self.parts.modules),
@@ -436,24 +463,6 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
-
-
-def numbers_of(holder: Any) -> dict[str, str]:
-    """The numbers among an object's attributes, as texts from which they can be read back."""
-    return {
-        name: repr(value)
-        for name, value in vars(holder).items()
-        if type(value) in (bool, int, float) and name not in _OF_TORCH
-    }
-
-
-def _decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
-    """The numbers again."""
-    words = {"True": True, "False": False}
-    return {
-        name: words[text] if text in words else int(text) if text.lstrip("-").isdigit() else float(text)
-        for name, text in attributes.items()
-    }
 
 
 def _number(value: Any) -> Any:
