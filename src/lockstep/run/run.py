@@ -456,6 +456,7 @@ class Run:
             if (group := self._session.group) is not None:
                 of_all = self.strategy.share.holders == self.world.world_size
                 found_beside = state.parts.digests(state.model.module, of_all_modules=of_all)
+                found_beside["<changes in place by the loop>"] = str(self.strategy.changes_in_place)
                 everything, step = {**found, **found_beside}, self.position.step
                 agreement.require_equal_replicas(everything, step, group, self.device)
         return found

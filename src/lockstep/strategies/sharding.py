@@ -224,6 +224,8 @@ class Absence:
     """Who has them, as the end of "under strategy 'fsdp' ..."."""
     is_computing: bool = False
     """True within a step, where every process runs micro-batches of its own, so that changes would not agree."""
+    changes: int = 0
+    """How often the loop has changed values or gradients in place."""
 
     def values(self, names: str, kind: str = "parameter") -> ConfigError:
         """The error of code that needs values."""
@@ -295,6 +297,7 @@ class AbsentTensor(torch.Tensor):
                 return found
             may_change = key in _SCALED and not first.absence.is_computing
             if may_change and len(absent) == 1 and args and args[0] is first and _fit(args[1:], first.shape):
+                first.absence.changes += 1
                 if first.held_part is not None:
                     with torch.no_grad():
                         func(first.held_part, *_rows(args[1:], first), **(kwargs or {}))

@@ -248,6 +248,14 @@ class Strategy(ABC):
         return whole
 
     @property
+    def changes_in_place(self) -> int:
+        """How often the loop has changed parts of parameters that no other process has; equal on all, or some did not.
+
+        0 where replicas are compared by their values.
+        """
+        return 0
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes this process has given to others since the run began: gradients, and what else the strategy exchanges,
         such as parameters (fsdp, parameter_server) or activations (pipeline, tensor). Losses and flags do not count,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.data import TensorDataset
 
 from lockstep.core.fingerprint import digest_tensors
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ReplicaError
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
@@ -418,3 +418,35 @@ def test_an_encoder_that_leaves_out_padding_on_one_device_is_refused():
     for said, loss in run_ranks(evaluated_with_padding, 2, "fsdp"):
         assert "Make it with enable_nested_tensor=False" in said
         assert loss == padded
+
+
+def changed_on_one_rank(world, what):
+    """What is said where rank 0 alone changes what it has of the parameters, or of their gradients."""
+    logging.getLogger("lockstep").setLevel(logging.ERROR)
+    run = Run(RunOptions(global_batch=8, micro_batches=4, seed=3, strategy="fsdp"), world)
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.randn(24, 6, generator=torch.Generator().manual_seed(2))
+    try:
+        for batch in run.batches(TensorDataset(inputs, torch.arange(24) % 4)):
+            run.backward(batch, F.cross_entropy)
+            if what == "gradients" and (world.is_main or batch.plan.step == 0):
+                for parameter in model.parameters():
+                    parameter.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if what == "weights" and world.is_main:
+            model.load_state_dict({n: torch.ones(p.shape) for n, p in model.named_parameters()})
+        return run.fingerprint()
+    except ReplicaError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "counts"), [("weights", "4 on rank 0; 0"), ("gradients", "12 on rank 0; 4")]
+)
+def test_rows_that_some_ranks_alone_change_are_found(what, counts):
+    for said in run_ranks(changed_on_one_rank, 2, what):
+        assert f"'<changes in place by the loop>' is {counts} on rank 1" in said

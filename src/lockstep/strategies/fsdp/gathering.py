@@ -85,7 +85,7 @@ class Gathering:
         users_of = users_of_parameters(model)
         ranks = exchange.ranks
         loads = [0] * ranks
-        self._absence = absence = Absence("fsdp", "no process holds it whole")
+        self.absence = absence = Absence("fsdp", "no process holds it whole")
         self.parameters: dict[str, ShardedParameter] = {}
         members: dict[str, list[ShardedParameter]] = {name: [] for name in [*modules, ""]}
         for name, parameter in model.named_parameters():
@@ -145,7 +145,7 @@ class Gathering:
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
-        self._absence.is_computing = True
+        self.absence.is_computing = True
         self.free()
         self._where = _IN_STEP
         for block in self.blocks:
@@ -177,7 +177,7 @@ class Gathering:
 
     def take(self) -> dict[str, Tensor]:
         """Ends the step, and gives the sums of its gradients, of this rank's rows by name of the parameter."""
-        self._absence.is_computing = False
+        self.absence.is_computing = False
         self._where = _OUTSIDE
         self.free()
         return {name: total for block in self.blocks for name, total in block.take().items()}

@@ -121,6 +121,11 @@ class FullyShardedDataParallel(Strategy):
         )
         return model
 
+    @property
+    def changes_in_place(self) -> int:
+        """See ``Strategy.changes_in_place``."""
+        return self._gathering.absence.changes
+
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's micro-batches, round by round. See ``Strategy.backward``."""
         leaves = batch.plan.leaves
