@@ -35,8 +35,9 @@ def sent(world, strategy, options):
 
 def test_fsdp_counts_the_parameters_it_gathers_beside_the_gradients():
     first, second = 9 * WIDTH * 4 // 2, 4 * WIDTH * 4 // 2
-    # Of a micro-batch: all before the forward pass; backward needs no weight of the first layer, whose input has none.
-    gathered, gradients = first + second + second, first + second
+    # Of a micro-batch: all before the forward pass. The second layer is kept for backward, which needs no weight of the
+    # first, whose input has no gradient.
+    gathered, gradients = first + second, first + second
     assert run_ranks(sent, 2, "fsdp", {}) == [STEPS * (K // 2) * (gathered + gradients)] * 2
 
 
