@@ -11,7 +11,6 @@ from lockstep.job import data_report
 from lockstep.models import digits_net
 from lockstep.run import Run
 
-
 READS = []
 """Not of the data set: one that has changed is compared over the ranks again, which reads some samples."""
 
