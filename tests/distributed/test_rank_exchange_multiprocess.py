@@ -56,6 +56,36 @@ def test_every_rank_gets_what_the_others_gave_it(world_size, shared):
     assert results == [(True, [0, 2, 4, 6, 8], (world_size, rank)) for rank in range(world_size)]
 
 
+def parts_of(rank, to, counts):
+    return [row_of(rank * 10 + to, length, torch.float32) + place for place, length in enumerate(counts)]
+
+
+def exchanges_parts(world, shared):
+    """The same of parts whose lengths differ from rank to rank, some of them empty; one rank only gives in the end."""
+    exchange, right, ranks = opened(shared), [], range(world.world_size)
+    for lengths in ([3, 0], [130, 7], [0, 400]):
+        counts = [[length + rank if length else 0 for length in lengths] for rank in ranks]
+        wanted = [torch.cat(parts_of(rank, 0, counts[rank])) for rank in ranks]
+        places = [[torch.zeros(length) for length in counts[rank]] for rank in ranks]
+        exchange.gather_parts(parts_of(world.rank, 0, counts[world.rank]), places, counts)
+        right += [torch.equal(torch.cat(row), each) for row, each in zip(places, wanted)]
+        given = [parts_of(world.rank, to, counts[to]) for to in ranks]
+        found = exchange.exchange_parts(given, counts)
+        wanted = [torch.cat(parts_of(rank, world.rank, counts[world.rank])) for rank in ranks]
+        right.append(torch.equal(found, torch.stack(wanted)))
+        exchange.gather_parts(
+            parts_of(world.rank, 0, counts[world.rank]), places if world.rank else [], counts
+        )
+    exchange.release()
+    return all(right)
+
+
+@KINDS
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_gets_parts_of_any_lengths(world_size, shared):
+    assert run_ranks(exchanges_parts, world_size, shared) == [True] * world_size
+
+
 def begun_anew(world):
     exchange = opened(True)
     exchange._count = 2**32 - 3

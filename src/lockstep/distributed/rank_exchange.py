@@ -128,27 +128,17 @@ class SharedMemoryExchange:
     def all_gather(self, row: Tensor) -> Tensor:
         """See ``RankExchange.all_gather``."""
         rows = row.new_empty(self.ranks, row.numel())
-        given, found = _bytes(row.contiguous()), _bytes(rows)
-        for piece, size in _pieces(given.numel(), _PIECE_BYTES):
-            self._own_slot()[:size].copy_(given[piece])
-            found[:, piece].copy_(self._all_slots(given.numel())[:, :size])
+        self.gather_parts([row.contiguous()], [[each] for each in rows], [[row.numel()]] * self.ranks)
         return rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         """See ``RankExchange.all_to_all``."""
-        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        given, found = _bytes(rows.contiguous()), _bytes(received)
-        for piece, size in _pieces(given.shape[1], _PIECE_BYTES // self.ranks // 16 * 16):
-            self._own_slot()[: self.ranks * size].view(self.ranks, size).copy_(given[:, piece])
-            found[:, piece].copy_(
-                self._all_slots(-given.numel())[:, self.rank * size : (self.rank + 1) * size]
-            )
-        return received
+        return self.exchange_parts([[each] for each in rows.contiguous()], [[rows.shape[1]]] * self.ranks)
 
     def gather_parts(self, own: Sequence[Tensor], places: Sequence[Sequence[Tensor]], counts: Counts) -> None:
         """See ``RankExchange.gather_parts``."""
         numbers, dtype, size = max(map(sum, counts)), own[0].dtype, own[0].element_size()
-        for piece, _ in _pieces(numbers, _PIECE_BYTES // size):
+        for piece in _pieces(numbers, _PIECE_BYTES // size):
             _copy(*_overlap(self._own_slot().view(dtype), own, counts[self.rank], piece))
             slots = self._all_slots(numbers * size).view(dtype)
             for slot, row, lengths in zip(slots, places, counts):
@@ -160,7 +150,7 @@ class SharedMemoryExchange:
         numbers, dtype, size = max(map(sum, counts)), parts[0][0].dtype, parts[0][0].element_size()
         received = parts[0][0].new_empty(self.ranks, sum(counts[self.rank]))
         most = _PIECE_BYTES // self.ranks // 16 * 16 // size
-        for piece, _ in _pieces(numbers, most):
+        for piece in _pieces(numbers, most):
             own = self._own_slot().view(dtype)
             for rank, (row, lengths) in enumerate(zip(parts, counts)):
                 _copy(*_overlap(own[rank * most :], row, lengths, piece))
@@ -253,7 +243,7 @@ def _overlap(
     return in_slot, in_parts
 
 
-def _pieces(count: int, most: int) -> Iterator[tuple[slice, int]]:
-    """Cuts ``count`` bytes into pieces of at most ``most``, with their sizes."""
+def _pieces(count: int, most: int) -> Iterator[slice]:
+    """Cuts ``count`` numbers into pieces of at most ``most``."""
     for begin in range(0, count, most):
-        yield slice(begin, min(begin + most, count)), min(most, count - begin)
+        yield slice(begin, min(begin + most, count))

@@ -30,10 +30,8 @@ from lockstep.explain.curves import FILE, RunLog, chart, final_table, read_logs
 from lockstep.explain.timeline import explain_timeline, timeline_svg
 from lockstep.job.assemble import balance, build_model, collated
 from lockstep.job.instantiate import importable_from, instantiate, instantiate_function
-from lockstep.job.prediction import class_names, has_ended, load_run
-from lockstep.job.rank import OUTCOME
+from lockstep.job.prediction import class_names, has_gone_on, load_run, read_outcome
 from lockstep.job.run_folder import Start, one_recipe, read_starts
-from lockstep.models.weights import metadata_of
 from lockstep.run import Run
 from lockstep.text import plural
 from lockstep.trainer.state import is_of_classes, is_of_log_probabilities
@@ -250,10 +248,8 @@ def _confusion(found: Answers) -> str:
 
 
 def _fingerprint(folder: Path, starts: Sequence[Start]) -> list[str]:
-    outcome = json.loads((folder / OUTCOME).read_bytes()) if (folder / OUTCOME).is_file() else {}
-    parts = []
-    knows_step = (folder / WEIGHTS).is_file() and "step" in metadata_of(folder / WEIGHTS)
-    if outcome and knows_step and not has_ended(folder):
+    outcome, parts = read_outcome(folder), []
+    if outcome and has_gone_on(folder):
         return [_note("There is none: the run ended once, went on, and has not ended again.")]
     recorded = str(outcome.get("fingerprint", ""))
     if (folder / WEIGHTS).is_file():

@@ -79,13 +79,22 @@ def has_ended(folder: Path) -> bool:
     )
 
 
+def has_gone_on(folder: Path) -> bool:
+    """True where a run, which ended once, has checkpoints of later steps than the weights of its end."""
+    exported = folder / WEIGHTS
+    return exported.is_file() and "step" in metadata_of(exported) and not has_ended(folder)
+
+
+def read_outcome(folder: Path) -> dict[str, Any]:
+    """What a run wrote when it ended; empty where it has not."""
+    path = folder / OUTCOME
+    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+
+
 def recorded_fingerprint(folder: Path) -> str:
     """The fingerprint in which a run ended; empty where it has not ended, or has gone on since."""
-    if not (folder / OUTCOME).is_file():
-        return ""
-    exported = folder / WEIGHTS
-    has_gone_on = exported.is_file() and "step" in metadata_of(exported) and not has_ended(folder)
-    return "" if has_gone_on else str(json.loads((folder / OUTCOME).read_bytes()).get("fingerprint", ""))
+    outcome = read_outcome(folder)
+    return str(outcome.get("fingerprint", "")) if outcome and not has_gone_on(folder) else ""
 
 
 def _steps(folder: Path) -> dict[int, Path]:

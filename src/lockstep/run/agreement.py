@@ -364,12 +364,9 @@ class AgreedData:
         """Says that the position comes from a checkpoint."""
         self._resumed_samples = self._position.samples if self._position.done else 0
 
-    def changed(self, number: int, *, here: bool) -> None:
-        """Compares a data set anew where the program has changed it, here or on another rank. Collective."""
-        if self._group is not None and any(gather_json(here, self._group, self._device)):
-            self._agreed = {each for each in self._agreed if each[0] != number}
-
-    def require(self, plan: SamplePlan, photos: str, number: int, digests: Digests) -> None:
+    def require(
+        self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool
+    ) -> None:
         """Raises where a checkpoint within an epoch, or another rank, is about another data set. Collective.
 
         Args:
@@ -377,7 +374,9 @@ class AgreedData:
             photos: a hash of what its photos are decoded to; empty for other sets.
             number: of the data set, the same on every rank.
             digests: gives those of some samples.
+            has_changed: the program has changed it since; it is compared anew where any rank says so.
         """
+        self._forget(number, has_changed)
         before, self._resumed_samples = self._resumed_samples, 0
         if before not in (0, plan.samples):
             raise CheckpointMismatch(
@@ -396,12 +395,17 @@ class AgreedData:
             require_equal_data(digests(), self._group, self._device)
             self._agreed.add((number, plan))
 
-    def require_evaluated(self, samples: int, number: int, digests: Digests) -> None:
+    def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
         """The same for a data set of so many samples that is evaluated. Collective."""
+        self._forget(number, has_changed)
         if self._group is not None and (number, samples) not in self._agreed:
             require_equal_settings({"samples that are evaluated": samples}, self._group, self._device)
             require_equal_data(digests(), self._group, self._device)
             self._agreed.add((number, samples))
+
+    def _forget(self, number: int, has_changed: bool) -> None:
+        if self._group is not None and any(gather_json(has_changed, self._group, self._device)):
+            self._agreed = {each for each in self._agreed if each[0] != number}
 
 
 @dataclass

@@ -172,9 +172,8 @@ def evaluation(
     try:
         if loader.count == 0:
             raise ConfigError("The evaluation was given an empty data set. Look at how it was split.")
-        number, digests = run._loaders.compared(data, workers)
-        run._agreed_data.changed(number, here=has_changed)
-        run._agreed_data.require_evaluated(loader.samples, number, digests)
+        compared = run._loaders.compared(data, workers)
+        run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
         if group is not None and evaluated is not compute.model:
             require_equal_models(evaluated, compute.model, group, run.device)
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)

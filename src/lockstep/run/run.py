@@ -212,9 +212,8 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
-        number, digests = self._loaders.compared(data, workers)
-        self._agreed_data.changed(number, here=has_changed)
-        self._agreed_data.require(plan, photos, number, digests)
+        compared = self._loaders.compared(data, workers)
+        self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
         prepared.state.reads_photos(photos)
         loader = self._loaders.training(data, shuffle, drop_last, workers, smallest)
         prepared.compute.device_transform = source.device_transform

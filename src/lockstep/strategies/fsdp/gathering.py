@@ -137,11 +137,9 @@ class Gathering:
         written: set[str] = set()
         for block in self.blocks:
             block.written = written
-        self._order.is_followed = False
         yield written
         for block in self.blocks:
             block.written = None
-        self._order.is_followed = True
 
     def begin_step(self, leaves: int) -> None:
         """Starts a step of ``leaves`` micro-batches."""
@@ -271,7 +269,7 @@ class Gathering:
         if in_backward():
             return
         still_used = self._keep or block is self._rest or any(block is each for each, _ in self._entered)
-        if not still_used and self._order.following == self._numbers[block]:
+        if not still_used and self._following is block:
             self._forget(block)
             block.set_aside()
         elif not still_used:
@@ -298,17 +296,23 @@ class Gathering:
             if block is not self._rest:
                 self._recent.append(block)
         self._order.needs(self._numbers[block])
-        following = None if self._order.following is None else self.blocks[self._order.following]
-        if self._stream is None or following is None or following.is_whole or following.is_aside:
-            following = None
-        if ready is not None or following is not None or not block.is_aside:
-            self._request(send=ready, gather=None if block.is_aside else block, ahead=following)
+        ahead = self._following
+        if self._stream is None or (ahead is not None and (ahead.is_whole or ahead.is_aside)):
+            ahead = None
+        if ready is not None or ahead is not None or not block.is_aside:
+            self._request(send=ready, gather=None if block.is_aside else block, ahead=ahead)
         self._wait_for(block)
         if block.is_aside:
             block.take_back()
         for parameter in block.parameters:
             if parameter.whole.numel():
                 self._by_address[parameter.whole.untyped_storage().data_ptr()] = block
+
+    @property
+    def _following(self) -> ShardedBlock | None:
+        """The block that is likely to be needed next; None where writes are watched, for which blocks are freed."""
+        number = self._order.following
+        return None if number is None or self._rest.written is not None else self.blocks[number]
 
     def _gather(self, number: int, wanted: int) -> None:
         block = self.blocks[number]
@@ -397,7 +401,6 @@ class _Order:
         self._now: list[int] | None = None
         """Of this micro-batch; None outside of one."""
         self._is_same = True
-        self.is_followed = True
 
     def begin(self) -> None:
         """Begins a micro-batch."""
@@ -417,7 +420,7 @@ class _Order:
     @property
     def following(self) -> int | None:
         """The block that is needed next if this micro-batch goes on as the one before; None if that is not known."""
-        if self._now is None or not self._is_same or not self.is_followed:
+        if self._now is None or not self._is_same:
             return None
         return self._before[len(self._now)] if len(self._now) < len(self._before) else None
 

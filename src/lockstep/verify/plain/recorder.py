@@ -20,7 +20,6 @@ import hashlib
 import json
 import pickle
 import random
-import resource
 import time
 import zlib
 from collections import deque
@@ -47,6 +46,7 @@ from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.optimizer_step import hyperparameters, implementation
+from lockstep.runtime.process_handle import peak_memory
 from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
 LENGTH = 16
@@ -353,7 +353,7 @@ class Recorder:
         began = time.perf_counter()
         step = self._begun()
         step.seconds = began - self._mark
-        step.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        step.memory = peak_memory(torch.device("cpu"))
         step.values = {n: self._sketcher.measure(n, p) for n, p in self._model.named_parameters()}
         now = attributes(self._modules).items()
         step.attributes = {name: value for name, value in now if self._attributes.get(name) != value}
