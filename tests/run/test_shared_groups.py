@@ -11,8 +11,8 @@ from torch import nn, optim
 from lockstep.errors import ConfigError
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.shared_groups import SharedGroups
+from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.sharding import Absence, AbsentParameter
 
 
 def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
@@ -34,6 +34,8 @@ def shared(*, lr=0.1, left_out=0, steps=Unit.ELEMENT, shares_all=False):
         whole_parameters=frozenset(),
         device=torch.device("cpu"),
         name="fsdp",
+        absences=[],
+        writes=None,
         before_step=lambda: None,
         after_step=lambda: None,
     )

@@ -5,6 +5,7 @@ start of the run     agree                    settings, source code, structure a
 start of an epoch    AgreedData.require       the data set, and the one that a checkpoint was reading
 every batch          SkippedSamples.counted   the samples of a ``SkipBroken`` set that could not be read
 now and then         require_equal_replicas   the bits of all parameters
+                     require_equal_writes     what the loop changed, where no rank has all parameters
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, 
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
 from lockstep.run.epoch_loop import Position, Read
 from lockstep.run.optimizer_step import hyperparameters
-from lockstep.run.prepare import Parts
-from lockstep.strategies import Strategy, gather_records
+from lockstep.run.prepare import Parts, frozen_parameters
+from lockstep.strategies import Strategy, gather_records, one_sided_writes
 from lockstep.text import numbered, shorten
 
 logger = logging.getLogger(__name__)
@@ -256,6 +257,18 @@ def require_equal_replicas(
     )
 
 
+def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup) -> None:
+    """Raises ``ReplicaError`` where the loop has changed parameters, gradients or momenta on some ranks. Collective."""
+    found = one_sided_writes(strategy, group)
+    if found:
+        name = next(iter(found))
+        raise ReplicaError(
+            f"Before step {step} the loop changed {shorten(list(found), _MOST_NAMES)} on some ranks only: {name} is "
+            f"{_by_rank(found[name])}. Under strategy {strategy.name!r} each rank changes the part that it holds, so "
+            "every rank has to run that code: take it out of if run.is_main: and other conditions on the rank."
+        )
+
+
 def require_equal_models(
     model: nn.Module, trained: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> None:
@@ -394,6 +407,19 @@ class AgreedData:
             require_equal_settings(seen, self._group, self._device)
             require_equal_data(digests(), self._group, self._device)
             self._agreed.add((number, plan))
+
+    def require_freezing(self, model: nn.Module) -> None:
+        """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
+        frozen = dict.fromkeys(frozen_parameters(model), "frozen")
+        if self._group is None or _equal_everywhere(frozen, self._group, self._device):
+            return
+        found = _differences(frozen, self._group, self._device, absent="trained")
+        name = min(found)
+        raise ReplicaError(
+            f"{shorten(sorted(found), _MOST_NAMES)} {'is' if len(found) == 1 else 'are'} frozen on some ranks only: "
+            f"{name!r} is {_by_rank(found[name])}. Freeze on every rank: take requires_grad_(False) out of "
+            "if run.is_main: and other conditions on the rank."
+        )
 
     def require_evaluated(self, samples: int, number: int, digests: Digests, *, has_changed: bool) -> None:
         """The same for a data set of so many samples that is evaluated. Collective."""

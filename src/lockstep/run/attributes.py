@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.strategies.sharding import AbsentTensor
+from lockstep.strategies.absent import AbsentTensor
 
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
+from lockstep.strategies.loop_writes import setting_values
 from lockstep.strategies.sharding import is_elementwise
 
 _SMALLEST_SCALE = 2.0**-24
@@ -54,6 +56,9 @@ class GradientState:
         self._optimizers, self._strategy, self._precision = list(optimizers), strategy, precision
         self._scaler = scaler = None if precision is None else precision.scaler
         self._frozen, self._trained = frozen, trained
+        is_watched = strategy.writes is not None or strategy.absences
+        self.setting_values = partial(setting_values, strategy) if is_watched else nullcontext
+        """A context in which the run itself sets values, not the loop."""
         self._holding: set[int] = set()
         self._reduced = self._stepping = False
         self._stepped: set[int] = set()
@@ -130,6 +135,8 @@ class GradientState:
             ConfigError: gradients of two scales would be added, or a parameter that was frozen requires a gradient,
                 which would not be summed over the ranks.
         """
+        if self._strategy.writes is not None:
+            self._strategy.writes.look()
         if not self._reduced:
             self._stepped.clear()
         if self._failure:
@@ -170,6 +177,8 @@ class GradientState:
                     self._scaler.unscale_(optimizer)
             if not self._strategy.replicated:
                 self._share_overflows(self._scaler)
+        if self._strategy.writes is not None:
+            self._strategy.writes.note(self._strategy.watched())
         self._reduced = True
         self._holding |= {id(o) for o in self._optimizers if has_gradients(o)}
 
@@ -184,6 +193,12 @@ class GradientState:
                 f"{user} was called before run.backward(batch, loss), so there is no gradient yet. Call it between "
                 "run.backward and optimizer.step()."
             )
+
+    def clip(self, max_norm: float) -> Tensor:
+        """See ``Run.clip_gradients``. Collective."""
+        self.require_computed("run.clip_gradients")
+        with self.setting_values():
+            return clip_gradients(self._strategy, max_norm)
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
@@ -228,19 +243,34 @@ class GradientState:
                 "optimizer.step() without run.backward(batch, loss) before it: gradients from loss.backward() are this "
                 "rank's own and were not summed over the ranks."
             )
+        self._require_no_frozen_gradients()
         self._stepping, taken = True, True
-        self._strategy.before_step()
         try:
-            if self._scaler is None:
-                optimizer.step()
-            else:
-                taken = self._step_scaled(optimizer, self._scaler)
-            self._strategy.after_step()
+            with self.setting_values():
+                self._strategy.before_step()
+                if self._scaler is None:
+                    optimizer.step()
+                else:
+                    taken = self._step_scaled(optimizer, self._scaler)
+                self._strategy.after_step()
         finally:
             self._stepping = False
             self._stepped.add(id(optimizer))
             self._holding.discard(id(optimizer))
         return taken
+
+    def _require_no_frozen_gradients(self) -> None:
+        """Raises ``ConfigError`` where the loop has given a gradient to a frozen parameter, which nobody would step."""
+        if self._strategy.replicated:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            found = next((name for name, parameter in self._frozen if parameter.grad is not None), None)
+        if found is not None:
+            raise ConfigError(
+                f"The loop has set the gradient of {found!r}, which was frozen when the model was prepared: in one "
+                f"process the optimizer would step it, and under strategy {self._strategy.name!r} no process holds it "
+                "for that. Leave it unfrozen, take its gradient away, or use strategy 'ddp'."
+            )
 
     def update_scale(self) -> None:
         """Adapts the scale to what the last backward passes found, also where their gradients were thrown away.
@@ -395,9 +425,10 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
-        self.wrapped.zero_grad(set_to_none)
-        if set_to_none and self._shared is not None and not self._shared.is_whole:
-            self._shared.forget_gradients()
+        with self._gradients.setting_values():
+            self.wrapped.zero_grad(set_to_none)
+            if set_to_none and self._shared is not None and not self._shared.is_whole:
+                self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:

@@ -88,9 +88,7 @@ class Parts:
             of_all_modules: every process calls all modules, so that they agree on the modes that a forward pass sets.
         """
         found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
-        with torch._C.DisableTorchFunctionSubclass():
-            frozen = [name for name, each in prepared.named_parameters() if not each.requires_grad]
-        found |= {f"<freezing of {name}>": "set" for name in frozen}
+        found |= {f"<freezing of {name}>": "set" for name in frozen_parameters(prepared)}
         modules = prepared.named_modules() if of_all_modules else [("", prepared)]
         evaluating = [name for name, each in modules if not each.training]
         found |= {f"<evaluation mode of {name or 'the model'}>": "set" for name in evaluating}
@@ -209,6 +207,12 @@ def _stepped_by(scheduler: Any) -> list[Any]:
     """The optimizers whose learning rate a scheduler sets, its inner schedulers' included."""
     inner = [optimizer for each in getattr(scheduler, "_schedulers", []) for optimizer in _stepped_by(each)]
     return [getattr(scheduler, "optimizer", None), *inner]
+
+
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters that require no gradient now."""
+    with torch._C.DisableTorchFunctionSubclass():  # asking a parameter without values takes longer
+        return [name for name, each in model.named_parameters() if not each.requires_grad]
 
 
 @dataclass(frozen=True)

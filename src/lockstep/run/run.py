@@ -30,7 +30,7 @@ from lockstep.run.agreement import AgreedData, SkippedSamples
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
 from lockstep.run.loaders import LoaderCache, smallest_micro_batch
-from lockstep.run.optimizer_step import GradientState, PreparedOptimizer, clip_gradients
+from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.rehearsal import Rehearsals
 from lockstep.run.save import Writer
@@ -167,7 +167,9 @@ class Run:
         }
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
         self._writer.join(state)
-        if save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0):
+        with gradients.setting_values():
+            resumes = save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0)
+        if resumes:
             self.extra = state.extra
             gradients.resume()
             self._agreed_data.resume()
@@ -212,6 +214,7 @@ class Run:
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
         self.synchronize()
         plan = self._loaders.plan(data, shuffle, drop_last, smallest)
+        self._agreed_data.require_freezing(prepared.compute.model)
         compared = self._loaders.compared(data, workers)
         self._agreed_data.require(plan, photos, *compared, has_changed=has_changed)
         prepared.state.reads_photos(photos)
@@ -340,8 +343,7 @@ class Run:
         """
         if not isinstance(max_norm, Real | Tensor) or not max_norm >= 0:
             raise ConfigError(f"run.clip_gradients takes a norm of 0 or more, and was given {max_norm!r}.")
-        self.require_prepared().gradients.require_computed("run.clip_gradients")
-        return clip_gradients(self.strategy, max_norm)
+        return self.require_prepared().gradients.clip(max_norm)
 
     def evaluate(
         self,
@@ -455,7 +457,7 @@ class Run:
             if (group := self._session.group) is not None:
                 of_all = self.strategy.share.holders == self.world.world_size
                 found_beside = state.parts.digests(state.model.module, of_all_modules=of_all)
-                found_beside["<changes in place by the loop>"] = str(self.strategy.changes_in_place)
+                agreement.require_equal_writes(self.strategy, self.position.step, group)
                 everything, step = {**found, **found_beside}, self.position.step
                 agreement.require_equal_replicas(everything, step, group, self.device)
         return found

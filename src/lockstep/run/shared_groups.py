@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
 from lockstep.strategies import IndependentStrategy, Strategy
+from lockstep.strategies.absent import Absence, AbsentTensor
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, try_optimizer
-from lockstep.strategies.sharding import Absence, AbsentTensor
 
 
 class SharedGroups:
@@ -44,6 +44,9 @@ class SharedGroups:
         self._strategy = strategy
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+        self._absence = Absence(strategy.name, "no process holds it whole")
+        if not strategy.replicated:
+            strategy.absences = [*strategy.absences, self._absence]
         self.is_whole = strategy.replicated
         """True if the optimizer holds the very parameters that the user sees."""
         self.has_values = all(type(each) is nn.Parameter for each in parameters.values())
@@ -83,6 +86,7 @@ class SharedGroups:
             self._optimizer,
             {self._parameters[name]: name for name in names},
             self._strategy,
+            self._absence,
             shares_all=self._shares_all,
         )
 
@@ -180,14 +184,21 @@ class SharedState(MutableMapping[Tensor, Any]):
         optimizer: with this process's parts.
         names: of all trained parameters.
         strategy: whose parts.
+        absence: counts changes.
         shares_all: True if every process has a part of each, and so knows what state there is.
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: Mapping[Tensor, str], strategy: Strategy, *, shares_all: bool
+        self,
+        optimizer: Optimizer,
+        names: Mapping[Tensor, str],
+        strategy: Strategy,
+        absence: Absence,
+        *,
+        shares_all: bool,
     ) -> None:
         self._own, self._names, self._strategy = optimizer.state, names, strategy
-        self._shares_all = shares_all
+        self._absence, self._shares_all = absence, shares_all
         held = strategy.trainable()
         self._held = {parameter: held.get(name) for parameter, name in names.items()}
 
@@ -195,7 +206,7 @@ class SharedState(MutableMapping[Tensor, Any]):
         held = self._held[parameter]
         own = None if held is None else self._own[held]
         return ParameterState(
-            own, self._names[parameter], parameter, self._strategy, is_known=self._shares_all
+            own, self._names[parameter], parameter, self._strategy, self._absence, is_known=self._shares_all
         )
 
     def __setitem__(self, parameter: Tensor, value: Mapping[Any, Any]) -> None:
@@ -205,11 +216,13 @@ class SharedState(MutableMapping[Tensor, Any]):
 
     def __delitem__(self, parameter: Tensor) -> None:
         held = self._held[parameter]
+        self._absence.note_change(f"the state of {self._names[parameter]}")
         if held is not None:
             del self._own[held]
 
     def clear(self) -> None:
         """Forgets the state of all parameters."""
+        self._absence.note_change("the state of the optimizer")
         self._own.clear()
 
     def __contains__(self, parameter: object) -> bool:
@@ -238,6 +251,7 @@ class ParameterState(MutableMapping[Any, Any]):
         name: of the parameter.
         parameter: of the prepared model.
         strategy: whose part.
+        absence: counts changes.
         is_known: True if every process knows what there is.
     """
 
@@ -247,10 +261,11 @@ class ParameterState(MutableMapping[Any, Any]):
         name: str,
         parameter: Tensor,
         strategy: Strategy,
+        absence: Absence,
         *,
         is_known: bool,
     ) -> None:
-        self._is_known = is_known
+        self._is_known, self._absence = is_known, absence
         self._own, self._name, self._parameter, self._strategy = own, name, parameter, strategy
 
     def __getitem__(self, key: Any) -> Any:
@@ -258,21 +273,27 @@ class ParameterState(MutableMapping[Any, Any]):
         if value is not None and self._is_known and not (isinstance(value, Tensor) and value.dim()):
             return value  # a count of steps, the same for every part
         part = value if isinstance(value, Tensor) else None
-        return AbsentState(self._parameter, part, f"{key!r} of {self._name!r} ", self._strategy.name)
+        return AbsentState(self._parameter, part, f"{key!r} of {self._name!r} ", self._absence)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self._own is None or (isinstance(value, AbsentState) and value.held_part is self._own.get(key)):
+        held = None if self._own is None else self._own.get(key)
+        if isinstance(value, AbsentState) and value.held_part is held:
+            return  # as state["momentum_buffer"] *= 0.5 does
+        self._absence.note_change(f"{key!r} of {self._name!r}")
+        if self._own is None:
             return
         if isinstance(value, Tensor) and value.shape == self._parameter.shape and value.dim():
             value = self._strategy.local_shard(self._name, value)
         self._own[key] = value
 
     def __delitem__(self, key: Any) -> None:
+        self._absence.note_change(f"{key!r} of {self._name!r}")
         if self._own is not None:
             del self._own[key]
 
     def clear(self) -> None:
         """Forgets all of it."""
+        self._absence.note_change(f"the state of {self._name}")
         if self._own is not None:
             self._own.clear()
 
@@ -296,7 +317,7 @@ class AbsentState(AbsentTensor):
 
     _part: Tensor | None
 
-    def __new__(cls, parameter: Tensor, part: Tensor | None, name: str, strategy: str) -> AbsentState:
+    def __new__(cls, parameter: Tensor, part: Tensor | None, name: str, absence: Absence) -> AbsentState:
         """Makes one like ``parameter``."""
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = parameter.shape, parameter.dtype
@@ -305,16 +326,21 @@ class AbsentState(AbsentTensor):
         if isinstance(parameter, AbsentTensor):
             made.part_of = parameter.part_of
         made.parameter_device = torch.device("cpu") if part is None else part.device
-        made.absence = Absence(strategy, "no process holds it whole")
+        made.absence = absence
         return made
 
-    def __init__(self, parameter: Tensor, part: Tensor | None, name: str, strategy: str) -> None:
+    def __init__(self, parameter: Tensor, part: Tensor | None, name: str, absence: Absence) -> None:
         """See ``__new__``."""
 
     @property
     def held_part(self) -> Tensor | None:
         """See ``AbsentTensor``."""
         return self._part
+
+    @property
+    def counted_name(self) -> str:
+        """See ``AbsentTensor``."""
+        return self.parameter_name.strip()
 
     def refusal(self, names: str) -> ConfigError:
         """See ``AbsentTensor``."""

@@ -15,7 +15,8 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import generators_kept
 from lockstep.run.means import Deviation, deviation, has_rows
 from lockstep.run.step import StepCompute
-from lockstep.strategies.sharding import AbsentParameter, AbsentTensor, value_of
+from lockstep.strategies.absent import AbsentParameter, AbsentTensor
+from lockstep.strategies.sharding import value_of
 
 
 @dataclass(frozen=True)

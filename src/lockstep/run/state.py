@@ -30,7 +30,8 @@ from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
-from lockstep.strategies.sharding import AbsentParameter, is_elementwise
+from lockstep.strategies.absent import AbsentParameter
+from lockstep.strategies.sharding import is_elementwise
 from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.distributed.process_group import Groups
 from lockstep.strategies.ddp import DistributedDataParallel, Single
+from lockstep.strategies.loop_writes import one_sided_writes
 from lockstep.strategies.open_strategy import open_strategy
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.strategy import (
@@ -25,6 +26,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "gather_records",
+    "one_sided_writes",
     "open_strategy",
     "sum_counts",
 ]

@@ -50,19 +50,12 @@ from lockstep.distributed.collectives import (
 from lockstep.numerics.hooks import share_hooks
 from lockstep.reduce import BucketShape, NodeLayout
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
+from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.gradients import StepSums, thawed
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.strategies.pipeline.stage import Stage
-from lockstep.strategies.sharding import (
-    Absence,
-    AbsentParameter,
-    gather_rows,
-    require_rows,
-    rows_of,
-    squares_of_rows,
-    value_of,
-)
+from lockstep.strategies.sharding import gather_rows, require_rows, rows_of, squares_of_rows, value_of
 from lockstep.strategies.strategy import Compute, StepResult
 
 
@@ -99,6 +92,10 @@ class ShardedPipeline(Pipeline):
         yield written
         for rows in self._rows:
             rows.written = None
+
+    def watched(self) -> Mapping[str, Tensor]:
+        """See ``Strategy.watched``: nothing, as no rank has whole parameters when the loop's code runs."""
+        return {}
 
     def release(self) -> None:
         """See ``Strategy.release``."""
@@ -143,8 +140,8 @@ class ShardedPipeline(Pipeline):
     def _make_sums(
         self, stage: Stage, local: int, held: Mapping[str, nn.Parameter] | None = None
     ) -> StepSums:
-        self._absences.append(Absence(self.name, "no process holds it whole"))
-        rows = StageRows(stage, self._line, self._absences[-1])
+        self.absences.append(Absence(self.name, "no process holds it whole"))
+        rows = StageRows(stage, self._line, self.absences[-1])
         self._rows = (*self._rows, rows)
         sums = super()._make_sums(stage, local, rows.held)
         rows.free()

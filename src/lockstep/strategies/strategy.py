@@ -32,6 +32,8 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import gather_json
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.strategies.absent import Absence
+from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 
 
@@ -134,6 +136,10 @@ class Strategy(ABC):
     """The micro-batches of an evaluation that this process computes; None for ``share``, whose holders it has."""
     rehearsed_bytes: int = 0
     """Bytes that were given to others in rehearsals of steps."""
+    absences: Sequence[Absence] = ()
+    """Why this process has no values of some tensors, which count what the loop asks them to change."""
+    writes: LoopWrites | None = None
+    """Notices what the loop writes to ``watched`` tensors; None where comparing the values of all ranks shows it."""
     events: StepEvents = NO_EVENTS
     """Whose callbacks are told of micro-batches, buckets and exchanges; set before ``setup_model``."""
 
@@ -161,6 +167,10 @@ class Strategy(ABC):
         Only those that are whole within it alone: of the others the writes stay, so anybody can see them.
         """
         return nullcontext(set())
+
+    def watched(self) -> Mapping[str, Tensor]:
+        """The tensors that ``writes`` is told of, by name."""
+        return {}
 
     @abstractmethod
     def gather(self, row: Tensor) -> Tensor:
@@ -246,14 +256,6 @@ class Strategy(ABC):
     def local_shard(self, name: str, whole: Tensor) -> Tensor | None:
         """The local part of a whole tensor that belongs to the parameter ``name``; None if there is none."""
         return whole
-
-    @property
-    def changes_in_place(self) -> int:
-        """How often the loop has changed parts of parameters that no other process has; equal on all, or some did not.
-
-        0 where replicas are compared by their values.
-        """
-        return 0
 
     @property
     def bytes_sent(self) -> int:

@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError
 from lockstep.run import Run
 from lockstep.runtime import Callback
 from lockstep.runtime.events import CallbackHandle
-from lockstep.strategies.sharding import AbsentParameter
+from lockstep.strategies.absent import AbsentParameter
 
 
 def digest_gradients(run: Run) -> tuple[dict[str, str], float]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.run import Run, RunOptions
-from lockstep.strategies.sharding import AbsentParameter
+from lockstep.strategies.absent import AbsentParameter
 
 pytestmark = pytest.mark.timeout(300)
 WIDTH, BLOCKS = 48, 8

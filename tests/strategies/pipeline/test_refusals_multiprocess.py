@@ -13,7 +13,7 @@ from lockstep.config.strategy_options import PipelineOptions
 from lockstep.errors import ConfigError
 from lockstep.models import transformer
 from lockstep.run import Run, RunOptions
-from lockstep.strategies.sharding import AbsentParameter
+from lockstep.strategies.absent import AbsentParameter
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,7 +7,7 @@ from torch import nn
 from lockstep.config.strategy_options import TensorOptions
 from lockstep.errors import ConfigError
 from lockstep.models import digits_net, lstm, perceptron, resnet18, resnet50, transformer
-from lockstep.strategies.sharding import Absence
+from lockstep.strategies.absent import Absence
 from lockstep.strategies.tensor.layers import Splitter
 from lockstep.strategies.tensor.plans import plan_of
 

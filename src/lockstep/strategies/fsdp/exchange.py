@@ -23,8 +23,9 @@ from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
+from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.gradients import one_dense, thawed
-from lockstep.strategies.sharding import Absence, AbsentParameter, value_of
+from lockstep.strategies.sharding import value_of
 
 _SMALLEST = 1024
 """Parameters below which gathering a module alone costs more than it saves; it is gathered with the rest."""

@@ -37,8 +37,9 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.randomness import OwnHook, in_backward
+from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
-from lockstep.strategies.sharding import Absence, rows_of, users_of_parameters
+from lockstep.strategies.sharding import rows_of, users_of_parameters
 from lockstep.text import numbered
 
 _NOTHING = -1

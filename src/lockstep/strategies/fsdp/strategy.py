@@ -114,17 +114,12 @@ class FullyShardedDataParallel(Strategy):
             whole=self.whole_parameters,
             initial_values=self.initial_values,
         )
-        self._parameters = self._gathering.parameters
+        self._parameters, self.absences = self._gathering.parameters, [self._gathering.absence]
         self._trained = [each for each in self._parameters.values() if each.held.requires_grad]
         self._header = StepHeader(
             self.share, self._micro_batches, len(self._trained), self._buffers.counters, flags=2
         )
         return model
-
-    @property
-    def changes_in_place(self) -> int:
-        """See ``Strategy.changes_in_place``."""
-        return self._gathering.absence.changes
 
     def backward(self, batch: Batch, compute: Compute, *, scale: float, stop: int) -> StepResult:
         """Runs this rank's micro-batches, round by round. See ``Strategy.backward``."""

@@ -31,10 +31,12 @@ from lockstep.distributed.collectives import (
     gather_json,
 )
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.strategies.absent import Absence, GradientElsewhere
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
-from lockstep.strategies.sharding import Absence, GradientElsewhere, load_model_state
+from lockstep.strategies.sharding import load_model_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 
@@ -81,6 +83,7 @@ class ParameterServer(Strategy):
         self._shards = ParameterShards(self._model, self._servers, server, self.whole_parameters, apart=True)
         self._names, self._own = list(self._shards.parameters), self._shards.own
         absence = Absence(self.name, "the servers share it" if self._servers > 1 else "the server has it")
+        self.absences, self.writes = [absence], LoopWrites()
         self._elsewhere = {
             name: GradientElsewhere(p, name, self._own.get(name), absence)
             for name, p in self._shards.parameters.items()
@@ -119,6 +122,10 @@ class ParameterServer(Strategy):
         self._buffers.refuse_changed_others()
         finite &= losses.sum().isfinite()
         return StepResult(fold_rows(losses) / weight, losses, weight, self._header.flag(everyone), finite)
+
+    def watched(self) -> Mapping[str, Tensor]:
+        """See ``Strategy.watched``: all parameters, of which the next pull leaves nothing but the servers' values."""
+        return dict(self._model.named_parameters())
 
     def gather(self, row: Tensor) -> Tensor:
         """Rows of all workers, shape (workers, n), on every rank. Collective."""

@@ -29,35 +29,26 @@ from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
-from lockstep.numerics.hooks import (
-    backward_hooks,
-    forward_hooks,
-    hooked_globally,
-    hooks_made,
-    is_hooked,
-)
+from lockstep.numerics.hooks import backward_hooks, forward_hooks, hooked_globally, hooks_made, is_hooked
 from lockstep.numerics.initial_values import empty_tensors, give_values
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
+from lockstep.strategies.absent import (
+    Absence,
+    AbsentBuffer,
+    AbsentParameter,
+    explain_missing_parameters,
+    gradient_of,
+)
 from lockstep.strategies.gradients import StepSums
+from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.pipeline.channels import PipelineChannel
 from lockstep.strategies.pipeline.loss_reads import LossReads
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
-from lockstep.strategies.pipeline.stage import (
-    Passes,
-    PipelineChannels,
-    Stage,
-    refusing_backward,
-)
-from lockstep.strategies.sharding import (
-    Absence,
-    AbsentBuffer,
-    AbsentParameter,
-    explain_missing_parameters,
-    require_plain_state,
-)
+from lockstep.strategies.pipeline.stage import Passes, PipelineChannels, Stage, refusing_backward
+from lockstep.strategies.sharding import require_plain_state
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _CHECKED_STEPS = 2
@@ -247,7 +238,8 @@ class Pipeline(Strategy):
         mine = range(channels.place, len(parts), channels.length)
         modules = [[link.module for link in part] for part in parts]
         self._note_state(model, modules)
-        self._absences: list[Absence] = []
+        self.absences: list[Absence] = []
+        self.writes = LoopWrites()
         self._frozen_seen: dict[tuple[bool, ...], int] = {}
         self._passes: dict[int, Passes] = {}
         self._sums: dict[int, StepSums] = {}
@@ -268,11 +260,11 @@ class Pipeline(Strategy):
                 absence = Absence(
                     self.name, f"rank {self._channels.ranks[number % channels.length]} has its stage"
                 )
-                self._absences.append(absence)
+                self.absences.append(absence)
                 names_of = {id(tensor): name for name, tensor in _tensors(model)}
                 for module in others:
                     _empty(module, names_of, absence)
-        placed = PlacedPipeline(model, self._passes, self._answers, self._absences, self._whole_stages)
+        placed = PlacedPipeline(model, self._passes, self._answers, self.absences, self._whole_stages)
         self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
         """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
@@ -348,12 +340,12 @@ class Pipeline(Strategy):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """A context in which the stages are at different places of a step."""
-        for absence in self._absences:
+        for absence in self.absences:
             absence.is_computing = True
         try:
             yield
         finally:
-            for absence in self._absences:
+            for absence in self.absences:
                 absence.is_computing = False
 
     def _frozen(self) -> int:
@@ -376,6 +368,11 @@ class Pipeline(Strategy):
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters of this rank's stages that require a gradient."""
         return self._trainable
+
+    def watched(self) -> Mapping[str, Tensor]:
+        """See ``Strategy.watched``."""
+        held = {n: t for n, t in self._held.items() if isinstance(t, nn.Parameter)}
+        return held | {gradient_of(n): p.grad for n, p in held.items() if p.grad is not None}
 
     def squares(self) -> Tensor:
         """See ``Strategy.squares``: each stage's, added to the others' zeros."""
@@ -498,8 +495,9 @@ class Pipeline(Strategy):
 
     @contextmanager
     def _whole_stages(self) -> Iterator[None]:
-        """A context in which this rank's stages have whole parameters."""
-        yield
+        """A context in which this rank's stages have whole parameters, to which their forward passes may write."""
+        with setting_values(self):
+            yield
 
     def _expect(
         self, action: Action | None, micro_batches: Sequence[MicroBatch], kinds: list[tuple[object, ...]]

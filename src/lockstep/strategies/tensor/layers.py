@@ -30,7 +30,7 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.models.transformer import SelfAttention
 from lockstep.numerics.hooks import first_hooked, hooked_globally
-from lockstep.strategies.sharding import Absence, AbsentParameter
+from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.tensor.shards import join_shards, split_shards
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -33,9 +33,9 @@ from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.numerics.hooks import hooks_made
 from lockstep.reduce import Reducer
+from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.sharding import Absence, AbsentParameter
 from lockstep.strategies.strategy import Compute, StepResult
 from lockstep.strategies.tensor.layers import Exchange, Splitter, refuse_hooks, shards_of
 from lockstep.strategies.tensor.plans import check_plan, plan_of
@@ -74,6 +74,7 @@ class TensorParallel(Replicated):
         ranks = 1 if between is None else between.ranks
         self._exchange, self._options = Exchange(between, options.shards or ranks), options
         self._absence = Absence(self.name, "each rank has a part of it")
+        self.absences = [self._absence]
         self._hooks_seen = -1
         self._is_split: Tensor | None = None
         self._whole: nn.Module | None = None  # for the check of the user's plan in the first step

@@ -1,0 +1,195 @@
+"""What the loop itself writes into parameters and gradients, compared over the ranks.
+
+    optimizer.step()   note              the values that the run has set
+    the loop's code    p.mul_(0.9)       written on the rank that holds p; on others an ``AbsentTensor`` counts it
+    run.backward       look              p has not the values that were noted
+    now and then       one_sided         rank 0 has written, rank 1 was not asked to: code under a rank condition
+
+Where every rank keeps all values, comparing these is enough. In a pipeline a rank has those of its stages, and the
+workers of a parameter server get the servers' after each step, so what one rank alone has written is seen by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.distributed.collectives import gather_json
+
+if TYPE_CHECKING:
+    from lockstep.strategies.strategy import Strategy
+
+_SAMPLE = 64
+"""Numbers out of the middle of a tensor that are compared: no version counts what is written to ``p.data``."""
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What tensors had at a moment."""
+
+    tensors: Mapping[str, ref[Tensor]]
+    versions: Sequence[tuple[int, int]]
+    """How often each was written to, and its address."""
+    samples: Sequence[Tensor]
+    """Bytes of each, which lie one behind the other in one tensor."""
+
+
+class LoopWrites:
+    """Notices writes of the loop to tensors of this process. The host waits for a device in ``take`` only."""
+
+    def __init__(self) -> None:
+        self._noted: _Values | None = None
+        self._views: dict[int, tuple[int, Tensor]] = {}
+        self._written: set[str] = set()
+        self._seen: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
+        """For tensors that were compared together their bytes, and for each of these if it differed, and was not 0."""
+
+    def note(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes what tensors have now, by name, for what the run has set."""
+        self._noted = None
+        if tensors:
+            views = [self._view(tensor) for tensor in tensors.values()]
+            samples = torch.split(torch.cat(views), [view.numel() for view in views])
+            versions = [(tensor._version, _address(tensor)) for tensor in tensors.values()]
+            self._noted = _Values({name: ref(each) for name, each in tensors.items()}, versions, samples)
+
+    def look(self) -> None:
+        """Remembers which of the tensors have changed since, and notes them; those that are gone are forgotten."""
+        if (before := self._noted) is None:
+            return
+        alive = {name: tensor for name, each in before.tensors.items() if (tensor := each()) is not None}
+        self.note(alive)
+        if (now := self._noted) is None:
+            return
+        places = [place for place, name in enumerate(before.tensors) if name in alive]
+        for name, place, version in zip(alive, places, now.versions):
+            if version != before.versions[place]:
+                self._written.add(name)
+        after = torch.cat(list(now.samples))
+        differs = torch.cat([before.samples[place] for place in places]) != after
+        seen = torch.stack((differs, after != 0))
+        names, sizes = tuple(alive), [sample.numel() for sample in now.samples]
+        known = self._seen.get(names)
+        self._seen[names] = sizes, seen if known is None else known[1].logical_or_(seen)
+
+    def take(self) -> dict[str, bool | None]:
+        """Whether tensors were written to since the last call, by name; None for zeros, which no factor changes."""
+        self.look()
+        written, everything = self._written, self._seen
+        self._written, self._seen = set(), {}
+        found: dict[str, bool | None] = {}
+        for names, (sizes, seen) in everything.items():
+            for name, (differs, is_set) in zip(names, torch.split(seen.cpu(), sizes, dim=1)):
+                known = found.get(name)
+                found[name] = bool(differs.any()) or known or (False if is_set.any() else known)
+        return found | dict.fromkeys(written, True)
+
+    def _view(self, tensor: Tensor) -> Tensor:
+        """Some bytes of a tensor; of a parameter the view is kept, as making one takes longer than reading it."""
+        known = self._views.get(id(tensor))
+        if known is None or known[0] != _address(tensor):
+            known = _address(tensor), _middle(tensor)
+            if isinstance(tensor, nn.Parameter):
+                self._views[id(tensor)] = known
+        return known[1]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _middle(tensor: Tensor) -> Tensor:
+    """The bytes of some numbers in the middle of a tensor, a view of shape (bytes,); of a sparse one none."""
+    if tensor.layout is not torch.strided:
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = int(tensor.storage_offset())
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size() - start  # fewer where it was expanded
+    numbers = min(_SAMPLE, tensor.numel(), stored)
+    first = start + (min(tensor.numel(), stored) - numbers) // 2
+    return tensor.detach().as_strided((numbers,), (1,), first).view(torch.uint8)
+
+
+Asked = Mapping[str, Sequence[int]]
+"""By names of tensors that are elsewhere: how often the loop changed them, and 1 if that is surely noticed there."""
+
+
+@dataclass(frozen=True)
+class RankWrites:
+    """What the loop has changed on a rank since the last comparison."""
+
+    written: Mapping[str, bool | None]
+    """By the names of tensors that are here, whether they have other values; None where zeros might hide it."""
+    asked: Asked
+
+    def has_run(self, name: str, *, surely: bool) -> bool | None:
+        """Whether the code that changes a tensor has run on this rank; None where that is not known.
+
+        Args:
+            name: of the tensor.
+            surely: what ran elsewhere leaves a trace wherever the values are.
+        """
+        if name not in self.written:
+            return name in self.asked
+        return self.written[name] or (False if surely and self.written[name] is not None else None)
+
+    def text(self, name: str) -> str:
+        """What this rank has done to a tensor."""
+        count = self.asked.get(name, (0,))[0]
+        if name in self.written:
+            return "changed" if self.written[name] else "unchanged"
+        return f"changed {count} times" if count > 1 else "changed" if count else "unchanged"
+
+
+def one_sided(ranks: Sequence[RankWrites]) -> list[str]:
+    """The names of tensors that the loop has changed on some ranks only, or not as often on all."""
+    changed = {name for each in ranks for name, is_written in each.written.items() if is_written}
+    found = []
+    for name in sorted(changed.union(*(each.asked for each in ranks))):
+        surely = any(each.written.get(name) or each.asked.get(name, (0, 0))[1] for each in ranks)
+        has_run = {each.has_run(name, surely=bool(surely)) for each in ranks}
+        counts = {each.asked.get(name, (0, 0))[0] for each in ranks if name not in each.written}
+        if has_run >= {True, False} or len(counts) > 1:
+            found.append(name)
+    return found
+
+
+@contextmanager
+def setting_values(strategy: Strategy) -> Iterator[None]:
+    """A context in which the run itself sets values, or lets hooks of the user do so as part of that."""
+    if strategy.writes is not None:
+        strategy.writes.look()
+    for absence in strategy.absences:
+        absence.is_set_by_run = True
+    try:
+        yield
+    finally:
+        for absence in strategy.absences:
+            absence.is_set_by_run = False
+        if strategy.writes is not None:
+            strategy.writes.note(strategy.watched())
+
+
+def one_sided_writes(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, list[str]]:
+    """The tensors that the loop has not changed on all ranks since the last call, with what each rank did. Collective.
+
+    Args:
+        strategy: that knows which tensors are here.
+        group: all ranks.
+    """
+    if strategy.writes is None and not strategy.absences:
+        return {}
+    written = {} if strategy.writes is None else strategy.writes.take()
+    asked = {name: list(count) for each in strategy.absences for name, count in each.asked.items()}
+    for absence in strategy.absences:
+        absence.asked.clear()
+    if not any(gather_json(bool(asked) or any(written.values()), group, strategy.device)):
+        return {}
+    ranks = [RankWrites(*each) for each in gather_json([written, asked], group, strategy.device)]
+    return {name: [each.text(name) for each in ranks] for name in one_sided(ranks)}

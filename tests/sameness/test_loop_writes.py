@@ -1,0 +1,178 @@
+"""The loop changes parameters, gradients, momenta and freezing itself: on every rank it may, on one it is refused."""
+
+from functools import cache
+
+import pytest
+import torch
+from tests.sameness.layouts import outcomes, require_ends
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep.run import Run, RunOptions
+
+ROWS = 48
+DATA = TensorDataset(torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2)), torch.arange(ROWS) % 4)
+CHANGED_AT = 5
+"""The last step of the first epoch."""
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def scale_all(model, optimizer):
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+
+
+def scale_data(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+
+
+def assign_data(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data *= 0.5
+
+
+def scale_head(model, optimizer):
+    model[4].weight.mul_(0.5)
+
+
+def scale_data_of_head(model, optimizer):
+    model[4].weight.data.mul_(0.5)
+
+
+def clamp_data(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def load(model, optimizer):
+    model.load_state_dict({name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()})
+
+
+def scale_gradients(model, optimizer):
+    for parameter in trained(model):
+        parameter.grad.mul_(0.5)
+
+
+def scale_gradient_of_head(model, optimizer):
+    model[4].weight.grad.mul_(0.5)
+
+
+def clamp_gradients(model, optimizer):
+    for parameter in trained(model):
+        parameter.grad.data.clamp_(-0.01, 0.01)
+
+
+def scale_momenta(model, optimizer):
+    for parameter in trained(model):
+        optimizer.state[parameter]["momentum_buffer"].mul_(0.5)
+
+
+def forget_momenta(model, optimizer):
+    optimizer.state.clear()
+
+
+def clamp_in_vain(model, optimizer):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-50.0, 50.0)
+        if parameter.grad is not None:
+            parameter.grad.data.clamp_(-50.0, 50.0)
+
+
+def scale_zeros(model, optimizer):
+    model[0].weight.data.mul_(0.5)
+    model[5].bias.data.mul_(0.5)  # frozen, and zero
+
+
+def freeze(model, optimizer):
+    model[2].requires_grad_(False)
+
+
+def give_gradient_to_frozen(model, optimizer):
+    model[5].bias.grad = torch.full((16,), 0.01)
+
+
+BEFORE_STEP = (scale_gradients, scale_gradient_of_head, clamp_gradients, scale_momenta, clamp_in_vain)
+AFTER_STEP = (
+    *(scale_all, scale_data, assign_data, scale_head, scale_data_of_head, clamp_data, load),
+    *(forget_momenta, clamp_in_vain, scale_zeros, freeze),
+)
+
+
+class Case:
+    """A training in which the loop changes something once."""
+
+    def __init__(self, change, *, on_all):
+        self._change, self._on_all = change, on_all
+        self.__name__ = f"{change.__name__} on {'all ranks' if on_all else 'rank 0'}"
+
+    def __call__(self, world, settings):
+        run = Run(RunOptions.of(global_batch=8, micro_batches=4, seed=3, **settings), world)
+        torch.manual_seed(1)
+        layers = (
+            nn.Linear(6, 16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.LayerNorm(16),
+        )
+        model = nn.Sequential(*layers, nn.Linear(16, 4))
+        model[5].bias.requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
+        model, optimizer = run.prepare(model, optimizer)
+        losses = []
+        try:
+            for _ in run.epochs(2):
+                for batch in run.batches(DATA):
+                    losses.append(run.backward(batch, F.cross_entropy))
+                    changes = batch.plan.step == CHANGED_AT and (self._on_all or world.is_main)
+                    with torch.no_grad():
+                        if changes and self._change in (*BEFORE_STEP, give_gradient_to_frozen):
+                            self._change(model, optimizer)
+                        optimizer.step()
+                        if changes and self._change in AFTER_STEP:
+                            self._change(model, optimizer)
+                    optimizer.zero_grad()
+            proof = torch.tensor(list(bytes.fromhex(run.fingerprint())))
+        finally:
+            run.close()
+        return {"losses": torch.stack(losses), "fingerprint": proof}
+
+
+EVERYWHERE = [Case(change, on_all=True) for change in dict.fromkeys((*BEFORE_STEP, *AFTER_STEP))]
+LAYOUTS = ("ddp", "fsdp", "pipeline", "server", "servers", "fsdp-pipeline", "data-pipeline")
+QUICK = ("pipeline", "servers")
+ON_ONE = (scale_all, scale_data_of_head, scale_gradient_of_head, scale_momenta, freeze)
+"""Those that are tried on one rank, each of which takes processes of its own: a refusal leaves them where they are."""
+
+
+@cache
+def expected():
+    return outcomes(EVERYWHERE, "single")
+
+
+def marked(layouts, quick=QUICK):
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in layouts]
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS, quick=QUICK[:1]))
+def test_what_every_rank_changes_gives_the_bits_of_one_process(layout):
+    require_ends(EVERYWHERE, expected(), outcomes(EVERYWHERE, layout), layout, {})
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS))
+@pytest.mark.parametrize("change", ON_ONE)
+def test_what_one_rank_changes_is_refused(layout, change):
+    case = Case(change, on_all=False)
+    (found,) = outcomes([case], layout)
+    assert "on some ranks only" in found.refusal, (found.refusal, found.fault)
+
+
+def test_a_frozen_parameter_that_gets_a_gradient_is_refused_where_nobody_would_step_it():
+    (found,) = outcomes([Case(give_gradient_to_frozen, on_all=True)], "server")
+    assert "'5.bias'" in found.refusal and "frozen" in found.refusal, (found.refusal, found.fault)
