@@ -1,5 +1,8 @@
 """Steps by closures; steps that are refused: gradients that were not reduced, two loss scales."""
 
+import copy
+import itertools
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -34,6 +37,74 @@ def test_a_step_of_the_optimizer_that_was_not_returned_is_refused():
         with pytest.raises(ConfigError, match="Step the one it returned"):
             own.step()
         break
+
+
+class Scaled(torch.optim.SGD):
+    """Multiplies gradients by an attribute of its own."""
+
+    gain = 1.0
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(self.gain)
+        return super().step(closure)
+
+
+def stepped(change, steps=3):
+    """The losses of a few steps of a loop that does something to its optimizer between them."""
+    run, _, optimizer = begin(make_optimizer=lambda parameters, lr: Scaled(parameters, lr, momentum=0.9))
+    losses = []
+    for batch in itertools.islice(run.batches(dataset()), steps):
+        losses.append(float(run.backward(batch, cross_entropy)))
+        optimizer.step()
+        optimizer.zero_grad()
+        change(optimizer)
+    return losses
+
+
+def test_a_loop_may_give_its_optimizer_a_state_groups_and_attributes():
+    forgotten = stepped(lambda optimizer: optimizer.state.clear())
+    assert forgotten != stepped(lambda _: None)
+    assert stepped(lambda optimizer: setattr(optimizer, "state", defaultdict(dict))) == forgotten
+    assert stepped(lambda optimizer: optimizer.__setstate__({"state": defaultdict(dict)})) == forgotten
+
+    def other_rate(optimizer):
+        optimizer.param_groups = [dict(group, lr=0.01) for group in optimizer.param_groups]
+
+    assert stepped(other_rate) == stepped(lambda optimizer: optimizer.param_groups[0].update(lr=0.01))
+    assert stepped(lambda optimizer: setattr(optimizer, "gain", 0.5)) == stepped(
+        lambda optimizer: setattr(optimizer.wrapped, "gain", 0.5)
+    )
+
+
+def test_copies_of_a_prepared_optimizer_are_refused():
+    with pytest.raises(ConfigError, match=r"Copy optimizer\.state_dict"):
+        stepped(copy.deepcopy)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and does not call the __init__ of its base class."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_an_optimizer_without_the_init_of_its_base_class_is_stepped():
+    run, _, optimizer = begin(make_optimizer=lambda parameters, lr: Lookahead(plain(parameters, lr)))
+    other, _, inner = begin(make_optimizer=plain)
+    for batch in run.batches(dataset()):
+        run.backward(batch, cross_entropy)
+        optimizer.step()
+        break
+    for batch in other.batches(dataset()):
+        other.backward(batch, cross_entropy)
+        inner.step()
+        break
+    assert run.fingerprint() == other.fingerprint()
 
 
 def plain(parameters, lr):

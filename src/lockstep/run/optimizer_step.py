@@ -66,6 +66,10 @@ class GradientState:
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
         """The scale as it was read last: its tensor, the version of that, and the value."""
         for optimizer in optimizers:
+            if "_optimizer_step_pre_hooks" not in vars(
+                optimizer
+            ):  # its __init__ does not call that of Optimizer
+                Optimizer.__setstate__(optimizer, {})
             optimizer.register_step_pre_hook(self._refuse_direct_step)
             if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
                 # By itself the fused step looks for overflows, and counts as one where it found some. That of SGD
@@ -349,22 +353,55 @@ class PreparedOptimizer(Optimizer):
             after.update(
                 {number: self._shown_after(hook) for number, hook in after.items() if is_users(hook)}
             )
-        self.step_was_skipped = False
+
+    step_was_skipped = False
+    """True if the last step was left out, since the scaled gradients overflowed."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch
+    def param_groups(self) -> list[dict[str, Any]]:
         """The user's groups; their parameters are those of the prepared model."""
         return self.wrapped.param_groups if self._shared is None else self._shared.groups()
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._has_all:
+            self.wrapped.param_groups = groups
+        else:
+            self.param_groups.extend(groups)  # which refuses in its own words
+
     @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute in torch
+    def state(self) -> Any:
         """The user's state, by parameters of the prepared model; of each this process's part."""
         return self.wrapped.state if self._shared is None else self._shared.state()
 
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # an attribute in torch
-        """The user's defaults."""
-        return self.wrapped.defaults
+    @state.setter
+    def state(self, contents: Any) -> None:
+        if self._has_all:
+            self.wrapped.state = contents
+            return
+        if contents:
+            raise ConfigError(
+                "optimizer.state was given other contents after run.prepare, where no process holds the whole state. "
+                "Forget it with optimizer.state.clear(), change its tensors in place, or use strategy 'ddp'."
+            )
+        self.state.clear()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute of the user's optimizer goes to that one, whose step reads it."""
+        is_own = name.startswith("_") or name in _OWN or hasattr(type(self), name)
+        object.__setattr__(self if is_own else self.wrapped, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes groups, state and defaults, as some loops give them to forget the state."""
+        for key, value in state.items():
+            setattr(self, key, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses ``copy.deepcopy`` and pickling, which would make an optimizer of no run."""
+        raise ConfigError(
+            "The optimizer that run.prepare returned was copied or pickled, and belongs to this run. Copy "
+            "optimizer.state_dict(), write it with run.save(), or make another optimizer before run.prepare."
+        )
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Registers a hook that is called before each step, with this optimizer."""
@@ -468,6 +505,10 @@ class PreparedOptimizer(Optimizer):
         if name == "wrapped":
             raise AttributeError(name)
         return getattr(self.wrapped, name)
+
+
+_OWN = ("wrapped", "grad_scale", "found_inf")
+"""Public attributes of a ``PreparedOptimizer``; torch's GradScaler sets the last two."""
 
 
 def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
