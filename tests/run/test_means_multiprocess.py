@@ -71,6 +71,41 @@ def test_a_metric_of_the_whole_set_sees_all_samples_on_any_layout():
         assert {str(found) for found, _ in run_ranks(evaluated, ranks, strategy)} == {str(values)}
 
 
+class Hits:
+    """Counts beside the mean that it gives."""
+
+    def __init__(self):
+        self.hits = 0
+
+    def __call__(self, output, target):
+        self.hits += int((output.argmax(1) == target).sum())
+        return accuracy(output, target)
+
+
+def warned(world):
+    run, _, optimizer, data = begin(world)
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    run.evaluate(data, {"accuracy": accuracy, "hits": Hits()})
+    of_evaluation = [text for text in said if text.startswith("A metric changes")]
+    for batch in run.batches(data):
+        run.backward(batch, F.cross_entropy, also={"plain": accuracy, "counted": Hits()})
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return of_evaluation, [text for text in said if text.startswith("A metric changes")]
+
+
+def test_a_metric_that_counts_by_itself_is_named_once_on_the_main_rank():
+    """What it counts is of one rank's samples; the mean that it returns is of all."""
+    (first, everything), others = run_ranks(warned, 2)
+    assert others == ([], []) and len(first) == len(everything) == 1, everything
+    assert "the attribute 'hits' of the metric 'hits' (from " in first[0] and "'accuracy'" not in first[0]
+    ((alone, _),) = run_ranks(warned, 1)
+    assert alone == []
+
+
 def refused(world):
     run, _, _, data = begin(world)
     seen, found = [], {}

@@ -31,7 +31,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import Part, reasons, require_means
+from lockstep.run.means import Changes, Part, held_by, reasons, require_means, warn_of_kept
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -207,7 +207,7 @@ def evaluate_all(
     strategy, group, values = run.strategy, run._session.group, dict.fromkeys(metrics, 0.0)
     if means:
         with evaluation(run, data, *how) as opened:
-            values |= evaluate(opened, means, strategy, group, unchecked)
+            values |= evaluate(opened, means, strategy, group, unchecked, is_main=run.is_main)
     if whole:
         with evaluation(run, data, *how) as opened:
             values |= evaluate_whole(opened, whole, strategy, group, is_main=run.is_main)
@@ -220,6 +220,8 @@ def evaluate(
     strategy: Strategy,
     group: dist.ProcessGroup | None,
     unchecked: set[str],
+    *,
+    is_main: bool,
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
 
@@ -229,6 +231,7 @@ def evaluate(
         strategy: where the results of all processes are gathered.
         group: all ranks; None for a world of one.
         unchecked: names of the metrics that are to be checked, see ``means``; the same on every rank.
+        is_main: True for the process that warns.
 
     Raises:
         ConfigError: a metric is no mean over samples.
@@ -239,6 +242,7 @@ def evaluate(
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
     functions = [exact(metric) for metric in metrics.values()]
     deviations: dict[str, str] = {}
+    kept: Changes = {}
     seen: list[Part] = []
 
     def compute(place: int, micro_batch: MicroBatch) -> None:
@@ -249,16 +253,21 @@ def evaluate(
             seen.append((output, target, len(micro_batch)))
             named = {name: metrics[name] for name in sorted(unchecked - deviations.keys())}
             deviations.update(reasons(named, seen))
+        before = held_by(metrics, unchecked if place == 0 else ())
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
+        kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
 
     for place, micro_batch in opened.rounds():
         with strategy.joined_calls():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
     if unchecked:
-        require_means(gather_records(strategy, deviations, group))
+        everyone = gather_records(strategy, [deviations, kept], group)
+        require_means([each for each, _ in everyone])
+        if is_main:
+            warn_of_kept([each for _, each in everyone])
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 

@@ -9,8 +9,9 @@ weighted mean of those over two parts.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -22,9 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree
 from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import Snapshot
+from lockstep.numerics.hidden_state import Snapshot, told
 from lockstep.run.step import StepCompute, evaluating, exact, sum_and_weight
 
+logger = logging.getLogger(__name__)
 _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 """In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
 
@@ -111,6 +113,27 @@ def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
             f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
             "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
             "run.predict. checks='off' takes the average over micro-batches all the same."
+        )
+
+
+Changes = dict[str, tuple[str, str]]
+"""Places that a call has changed, with their texts before and after."""
+
+
+def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[str]) -> Snapshot:
+    """What some metrics hold now, to be compared with what they hold after a call."""
+    return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
+
+
+def warn_of_kept(everyone: Sequence[Changes]) -> None:
+    """Says, where several ranks call them, that metrics keep something of what a rank has seen."""
+    changed = {name: pair for each in everyone for name, pair in each.items()}
+    if changed and len(everyone) > 1:
+        logger.warning(
+            "A metric changes %s. The mean that it gives is right, but what it keeps is of one rank's samples, and so "
+            "depends on the number of processes. Return it from the function, one value or row for each sample, or "
+            "give run.evaluate an object with update(output, target), compute() and reset().",
+            told(changed, 3),
         )
 
 

@@ -266,7 +266,7 @@ class Run:
         metrics = StepMetrics.of(also, loss, self.rehearsals.is_new_metric, whole_batch=whole_batch)
         compute = self.strategy.backward
         value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
-        return value, metrics.means(self.strategy, self._session.group, batch.plan)
+        return value, metrics.means(self.strategy, self._session.group, batch.plan, is_main=self.is_main)
 
     def backward_by(
         self,

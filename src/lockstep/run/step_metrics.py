@@ -15,7 +15,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.means import Part, reasons, require_means
+from lockstep.run.means import Changes, Part, held_by, reasons, require_means, warn_of_kept
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 
@@ -85,6 +85,7 @@ class StepMetrics:
         self._functions = {name: exact(function) for name, function in functions.items()}
         self._reasons: dict[str, str] = {}
         self._seen: list[Part] = []
+        self._kept: Changes = {}
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
@@ -126,19 +127,25 @@ class StepMetrics:
             self._seen.append((output, target, samples))
             self._reasons |= reasons({name: self._given[name] for name in waiting}, self._seen)
         if self._entries is None:
+            looked_at = () if self._sums else self._unchecked
+            before = held_by(self._given, looked_at)
             found = [each(output, target) for each in self._functions.values()]
+            self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
         self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
 
     @torch.no_grad()
-    def means(self, strategy: Strategy, group: dist.ProcessGroup | None, plan: StepPlan) -> dict[str, Tensor]:
+    def means(
+        self, strategy: Strategy, group: dist.ProcessGroup | None, plan: StepPlan, *, is_main: bool
+    ) -> dict[str, Tensor]:
         """The means over the global batch, float64, 0-dim, equal on every rank, on the device. Collective.
 
         Args:
             strategy: over whose processes they are gathered.
             group: all ranks; None for a world of one.
             plan: of the step.
+            is_main: True for the process that warns.
 
         Raises:
             ConfigError: one is no mean over samples, or processes do not wait for each other.
@@ -150,7 +157,10 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
-            require_means(gather_records(strategy, self._reasons, group))
+            everyone = gather_records(strategy, [self._reasons, self._kept], group)
+            require_means([each for each, _ in everyone])
+            if is_main:
+                warn_of_kept([each for _, each in everyone])
         rows = torch.zeros(
             *(share.longest(plan.leaves), len(self._functions), 2),
             dtype=torch.float64,
