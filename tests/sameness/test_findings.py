@@ -149,6 +149,35 @@ def test_a_loss_that_is_another_one_on_each_rank_is_refused(factor, said):
     assert ended.how == "refused" and said in ended.message, ended
 
 
+KEPT_WEIGHTS = """
+weights = torch.ones(C)
+sampler = torch.utils.data.WeightedRandomSampler(torch.ones(N).double(), N)
+data = DataLoader(data, sampler=sampler)
+
+def loss_fn(output, target):
+    losses = F.cross_entropy(output, target, reduction="none")
+    weights.index_add_(0, target, 1e-5 * losses.detach())
+    return losses
+"""
+
+
+@pytest.mark.parametrize(
+    ("helpers", "line", "said"),
+    [
+        pytest.param(
+            KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"
+        ),
+    ],
+)
+def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(helpers, line, said):
+    """Truncated backpropagation by hand; weights of samples, too alike to draw others where samples are compared."""
+    program = dataclasses.replace(plain_program(), recipe=K8, count=32, epochs=2)
+    text = text_of(program).replace("def train(", f"{helpers}\n\ndef train(")
+    text = text.replace("            steps += 1\n", f"            steps += 1\n            {line}\n")
+    ended = run_trial(text, [DDP])
+    assert ended.how == "refused" and said in ended.message, ended
+
+
 CALLS_MODEL = """
 def loss_fn(output, target):
     loss = F.cross_entropy(output, target)

@@ -6,15 +6,18 @@ are made anew where the notes of a set are no longer those with which they were 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from lockstep.data.adopt import Stream
+from lockstep.data.wrappers.weighted import Weighted
+from lockstep.data.wrappers.wrapping import Wrapping
 
 _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 6
 _MOST_BYTES = 1 << 20
@@ -53,6 +56,25 @@ class Notes:
         self._known.add(id(value))
         for each in _parts(value):
             self._add(each, depth - 1)
+
+
+def choices(dataset: Any) -> dict[str, str]:
+    """Digests of which samples the wrappers of a set choose, the outermost first, by the words of messages."""
+    found: dict[str, str] = {}
+    while isinstance(dataset, Subset | Wrapping):
+        chosen: Any = None
+        if type(dataset) is Subset:
+            chosen = np.asarray(dataset.indices, dtype=np.int64)
+        elif isinstance(dataset, Weighted):
+            chosen = dataset.bounds
+        if chosen is not None:
+            digest = hashlib.sha256(chosen.tobytes()).hexdigest()[:8]
+            found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = digest
+        dataset = dataset.dataset
+    return found
+
+
+CHOICE = "choice of samples"
 
 
 def _noted(value: Any) -> _Note:

@@ -32,6 +32,7 @@ from lockstep.core.fingerprint import Context, checksums, combine, differing, di
 from lockstep.core.plan import SamplePlan
 from lockstep.data import SkipBroken
 from lockstep.data.batch import Batch, map_leaves
+from lockstep.data.changes import CHOICE
 from lockstep.data.naming import unwrap_subset
 from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, gather_json
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
@@ -85,10 +86,16 @@ def require_equal_settings(
 def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises ``ConfigError`` on every rank where samples, given by digests, are not the same everywhere. Collective."""
     for name, values in _differences(digests, group, device, absent="absent").items():
+        remedy = (
+            "Choose by numbers that all ranks have, as run.backward and run.evaluate give them: a loss or a metric "
+            "keeps those of one rank's samples."
+            if name.startswith(CHOICE)
+            else "Files must be the same on every host."
+        )
         raise ConfigError(
             f"The ranks hold different data: {name} of the data set has the digest {_by_rank(values)}. Random numbers "
             "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
-            "torch.manual_seed(0) and numpy.random.seed(0) before. Files must be the same on every host."
+            f"torch.manual_seed(0) and numpy.random.seed(0) before. {remedy}"
         )
 
 

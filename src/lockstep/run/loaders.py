@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
 from lockstep.data import EvaluationLoader, Source, StepLoader, Stream, adopt, check_batch_size
-from lockstep.data.changes import Notes
+from lockstep.data.changes import Notes, choices
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
 from lockstep.numerics.running_buffers import has_batch_norm
@@ -142,7 +142,10 @@ class LoaderCache:
         return self._evaluation[key]
 
     def digests(self, data: Any, workers: int | None) -> dict[str, str]:
-        """Digests of the first, the middle and the last sample, which every rank reads; none without checks."""
+        """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
+
+        None without checks.
+        """
         source = self.source(data)
         if self._options.checks == "off":
             return {}
@@ -156,7 +159,7 @@ class LoaderCache:
             is_stream
         ):  # equal on all ranks says nothing of what it keeps: a count of its readings is equal, too
             source.dataset.is_compared = False
-        return found
+        return {**choices(source.dataset), **found}
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.

@@ -63,6 +63,11 @@ class Weighted(Wrapping):
             weights = 1.0 / np.bincount(labels)[labels]
         self._bounds = _bounds(np.asarray(weights, dtype=np.float64), len(dataset))
 
+    @property
+    def bounds(self) -> npt.NDArray[np.float64]:
+        """The upper end of each sample's share of [0, 1)."""
+        return self._bounds
+
     def __len__(self) -> int:
         return self.samples
 
