@@ -149,6 +149,13 @@ def test_a_loss_that_is_another_one_on_each_rank_is_refused(factor, said):
     assert ended.how == "refused" and said in ended.message, ended
 
 
+LEFT_BY_STEPS = """
+state = {"shift": torch.zeros(())}
+
+def loss_fn(output, target):
+    state["next"] = output.detach().mean()
+    return F.cross_entropy(output, target) + state["shift"]
+"""
 KEPT_WEIGHTS = """
 weights = torch.ones(C)
 sampler = torch.utils.data.WeightedRandomSampler(torch.ones(N).double(), N)
@@ -164,6 +171,7 @@ def loss_fn(output, target):
 @pytest.mark.parametrize(
     ("helpers", "line", "said"),
     [
+        pytest.param(LEFT_BY_STEPS, 'state["shift"] = state["next"]', "'state'['shift']", id="a state"),
         pytest.param(
             KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"
         ),

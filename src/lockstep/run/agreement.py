@@ -364,7 +364,7 @@ def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> Config
     return ConfigError(
         "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
         f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
-        f"sorted order, and let nothing that is computed depend on the rank. {remedy}"
+        f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
     )
 
 

@@ -2,7 +2,7 @@
 
     state of the model and the loss -> [first micro-batch of each rank] -> state -> [the same again] -> state
                                         losses, gradients                 losses, gradients
-    [micro-batch 0 on every rank] -> losses, which must be equal          once for each loss function
+    [micro-batch 0 on every rank] -> losses, which must be equal
     everything is put back -> the step itself
 
 A rehearsal is a short step of one micro-batch for each holder, without callbacks, whose gradients are thrown away. It
@@ -264,7 +264,9 @@ class Rehearsals:
                 is_counting = bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
-                if deviations is not None and strategy.share.holders > 1:
+                if (
+                    strategy.share.holders > 1
+                ):  # each time: a loop may give back what a step has left on its rank
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent
