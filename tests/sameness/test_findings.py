@@ -186,6 +186,14 @@ def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(
     assert ended.how == "refused" and said in ended.message, ended
 
 
+def test_a_module_that_is_added_later_is_refused_where_replicas_were_copied():
+    text = text_of(plain_program()).replace(
+        "    trained = model\n", "    trained = model.append(nn.Tanh())\n"
+    )
+    ended = run_trial(text, [Layout("dp 2", 1, {"strategy": "dp", "dp": {"replicas": 2}})])
+    assert ended.how == "refused" and "The part '3' of the model was replaced" in ended.message, ended
+
+
 CALLS_MODEL = """
 def loss_fn(output, target):
     loss = F.cross_entropy(output, target)

@@ -167,6 +167,21 @@ def copy_hooks(model: nn.Module, replica: nn.Module) -> None:
                 put_users_first(copied)
 
 
+def parts_of(model: nn.Module) -> dict[str, object]:
+    """Modules, and the functions and tuples that torch's own hold, by name; other modules may set such in forward."""
+    found: dict[str, object] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        found[path] = module
+        if type(module).__module__.startswith("torch.nn."):
+            held = {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, tuple) or callable(value)
+            }
+            found |= {f"{path}.{key}".lstrip("."): value for key, value in held.items()}
+    return found
+
+
 _ABOUT_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -230,6 +245,7 @@ class DataParallel(Replicated):
             Replica(model, device, self._declared) for model, device in zip(copies, self.devices[1:])
         ]
         self._hooks_seen = hooks_made()
+        self._copied = parts_of(placed)
         return placed
 
     @property
@@ -245,6 +261,7 @@ class DataParallel(Replicated):
             one_by_one = self._alone or self._has_thread_settings()
         if one_by_one and self._is_one_device:
             return super().backward(batch, compute, scale=scale, stop=stop)
+        self._require_copied()
         leaves, count = batch.plan.leaves, len(self._replicas)
         shares = [share(leaves, count, number) for number in range(count)]
         self._sums.begin(shares[0], leaves)
@@ -268,6 +285,18 @@ class DataParallel(Replicated):
                 self._sums.add_running(each.k, each.running.to(self.device), each.advanced.to(self.device))
         losses = [each.loss.to(self.device) for each in computed]
         return self._sums.reduce(losses, [each.weight.to(self.device) for each in computed], stop)
+
+    def _require_copied(self) -> None:
+        """Raises ``ConfigError`` where the model has other parts than those that were copied."""
+        if len(self._replicas) == 1:
+            return
+        found = parts_of(self._model)
+        for name in (*found, *self._copied):
+            if found.get(name) is not self._copied.get(name):
+                raise ConfigError(
+                    f"The part {name!r} of the model was replaced, added or taken out after run.prepare, and strategy "
+                    "'dp' has copied the model for each device. Change it before run.prepare, or use strategy 'ddp'."
+                )
 
     def _has_thread_settings(self) -> bool:
         """Returns whether the caller's thread has settings that the threads of the replicas lack."""
