@@ -159,7 +159,7 @@ class LoaderCache:
             is_stream
         ):  # equal on all ranks says nothing of what it keeps: a count of its readings is equal, too
             source.dataset.is_compared = False
-        return {**choices(source.dataset), **found}
+        return {**found, **choices(source.dataset)}
 
     def read_ahead(self, loader: StepLoader, next_epoch: int | None) -> None:
         """At the last step of an epoch: lets workers read what will be wanted after it, while the step computes.
