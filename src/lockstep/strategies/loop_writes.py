@@ -37,8 +37,10 @@ class _Values:
     tensors: Mapping[str, ref[Tensor]]
     versions: Sequence[tuple[int, int]]
     """How often each was written to, and its address."""
-    samples: Sequence[Tensor]
-    """Bytes of each, which lie one behind the other in one tensor."""
+    samples: Tensor
+    """Bytes of each, one behind the other."""
+    sizes: Sequence[int]
+    """How many of each."""
 
 
 class LoopWrites:
@@ -48,17 +50,17 @@ class LoopWrites:
         self._noted: _Values | None = None
         self._views: dict[int, tuple[int, Tensor]] = {}
         self._written: set[str] = set()
-        self._seen: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
-        """For tensors that were compared together their bytes, and for each of these if it differed, and was not 0."""
+        self._seen: dict[tuple[tuple[str, int], ...], Tensor] = {}
+        """Of tensors that were compared together, by name and bytes, for each byte if it differed, and was not 0."""
 
     def note(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes what tensors have now, by name, for what the run has set."""
         self._noted = None
         if tensors:
             views = [self._view(tensor) for tensor in tensors.values()]
-            samples = torch.split(torch.cat(views), [view.numel() for view in views])
             versions = [(tensor._version, _address(tensor)) for tensor in tensors.values()]
-            self._noted = _Values({name: ref(each) for name, each in tensors.items()}, versions, samples)
+            held = {name: ref(each) for name, each in tensors.items()}
+            self._noted = _Values(held, versions, torch.cat(views), [view.numel() for view in views])
 
     def look(self) -> None:
         """Remembers which of the tensors have changed since, and notes them; those that are gone are forgotten."""
@@ -68,16 +70,17 @@ class LoopWrites:
         self.note(alive)
         if (now := self._noted) is None:
             return
-        places = [place for place, name in enumerate(before.tensors) if name in alive]
-        for name, place, version in zip(alive, places, now.versions):
-            if version != before.versions[place]:
-                self._written.add(name)
-        after = torch.cat(list(now.samples))
-        differs = torch.cat([before.samples[place] for place in places]) != after
-        seen = torch.stack((differs, after != 0))
-        names, sizes = tuple(alive), [sample.numel() for sample in now.samples]
-        known = self._seen.get(names)
-        self._seen[names] = sizes, seen if known is None else known[1].logical_or_(seen)
+        versions, samples = dict(zip(before.tensors, before.versions)), before.samples
+        if len(alive) < len(before.tensors):
+            parts = zip(before.tensors, torch.split(samples, list(before.sizes)))
+            samples = torch.cat([part for name, part in parts if name in alive])
+        if samples.shape != now.samples.shape:
+            samples = now.samples  # some have got other values, which lie at another address
+        self._written |= {name for name, version in zip(alive, now.versions) if version != versions[name]}
+        seen = torch.stack((samples != now.samples, now.samples != 0))
+        compared = tuple(zip(alive, now.sizes))
+        known = self._seen.get(compared)
+        self._seen[compared] = seen if known is None else known.logical_or_(seen)
 
     def take(self) -> dict[str, bool | None]:
         """Whether tensors were written to since the last call, by name; None for zeros, which no factor changes."""
@@ -85,10 +88,12 @@ class LoopWrites:
         written, everything = self._written, self._seen
         self._written, self._seen = set(), {}
         found: dict[str, bool | None] = {}
-        for names, (sizes, seen) in everything.items():
-            for name, (differs, is_set) in zip(names, torch.split(seen.cpu(), sizes, dim=1)):
-                known = found.get(name)
-                found[name] = bool(differs.any()) or known or (False if is_set.any() else known)
+        for compared, seen in everything.items():
+            parts = torch.split(seen.cpu(), [size for _, size in compared], dim=1)
+            for (name, _), (differs, is_set) in zip(compared, parts):
+                found[name] = False if is_set.any() else found.get(name)
+                if differs.any():
+                    written.add(name)
         return found | dict.fromkeys(written, True)
 
     def _view(self, tensor: Tensor) -> Tensor:
@@ -116,17 +121,14 @@ def _middle(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((numbers,), (1,), first).view(torch.uint8)
 
 
-Asked = Mapping[str, Sequence[int]]
-"""By names of tensors that are elsewhere: how often the loop changed them, and 1 if that is surely noticed there."""
-
-
 @dataclass(frozen=True)
 class RankWrites:
     """What the loop has changed on a rank since the last comparison."""
 
     written: Mapping[str, bool | None]
     """By the names of tensors that are here, whether they have other values; None where zeros might hide it."""
-    asked: Asked
+    asked: Mapping[str, Sequence[int]]
+    """By names of tensors elsewhere: how often the loop changed them, and 1 if that is surely noticed there."""
 
     def has_run(self, name: str, *, surely: bool) -> bool | None:
         """Whether the code that changes a tensor has run on this rank; None where that is not known.
@@ -186,8 +188,11 @@ def one_sided_writes(strategy: Strategy, group: dist.ProcessGroup) -> dict[str, 
     if strategy.writes is None and not strategy.absences:
         return {}
     written = {} if strategy.writes is None else strategy.writes.take()
-    asked = {name: list(count) for each in strategy.absences for name, count in each.asked.items()}
+    asked: dict[str, tuple[int, int]] = {}
     for absence in strategy.absences:
+        for name, (count, surely) in absence.asked.items():
+            known = asked.get(name, (0, 0))
+            asked[name] = known[0] + count, max(known[1], surely)
         absence.asked.clear()
     if not any(gather_json(bool(asked) or any(written.values()), group, strategy.device)):
         return {}
