@@ -19,6 +19,8 @@ from lockstep.data.adopt import Stream
 from lockstep.data.wrappers.weighted import Weighted
 from lockstep.data.wrappers.wrapping import Wrapping
 
+CHOICE = "choice of samples"
+"""Begins the words for what wrappers choose."""
 _MOST_NOTES, _MOST_ENTRIES, _DEPTH = 2_000, 64, 6
 _MOST_BYTES = 1 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -72,9 +74,6 @@ def choices(dataset: Any) -> dict[str, str]:
             found[f"{CHOICE} {len(found) + 1} ({type(dataset).__name__})"] = digest
         dataset = dataset.dataset
     return found
-
-
-CHOICE = "choice of samples"
 
 
 def _noted(value: Any) -> _Note:

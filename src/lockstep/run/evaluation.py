@@ -31,7 +31,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import Changes, Part, held_by, reasons, require_means, warn_of_kept
+from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -264,10 +264,7 @@ def evaluate(
             if micro_batch is not None:
                 compute(place, micro_batch)
     if unchecked:
-        everyone = gather_records(strategy, [deviations, kept], group)
-        require_means([each for each, _ in everyone])
-        if is_main:
-            warn_of_kept([each for _, each in everyone])
+        judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 

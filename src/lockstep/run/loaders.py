@@ -144,7 +144,7 @@ class LoaderCache:
     def digests(self, data: Any, workers: int | None) -> dict[str, str]:
         """Digests of the first, the middle and the last sample, which every rank reads, and of what wrappers choose.
 
-        None without checks.
+        Empty without checks.
         """
         source = self.source(data)
         if self._options.checks == "off":

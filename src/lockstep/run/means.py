@@ -106,16 +106,6 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
     return {name: each.reason for name, each in found.items() if each.reason}
 
 
-def require_means(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raises ``ConfigError`` where a process has found that a metric is no mean: see ``reasons``."""
-    for name, reason in sorted({name: why for each in everyone for name, why in each.items()}.items()):
-        raise ConfigError(
-            f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
-            "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
-            "run.predict. checks='off' takes the average over micro-batches all the same."
-        )
-
-
 Changes = dict[str, tuple[str, str]]
 """Places that a call has changed, with their texts before and after."""
 
@@ -125,10 +115,24 @@ def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[
     return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
 
 
-def warn_of_kept(everyone: Sequence[Changes]) -> None:
-    """Says, where several ranks call them, that metrics keep something of what a rank has seen."""
-    changed = {name: pair for each in everyone for name, pair in each.items()}
-    if changed and len(everyone) > 1:
+def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> None:
+    """Refuses metrics that are no means, and warns, where several ranks call them, of those that keep something.
+
+    Args:
+        everyone: of each rank the ``reasons``, and what metrics have changed.
+        warns: True for the process that warns.
+
+    Raises:
+        ConfigError: a process has found that a metric is no mean.
+    """
+    for name, reason in sorted({name: why for found, _ in everyone for name, why in found.items()}.items()):
+        raise ConfigError(
+            f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
+            "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
+            "run.predict. checks='off' takes the average over micro-batches all the same."
+        )
+    changed = {name: pair for _, kept in everyone for name, pair in kept.items()}
+    if changed and warns and len(everyone) > 1:
         logger.warning(
             "A metric changes %s. The mean that it gives is right, but what it keeps is of one rank's samples, and so "
             "depends on the number of processes. Return it from the function, one value or row for each sample, or "

@@ -66,9 +66,8 @@ class GradientState:
         self._read_scale: tuple[Tensor | None, int, float] = (None, 0, 1.0)
         """The scale as it was read last: its tensor, the version of that, and the value."""
         for optimizer in optimizers:
-            if "_optimizer_step_pre_hooks" not in vars(
-                optimizer
-            ):  # its __init__ does not call that of Optimizer
+            # Where its __init__ does not call that of Optimizer:
+            if "_optimizer_step_pre_hooks" not in vars(optimizer):
                 Optimizer.__setstate__(optimizer, {})
             optimizer.register_step_pre_hook(self._refuse_direct_step)
             if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -199,10 +198,29 @@ class GradientState:
             )
 
     def clip(self, max_norm: float) -> Tensor:
-        """See ``Run.clip_gradients``. Collective."""
+        """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
+
+        Squares are summed in float64 over each row (index of dim 0), rows are folded in a tree, parameters in name
+        order. torch's ``clip_grad_norm_`` sums float32 in an order that depends on how a parameter is stored.
+
+        Returns:
+            The norm before, float64, 0-dim.
+        """
         self.require_computed("run.clip_gradients")
+        strategy = self._strategy
         with self.setting_values():
-            return clip_gradients(self._strategy, max_norm)
+            strategy.before_step()
+            norm = strategy.squares().cumsum(0)[-1].sqrt()
+            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            gradients: Iterable[Tensor | None] = (
+                parameter.grad for parameter in strategy.trainable().values()
+            )
+            if isinstance(strategy, IndependentStrategy):
+                gradients = strategy.gradients()
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return norm
 
     def forget(self, optimizer: Optimizer) -> None:
         """Notes that the optimizer's gradients were thrown away."""
@@ -509,27 +527,6 @@ class PreparedOptimizer(Optimizer):
 
 _OWN = ("wrapped", "grad_scale", "found_inf")
 """Public attributes of a ``PreparedOptimizer``; torch's GradScaler sets the last two."""
-
-
-def clip_gradients(strategy: Strategy, max_norm: float) -> Tensor:
-    """Scales the gradients so that their total norm is at most ``max_norm``. Collective.
-
-    Squares are summed in float64 over each row (index of dim 0), rows are folded in a tree, parameters in name order.
-    torch's ``clip_grad_norm_`` sums float32 in an order that depends on how a parameter is stored.
-
-    Returns:
-        The norm before, float64, 0-dim.
-    """
-    strategy.before_step()
-    norm = strategy.squares().cumsum(0)[-1].sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    gradients: Iterable[Tensor | None] = (parameter.grad for parameter in strategy.trainable().values())
-    if isinstance(strategy, IndependentStrategy):
-        gradients = strategy.gradients()
-    for gradient in gradients:
-        if gradient is not None:
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return norm
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -264,9 +264,8 @@ class Rehearsals:
                 is_counting = bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
-                if (
-                    strategy.share.holders > 1
-                ):  # each time: a loop may give back what a step has left on its rank
+                # Each time: a loop may give back what a step has left on its rank.
+                if strategy.share.holders > 1:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent

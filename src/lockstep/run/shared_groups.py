@@ -273,13 +273,13 @@ class ParameterState(MutableMapping[Any, Any]):
         if value is not None and self._is_known and not (isinstance(value, Tensor) and value.dim()):
             return value  # a count of steps, the same for every part
         part = value if isinstance(value, Tensor) else None
-        return AbsentState(self._parameter, part, f"{key!r} of {self._name!r} ", self._absence)
+        return AbsentState(self._parameter, part, self._words(key), self._absence)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         held = None if self._own is None else self._own.get(key)
         if isinstance(value, AbsentState) and value.held_part is held:
             return  # as state["momentum_buffer"] *= 0.5 does
-        self._absence.note_change(f"{key!r} of {self._name!r}")
+        self._absence.note_change(self._words(key))
         if self._own is None:
             return
         if isinstance(value, Tensor) and value.shape == self._parameter.shape and value.dim():
@@ -287,7 +287,7 @@ class ParameterState(MutableMapping[Any, Any]):
         self._own[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._absence.note_change(f"{key!r} of {self._name!r}")
+        self._absence.note_change(self._words(key))
         if self._own is not None:
             del self._own[key]
 
@@ -306,9 +306,12 @@ class ParameterState(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._known()
 
+    def _words(self, key: Any) -> str:
+        return f"{key!r} of {self._name!r}"
+
     def _known(self) -> Mapping[Any, Any]:
         if self._own is None or not self._is_known:
-            raise _state_refused(f"for {self._name!r} ", self._strategy.name)
+            raise _state_refused(f"for {self._name!r}", self._strategy.name)
         return self._own
 
 
@@ -337,11 +340,6 @@ class AbsentState(AbsentTensor):
         """See ``AbsentTensor``."""
         return self._part
 
-    @property
-    def counted_name(self) -> str:
-        """See ``AbsentTensor``."""
-        return self.parameter_name.strip()
-
     def refusal(self, names: str) -> ConfigError:
         """See ``AbsentTensor``."""
         return _state_refused(names, self.absence.strategy)
@@ -349,7 +347,7 @@ class AbsentState(AbsentTensor):
 
 def _state_refused(name: str, strategy: str) -> ConfigError:
     return ConfigError(
-        f"The optimizer's state {name}was read, and under strategy {strategy!r} no process holds the state of all "
-        "parameters whole. Scale it in place by its name, as in state['momentum_buffer'].mul_(0.5), forget it with "
-        "optimizer.state.clear(), read it from a checkpoint of run.save(), or use strategy 'ddp'."
+        f"The optimizer's {f'state {name}'.rstrip()} was read, and under strategy {strategy!r} no process holds the "
+        "state of all parameters whole. Scale it in place by its name, as in state['momentum_buffer'].mul_(0.5), "
+        "forget it with optimizer.state.clear(), read it from a checkpoint of run.save(), or use strategy 'ddp'."
     )

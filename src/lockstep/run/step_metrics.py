@@ -15,7 +15,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.means import Changes, Part, held_by, reasons, require_means, warn_of_kept
+from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 
@@ -157,10 +157,7 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
-            everyone = gather_records(strategy, [self._reasons, self._kept], group)
-            require_means([each for each, _ in everyone])
-            if is_main:
-                warn_of_kept([each for _, each in everyone])
+            judge_metrics(gather_records(strategy, [self._reasons, self._kept], group), warns=is_main)
         rows = torch.zeros(
             *(share.longest(plan.leaves), len(self._functions), 2),
             dtype=torch.float64,
