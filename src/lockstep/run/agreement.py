@@ -37,8 +37,7 @@ from lockstep.data.naming import unwrap_subset
 from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, gather_json
 from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
 from lockstep.run.epoch_loop import Position, Read
-from lockstep.run.optimizer_step import hyperparameters
-from lockstep.run.prepare import Parts, frozen_parameters
+from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, gather_records, one_sided_writes
 from lockstep.text import numbered, shorten
 

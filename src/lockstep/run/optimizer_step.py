@@ -212,9 +212,7 @@ class GradientState:
             strategy.before_step()
             norm = strategy.squares().cumsum(0)[-1].sqrt()
             factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-            gradients: Iterable[Tensor | None] = (
-                parameter.grad for parameter in strategy.trainable().values()
-            )
+            gradients: Iterable[Tensor | None] = (p.grad for p in strategy.trainable().values())
             if isinstance(strategy, IndependentStrategy):
                 gradients = strategy.gradients()
             for gradient in gradients:
@@ -480,10 +478,10 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
-        with self._gradients.setting_values():
+        with nullcontext() if set_to_none else self._gradients.setting_values():
             self.wrapped.zero_grad(set_to_none)
-            if set_to_none and self._shared is not None and not self._shared.is_whole:
-                self._shared.forget_gradients()
+        if set_to_none and self._shared is not None and not self._shared.is_whole:
+            self._shared.forget_gradients()
         self._gradients.forget(self.wrapped)
 
     def state_dict(self) -> dict[str, Any]:
@@ -549,23 +547,3 @@ def has_gradients(optimizer: Optimizer, but_zeros: bool = False) -> bool:
     """True where any parameter of the optimizer has a gradient; with ``but_zeros`` one that is not zeros."""
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     return any(g is not None and not (but_zeros and not g.any()) for g in gradients)
-
-
-def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Every hyperparameter of every group of every optimizer as text, to compare over ranks."""
-    return {
-        f"{key} of optimizer {number}, group {position}": repr(
-            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        )
-        for number, optimizer in enumerate(optimizers)
-        for position, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
-
-
-def implementation(optimizer: Optimizer) -> str:
-    """The class and how it computes a step (for-loop, foreach, fused), which decides bits."""
-    group = optimizer.param_groups[0]
-    how = next((name for name in ("fused", "foreach") if group.get(name)), "default")
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {how}"

@@ -30,7 +30,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
-from lockstep.run.optimizer_step import hyperparameters, implementation, needs_closure, require_whole
+from lockstep.run.optimizer_step import needs_closure, require_whole
 from lockstep.run.session import RunSession, returning_freed_memory
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
@@ -442,3 +442,23 @@ def describe(
         deterministic=session.device.type == "cuda" and options.deterministic,
         optimizers=tuple(implementation(each) for each in optimizers),
     )
+
+
+def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Every hyperparameter of every group of every optimizer as text, to compare over ranks."""
+    return {
+        f"{key} of optimizer {number}, group {position}": repr(
+            value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        )
+        for number, optimizer in enumerate(optimizers)
+        for position, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def implementation(optimizer: Optimizer) -> str:
+    """The class and how it computes a step (for-loop, foreach, fused), which decides bits."""
+    group = optimizer.param_groups[0]
+    how = next((name for name in ("fused", "foreach") if group.get(name)), "default")
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {how}"

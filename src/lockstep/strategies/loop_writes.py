@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from lockstep.distributed.collectives import gather_json
 
@@ -34,7 +34,7 @@ _SAMPLE = 64
 class _Values:
     """What tensors had at a moment."""
 
-    tensors: Mapping[str, ref[Tensor]]
+    tensors: Mapping[str, TensorWeakRef]
     versions: Sequence[tuple[int, int]]
     """How often each was written to, and its address."""
     samples: Tensor
@@ -59,7 +59,7 @@ class LoopWrites:
         if tensors:
             views = [self._view(tensor) for tensor in tensors.values()]
             versions = [(tensor._version, _address(tensor)) for tensor in tensors.values()]
-            held = {name: ref(each) for name, each in tensors.items()}
+            held = {name: TensorWeakRef(each) for name, each in tensors.items()}
             self._noted = _Values(held, versions, torch.cat(views), [view.numel() for view in views])
 
     def look(self) -> None:
@@ -114,11 +114,11 @@ def _middle(tensor: Tensor) -> Tensor:
     """The bytes of some numbers in the middle of a tensor, a view of shape (bytes,); of a sparse one none."""
     if tensor.layout is not torch.strided:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start = int(tensor.storage_offset())
-    stored = tensor.untyped_storage().nbytes() // tensor.element_size() - start  # fewer where it was expanded
-    numbers = min(_SAMPLE, tensor.numel(), stored)
-    first = start + (min(tensor.numel(), stored) - numbers) // 2
-    return tensor.detach().as_strided((numbers,), (1,), first).view(torch.uint8)
+    start, stored = int(tensor.storage_offset()), tensor.numel()
+    if not tensor.is_contiguous():  # of an expanded one fewer are stored
+        stored = min(stored, tensor.untyped_storage().nbytes() // tensor.element_size() - start)
+    numbers = min(_SAMPLE, stored)
+    return tensor.detach().as_strided((numbers,), (1,), start + (stored - numbers) // 2).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from lockstep.launch import ScriptTarget
 from lockstep.launch.rank_process import run_script
 from lockstep.numerics.randomness import draws_in_forward
 from lockstep.run import Run, RunOptions
-from lockstep.run.optimizer_step import hyperparameters
+from lockstep.run.prepare import hyperparameters
 from lockstep.runtime import Callback
 from lockstep.runtime.events import observe_new_runs
 from lockstep.runtime.process_handle import peak_memory

@@ -45,7 +45,7 @@ from lockstep.core.fingerprint import device_model, digest_tensor
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
-from lockstep.run.optimizer_step import hyperparameters, implementation
+from lockstep.run.prepare import hyperparameters, implementation
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
