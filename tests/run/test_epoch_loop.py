@@ -12,7 +12,9 @@ STEPS = 3
 
 def read(epoch, first):
     for position in range(first, STEPS):
-        yield SimpleNamespace(plan=SimpleNamespace(epoch=epoch, position=position))
+        yield SimpleNamespace(
+            plan=SimpleNamespace(epoch=epoch, position=position, step=epoch * STEPS + position)
+        )
 
 
 def steps(course, after=lambda: None):

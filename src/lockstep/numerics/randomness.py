@@ -18,6 +18,9 @@ call is meant: the units replay the keys they had when they were entered from th
 Backward goes on with the numbers of the loss, in the order in which autograd runs. That is the order of one device
 wherever one process has the whole graph. The hooks of a parameter's gradient, and of a module's backward pass, have
 keys of their own, and so draw the same numbers in a pipeline too.
+
+The user's loop has keys as well: at the start of an epoch, before and after the gradients of each step, and when the
+last step is done. So what it draws is the same on every rank, and after a stop what it would have been without.
 """
 
 from __future__ import annotations
@@ -234,11 +237,23 @@ class KeyedRandomness:
         self._where = None
 
     def end_step(self, step: int) -> None:
-        """Ends the keys, and gives the user's own code after a step the same stream on every rank."""
+        """Ends the keys of a step, and keys the user's own code after it."""
         self._require_units()
         self._where = None
         self._begun.clear()
-        self._manual_seed(derive_seed(self._seed, "loop", step))
+        self.key_loop("loop", step)
+
+    def key_loop(self, place: str, number: int) -> None:
+        """Keys what the user's own loop draws from here on, also from NumPy and ``random``.
+
+        Args:
+            place: in the loop, such as "epoch".
+            number: of the epoch or the step.
+        """
+        seed = derive_seed(self._seed, place, number)
+        self._manual_seed(seed)
+        if not self.keys_global_generators:
+            _seed_global_generators(seed)
 
     def _begin(self, outermost: str) -> None:
         self._frames = [_Frame(outermost)]
@@ -316,8 +331,12 @@ class KeyedRandomness:
         for generator in self._generators:
             generator.manual_seed(seed)
         if self.keys_global_generators:
-            np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
-            random.seed(seed)
+            _seed_global_generators(seed)
+
+
+def _seed_global_generators(seed: int) -> None:
+    np.random.seed(seed >> 31)  # other bits than torch's: both are Mersenne Twisters
+    random.seed(seed)
 
 
 _OF_A_MICRO_BATCH = (

@@ -82,6 +82,8 @@ class EpochLoop:
 
     def __init__(self, events: StepEvents = NO_EVENTS) -> None:
         self.position, self._events = Position(), events
+        self.key_random_numbers: Callable[[str, int], None] = lambda place, number: None
+        """Called where the user's own code is about to run, with the place in the loop and its number."""
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
@@ -95,6 +97,7 @@ class EpochLoop:
         self._in_epochs, self._last_epoch = True, count - 1
         try:
             while self.position.epoch < count:
+                self.key_random_numbers("epoch", self.position.epoch)
                 yield self.position.epoch
                 self.count_step()
                 self._next_epoch()
@@ -124,6 +127,7 @@ class EpochLoop:
                 self._current, self.backward_passes = batch, 0
                 for call in self._events.step_begin:
                     call(batch)
+                self.key_random_numbers("batch", batch.plan.step)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:
@@ -136,6 +140,7 @@ class EpochLoop:
             raise
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
+        self.key_random_numbers("epoch end", position.epoch)
         if not self._in_epochs:
             self._next_epoch()
 

@@ -86,6 +86,7 @@ class LoopRehearsal:
     def __iter__(self) -> Iterator[MicroBatch]:
         run, strategy, prepared = self._run, self._strategy, self._run.require_prepared()
         model, randomness = prepared.state.parts.model, self._opened.compute.randomness
+        run.rehearsals.require_equal_draws()
         done = run.rehearsals.done
         done[LoopRehearsal] = done.get(LoopRehearsal, 0) + 1
         is_first, sent = done[LoopRehearsal] == 1, strategy.bytes_sent

@@ -12,6 +12,7 @@ what another has kept gets other bits. All ranks learn what each has found, and 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
+_GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
 
@@ -216,6 +218,7 @@ class Rehearsals:
         )
         if not ((self.is_on or self._is_for_resume) and exact):
             return
+        self.require_equal_draws()
         findings = self._rehearse(prepared, compute, batch, loss, scale)
         if self._is_for_resume:
             self._judge_resumption(findings, prepared.state)
@@ -226,6 +229,19 @@ class Rehearsals:
         if found.by_rank:
             everyone = gather_records(self._strategy, self._places, self._group)
             raise other_on_ranks(everyone, _OFF)
+
+    def require_equal_draws(self) -> None:
+        """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
+        states = zip(_GENERATORS, encoded_states(), strict=True)
+        mine = {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states}
+        everyone = gather_records(self._strategy, mine, self._group)
+        names = [name for name in mine if len({each[name] for each in everyone}) > 1]
+        if names:
+            raise ConfigError(
+                f"The loop drew random numbers from {' and '.join(names)} on some ranks only before run.backward, so "
+                "the next ones that it draws would differ between the ranks. Draw on every rank, or, where only one "
+                f"rank needs them, from a generator of its own, as np.random.default_rng() is. {_OFF}"
+            )
 
     def _rehearse(
         self,

@@ -166,6 +166,7 @@ class Run:
             for each, own in zip(parts.optimizers, placed.members)
         }
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
+        self._loop.key_random_numbers = placed.randomness.key_loop
         self._writer.join(state)
         with gradients.setting_values():
             resumes = save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0)
@@ -456,10 +457,9 @@ class Run:
             found = state.model.with_all_buffers(digests(self.strategy.state()))
             if (group := self._session.group) is not None:
                 of_all = self.strategy.share.holders == self.world.world_size
-                found_beside = state.parts.digests(state.model.module, of_all_modules=of_all)
-                agreement.require_equal_writes(self.strategy, self.position.step, group)
-                everything, step = {**found, **found_beside}, self.position.step
-                agreement.require_equal_replicas(everything, step, group, self.device)
+                beside = state.parts.digests(state.model.module, of_all_modules=of_all)
+                agreement.require_equal_writes(self.strategy, step := self.position.step, group)
+                agreement.require_equal_replicas({**found, **beside}, step, group, self.device)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
