@@ -43,6 +43,33 @@ def train(run, epochs):
     return found
 """
 )
+OWN = (
+    DRAWING.replace(
+        """
+def drawn():
+    return [torch.rand(1).item(), numpy.random.rand(), random.random()]
+""",
+        """
+generator = torch.Generator().manual_seed(4)
+
+class Numbers:
+    def __init__(self):
+        self.rngs = [numpy.random.default_rng(2)]
+""",
+    )
+    .replace(
+        "    global found\n",
+        """    global found
+    numbers, own = Numbers(), random.Random(7)
+
+    def drawn():
+        return [torch.rand(1, generator=generator).item(), numbers.rngs[0].random(), own.random()]
+
+""",
+    )
+    .replace("numpy.random.beta(", "numbers.rngs[0].beta(")
+    .replace("* random.random()", "* own.random()")
+)
 QUICK = [[DDP], [dataclasses.replace(SINGLE, stop=1), DDP], [dataclasses.replace(DDP, stop=3), SINGLE]]
 SLOW = [
     *([each] for each in (FSDP, PIPELINE, SERVERS, BOTH)),
@@ -56,22 +83,44 @@ def names_of(phases):
     return ", ".join(f"{each.name} until {each.stop}" if each.stop else each.name for each in phases)
 
 
-@pytest.fixture(scope="module")
-def reference():
+def alone(text):
     with Worlds() as worlds:
-        ended = run_trial(DRAWING, [SINGLE], 40, worlds)
+        ended = run_trial(text, [SINGLE], 40, worlds)
     assert ended.how == "ran", ended
     return ended
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
+@pytest.fixture(scope="module")
+def reference():
+    return alone(DRAWING)
+
+
+@pytest.fixture(scope="module")
+def reference_of_own():
+    return alone(OWN)
+
+
+on_layouts = pytest.mark.parametrize(
     "phases", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=names_of
 )
-def test_a_loop_draws_the_same_numbers_on_every_layout_and_after_a_stop(reference, phases):
+
+
+def require_equal(reference, text, phases):
     with Worlds() as worlds:
-        verdict = compare(reference, run_trial(DRAWING, phases, 60, worlds), phases[-1])
+        verdict = compare(reference, run_trial(text, phases, 60, worlds), phases[-1])
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+@pytest.mark.timeout(120)
+@on_layouts
+def test_a_loop_draws_the_same_numbers_on_every_layout_and_after_a_stop(reference, phases):
+    require_equal(reference, DRAWING, phases)
+
+
+@pytest.mark.timeout(120)
+@on_layouts
+def test_generators_of_the_loop_go_on_after_a_stop(reference_of_own, phases):
+    require_equal(reference_of_own, OWN, phases)
 
 
 def test_no_two_places_of_a_loop_draw_the_same_numbers(reference):
@@ -94,3 +143,41 @@ def test_a_draw_on_one_rank_only_is_refused_before_the_first_step(draw, named):
         ended = run_trial(RANK_DRAWS.replace("DRAW", draw), [DDP], 40, worlds)
     assert ended.how == "refused", ended
     assert f"drew random numbers from {named} on some ranks only" in ended.sentence
+
+
+CENTERED = (
+    BEGIN
+    + """
+def train(run, epochs):
+    global found
+    model, center, found = layers(), torch.zeros(4), {}
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            loss = run.backward(batch, lambda y, t: F.cross_entropy(y - center, t))
+            center.mul_(0.9).add_(0.1 * float(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+            GIVE_BACK
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, DDP], ids=lambda each: each.name)
+def test_a_tensor_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_values(layout):
+    text = CENTERED.replace("GIVE_BACK", "pass")
+    with Worlds() as worlds:
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), layout], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "The loss or the model reads train: center, which the loop changes" in ended.sentence
+
+
+def test_such_a_tensor_goes_on_from_what_the_script_stores_itself():
+    stored = CENTERED.replace("GIVE_BACK", 'run.extra["center"] = center.tolist()').replace(
+        "    for epoch",
+        '    center.copy_(torch.tensor(run.extra.get("center", [0.0] * 4)))\n    for epoch',
+        1,
+    )
+    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), DDP])

@@ -101,6 +101,48 @@ def set_encoded_states(states: Sequence[Any]) -> None:
     set_global_states((torch.tensor(of_torch, dtype=torch.uint8), of_numpy, (version, tuple(words), gauss)))
 
 
+def encoded_state(generator: Any) -> Any:
+    """The state of a generator of the user's own as what JSON can hold; None for anything else."""
+    kind = type(generator)  # isinstance() may run code of objects that import themselves when looked at
+    if issubclass(kind, torch.Generator):
+        return generator.get_state().tolist()
+    if issubclass(kind, np.random.Generator):
+        return _listed(generator.bit_generator.state)
+    if issubclass(kind, np.random.RandomState):
+        return _listed(generator.get_state(legacy=False))
+    if issubclass(kind, random.Random):
+        version, words, gauss = generator.getstate()
+        return [version, list(words), gauss]
+    return None
+
+
+def set_encoded_state(generator: Any, state: Any) -> None:
+    """Gives a generator the state that ``encoded_state`` returned for one of its kind."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _like_own(generator.bit_generator.state, state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_like_own(generator.get_state(legacy=False), state))
+    elif isinstance(generator, random.Random):
+        version, words, gauss = state
+        generator.setstate((version, tuple(words), gauss))
+
+
+def _listed(state: Any) -> Any:
+    """A state of NumPy with lists in the place of arrays."""
+    if isinstance(state, Mapping):
+        return {key: _listed(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray | np.generic) else state
+
+
+def _like_own(own: Any, state: Any) -> Any:
+    """A state with arrays again where the generator's own has some."""
+    if isinstance(own, Mapping):
+        return {key: _like_own(own.get(key), value) for key, value in state.items()}
+    return np.array(state, dtype=own.dtype) if isinstance(own, np.ndarray) else state
+
+
 def require_repeatable(name: str, read: Callable[[], Any]) -> None:
     """Reads samples twice; what cannot be read is left to the read that follows.
 

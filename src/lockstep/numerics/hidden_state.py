@@ -231,7 +231,7 @@ class Snapshot:
             self.draws_globally |= _is_global_generator(value)
         elif isinstance(value, nn.Module):
             self._module(value, name)
-        elif isinstance(value, SimpleNamespace) or not _is_closed(value):
+        elif isinstance(value, SimpleNamespace) or not is_closed(value):
             self._object(value, name)
         else:
             self._note(name, type(value).__qualname__)
@@ -278,7 +278,9 @@ class Snapshot:
 
     def _class(self, cls: type) -> None:
         for each in cls.__mro__:
-            if (id(each) in self._seen and each is not cls) or not _is_own(getattr(each, "__module__", "")):
+            if (id(each) in self._seen and each is not cls) or not is_users_module(
+                getattr(each, "__module__", "")
+            ):
                 continue
             self._seen[id(each)] = each, each.__qualname__
             for key, value in list(vars(each).items()):
@@ -299,7 +301,7 @@ class Snapshot:
 
     def _function(self, function: FunctionType, name: str) -> None:
         code = function.__code__
-        if code.co_filename.startswith(_LIBRARIES) or not _is_own(function.__module__ or ""):
+        if not is_users_code(code, function.__module__ or ""):
             return
         words = name or function.__qualname__
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
@@ -326,7 +328,7 @@ class Snapshot:
             self.draws_globally |= (
                 value is random or value is np.random or (value is np and "random" in names)
             )
-            if _is_own(value.__name__) and id(value) not in self._seen:
+            if is_users_module(value.__name__) and id(value) not in self._seen:
                 self._seen[id(value)] = value, key
                 for inner in names & vars(value).keys():
                     self._global(vars(value), inner, names)
@@ -351,7 +353,17 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def _is_own(module: str) -> bool:
+def is_plain(value: Any) -> bool:
+    """Returns whether a value is a number, a text, or another that never changes and has no parts."""
+    return issubclass(type(value), _PLAIN)
+
+
+def is_users_code(code: CodeType, module: str) -> bool:
+    """Returns whether code of a module, by its name, is the user's own."""
+    return not code.co_filename.startswith(_LIBRARIES) and is_users_module(module)
+
+
+def is_users_module(module: str) -> bool:
     """True for a module of the user's own, by its name: neither installed, nor torch's, nor this package."""
     if module.partition(".")[0] in _CLOSED_PACKAGES:
         return False
@@ -359,9 +371,9 @@ def _is_own(module: str) -> bool:
     return not isinstance(file, str) or not file.startswith(_LIBRARIES)
 
 
-def _is_closed(value: Any) -> bool:
+def is_closed(value: Any) -> bool:
     """True for an object whose attributes are its own affair."""
-    return isinstance(value, _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
+    return issubclass(type(value), _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
 
 
 def _is_global_generator(function: Any) -> bool:

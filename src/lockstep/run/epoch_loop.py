@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run.loop_variables import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 
 Read = Callable[[int, int], Iterator[Batch]]
@@ -82,8 +83,8 @@ class EpochLoop:
 
     def __init__(self, events: StepEvents = NO_EVENTS) -> None:
         self.position, self._events = Position(), events
-        self.key_random_numbers: Callable[[str, int], None] = lambda place, number: None
-        """Called where the user's own code is about to run, with the place in the loop and its number."""
+        self._variables: LoopState | None = None
+        self._key: Callable[[str, int], None] = lambda place, number: None
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
@@ -92,12 +93,23 @@ class EpochLoop:
         self._last_epoch = self._finished_epoch = -1
         self._back: Position | None = None
 
+    def keep(self, variables: LoopState, key_random_numbers: Callable[[str, int], None]) -> None:
+        """Looks after the user's own code from here on, once a model is prepared.
+
+        Args:
+            variables: notes what the loop keeps in them.
+            key_random_numbers: called with a place in the loop, and its number, where the user's code goes on there.
+        """
+        self._variables, self._key = variables, key_random_numbers
+
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``."""
         self._in_epochs, self._last_epoch = True, count - 1
         try:
             while self.position.epoch < count:
-                self.key_random_numbers("epoch", self.position.epoch)
+                self._key("epoch", self.position.epoch)
+                if self._variables is not None:
+                    self._variables.begin_epoch()
                 yield self.position.epoch
                 self.count_step()
                 self._next_epoch()
@@ -115,6 +127,11 @@ class EpochLoop:
 
     def steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         """The steps from where the run stands to the end of the epoch; ``after`` is called when one is over."""
+        if self._variables is not None:
+            self._variables.begin_steps()
+        return self._steps(read, after)
+
+    def _steps(self, read: Read, after: Callable[[], None]) -> Generator[Batch]:
         position = self.position
         self.count_step()
         self._require_first_pass()
@@ -127,7 +144,7 @@ class EpochLoop:
                 self._current, self.backward_passes = batch, 0
                 for call in self._events.step_begin:
                     call(batch)
-                self.key_random_numbers("batch", batch.plan.step)
+                self._key("batch", batch.plan.step)
                 yield batch
                 self._require_newest(walk)
                 for call in self._events.step_end:
@@ -140,7 +157,7 @@ class EpochLoop:
             raise
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
-        self.key_random_numbers("epoch end", position.epoch)
+        self._key("epoch end", position.epoch)
         if not self._in_epochs:
             self._next_epoch()
 

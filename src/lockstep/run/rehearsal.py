@@ -73,6 +73,8 @@ class Findings:
     """Places that changed from the one to the other, before and after; generators and numbers come first."""
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
+    lost: list[str] = field(default_factory=list)
+    """Tensors of the loop that the loss or the model reads, and that begin anew in a resumed run."""
 
     @classmethod
     def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
@@ -84,7 +86,7 @@ class Findings:
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
                 vars(whole)[name] |= each[name]
-            for name in ("written", "gradients", "drew"):
+            for name in ("written", "gradients", "drew", "lost"):
                 vars(whole)[name] = list(dict.fromkeys([*vars(whole)[name], *each[name]]))
         return whole
 
@@ -296,6 +298,8 @@ class Rehearsals:
                 parameter.grad = gradient
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
+        lost = prepared.state.loop.lost_tensors
+        findings.lost = [name for name, tensor in lost.items() if before.name_of(tensor)]
         findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
@@ -371,6 +375,7 @@ class Rehearsals:
 
     def judge(self, found: Findings, words: str) -> None:
         """Raises or warns; what was found is that of all ranks."""
+        _require_nothing_lost(found)
         for name, why in found.foreign.items():
             raise ConfigError(
                 f"{name} is called in the forward pass or the loss, is not part of the model that run.prepare was "
@@ -411,6 +416,7 @@ class Rehearsals:
 
     def _judge_resumption(self, found: Findings, state: RunState) -> None:
         """Warns of what no checkpoint holds and the loss depends on; refuses it in a run that was resumed."""
+        _require_nothing_lost(found)
         kept = [*found.foreign, *found.drew, *found.changed]
         missed = [name for name in kept if not _is_stored(name, state.parts.model)]
         depends = found.losses_differ or found.gradients or found.foreign or found.drew
@@ -463,6 +469,15 @@ class _Result:
 
     losses: list[int]
     gradients: dict[str, int | None]
+
+
+def _require_nothing_lost(found: Findings) -> None:
+    if found.lost:
+        raise ConfigError(
+            f"The loss or the model reads {shorten(found.lost, _MOST)}, which the loop changes and no checkpoint "
+            "holds: it begins anew in this resumed run, so the bits would not continue. Give it back from run.extra "
+            f"before run.batches; or make it a buffer of the model, and begin anew without resume. {_OFF}"
+        )
 
 
 def _turned(batch: Batch) -> Batch:

@@ -166,7 +166,7 @@ class Run:
             for each, own in zip(parts.optimizers, placed.members)
         }
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
-        self._loop.key_random_numbers = placed.randomness.key_loop
+        self._loop.keep(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
             resumes = save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0)

@@ -26,6 +26,7 @@ from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
 from lockstep.run.attributes import decoded, numbers_of, unsaved_tensors
 from lockstep.run.epoch_loop import Position
+from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel
 from lockstep.run.step import ForwardPass
@@ -144,8 +145,10 @@ class RunState:
     _has_warned: bool = field(default=False, init=False)
     settings: dict[str, str] = field(init=False)
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
+    loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
+        self.loop = LoopState(self._held_objects(), is_main=self.strategy.share.holder == 0)
         groups = {
             f"optimizer {number}, group {position}": group
             for number, optimizer in enumerate(self.parts.optimizers)
@@ -222,6 +225,13 @@ class RunState:
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
+
+    def _held_objects(self) -> frozenset[int]:
+        """The ids of the objects whose values are in checkpoints."""
+        models = self.parts.model, self.model.module, *self.parts.modules, *self.model.averages.values()
+        modules = [each for model in models for each in model.modules()]
+        tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
+        return frozenset(map(id, [*modules, *tensors, *self.parts.optimizers, *self.parts.schedulers]))
 
     def _holders(self) -> dict[str, Any]:
         """What may keep numbers as attributes, which no ``state_dict`` has: the optimizers, and the model's modules."""
@@ -354,6 +364,7 @@ class RunState:
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
+        self.loop.resume(written.get("loop", {}), inside=self.position.inside)
         self.extra = dict(written["extra"])
         return str(written["fingerprint"])
 
@@ -389,6 +400,7 @@ class RunState:
             "modules": len(self.parts.modules),
             "extra": self.extra,
             "run": self.run_id,
+            "loop": self.loop.capture(),
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 

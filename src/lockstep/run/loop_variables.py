@@ -1,0 +1,336 @@
+"""What the user's own loop keeps in variables, which no checkpoint holds.
+
+    frames of the user's code,      main         rng, step, history, ema, ...
+    the outermost first             Task.train   self.best, ...
+                                    Lockstep     run.batches, run.save, ...
+
+Generators of random numbers are stored in checkpoints and given back. Of other variables that the loop will read again
+(``live_names``) a checkpoint notes the values. Where a resumed loop begins again with those of the run's beginning, it
+has lost them: they are named in a warning, and refused where the loss reads them.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import logging
+import sys
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.fingerprint import sum_of_bits
+from lockstep.data.keyed import encoded_state, set_encoded_state
+from lockstep.numerics.hidden_state import is_closed, is_plain, is_users_code, is_users_module
+from lockstep.strategies.absent import AbsentTensor
+from lockstep.text import shorten
+
+logger = logging.getLogger(__name__)
+
+_MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
+_MOST_BYTES = 64 << 20
+"""Of tensors and arrays that are read in one look; of further ones the version counts."""
+_MOST_CHARACTERS = 40
+
+
+@dataclass
+class Variables:
+    """The variables of the user's frames at a moment."""
+
+    known: Collection[int]
+    """The ids of objects that checkpoints hold."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    read_by_code: set[str] = field(default_factory=set)
+    """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
+    _seen: set[int] = field(default_factory=set)
+    _bytes: int = 0
+
+    @classmethod
+    def of_loop(cls, known: Collection[int], *, live_only: bool = False) -> Variables:
+        """Looks at the frames that are running. ``live_only``: at what they will read before they set it anew."""
+        found, frames = cls(known), list(_users_frames())
+        for frame in frames:
+            code = frame.f_code
+            names = live_names(code, frame.f_lasti) if live_only else None
+            owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
+            for name, value in list(frame.f_locals.items()):
+                if not name.startswith("__") and (names is None or name in names):
+                    found.read_by_code.add(f"{owner}{name}")
+                    found._look(value, f"{owner}{name}")
+        for frame in frames:
+            for name in _globals_of(frame.f_code, frame.f_globals) - found.texts.keys():
+                found._look(frame.f_globals[name], name)
+        return found
+
+    def _look(self, value: Any, name: str, depth: int = 0, *, only_tensors: bool = False) -> None:
+        """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
+        kind = type(value)
+        if value is None or is_plain(value):
+            if not only_tensors:
+                self.texts[name] = _short(repr(value))
+            return
+        if id(value) in self._seen or id(value) in self.known or len(self._seen) > _MOST_PLACES:
+            return
+        self._seen.add(id(value))
+        if issubclass(kind, Tensor):
+            if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
+                self.tensors[name] = value
+                self.texts[name] = self._text_of(value)
+        elif issubclass(kind, np.ndarray):
+            self._array(value, name)
+        elif (state := encoded_state(value)) is not None:
+            self.generators[name] = value
+            self.texts[name] = hashlib.sha256(repr(state).encode()).hexdigest()[:8]
+        elif issubclass(kind, nn.Module):
+            self._module(value, name)
+        elif depth >= _MOST_DEPTH:
+            return
+        elif issubclass(kind, list | tuple | deque | dict):
+            if not only_tensors:
+                self.texts[name] = f"{len(value)} entries"
+            entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
+            for key, held in list(entries) if len(value) <= _MOST_ENTRIES else ():
+                entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
+                self._look(held, entry, depth + 1, only_tensors=only_tensors)
+        elif not is_closed(value) and isinstance(held := _attributes(value), dict):
+            foreign = only_tensors or not is_users_module(kind.__module__)
+            for key, each in list(held.items()):
+                self._look(each, f"{name}.{key}", depth + 1, only_tensors=foreign)
+
+    def _text_of(self, tensor: Tensor) -> str:
+        is_read = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not is_read or tensor.is_meta or tensor.is_quantized or self._bytes + tensor.nbytes > _MOST_BYTES:
+            return "not read" if tensor.is_inference() else f"version {tensor._version}"
+        self._bytes += tensor.nbytes
+        if tensor.numel() == 1:
+            return f"tensor({tensor.item()!r})"
+        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)) & 0xFFFFFFFF:08x}"
+
+    def _array(self, array: Any, name: str) -> None:
+        if not array.dtype.hasobject and self._bytes + array.nbytes <= _MOST_BYTES:
+            self._bytes += array.nbytes
+            content = np.ascontiguousarray(array).tobytes()
+            self.texts[name] = f"{list(array.shape)} of digest {hashlib.sha256(content).hexdigest()[:8]}"
+
+    def _module(self, module: nn.Module, name: str) -> None:
+        """One text of all tensors of a module, such as a copy of the model that follows it, or a metric."""
+        tensors = [*module.parameters(), *module.buffers()]
+        tensors += [
+            held for each in module.modules() for held in vars(each).values() if isinstance(held, Tensor)
+        ]
+        if tensors and not any(id(tensor) in self.known for tensor in tensors):
+            content = repr([self._text_of(tensor) for tensor in tensors])
+            self.texts[name] = f"tensors of digest {hashlib.sha256(content.encode()).hexdigest()[:8]}"
+
+
+class LoopState:
+    """What the loop keeps, over a stop and a resume.
+
+    Args:
+        known: the ids of objects that checkpoints hold.
+        is_main: True for the process that warns.
+    """
+
+    def __init__(self, known: Collection[int], *, is_main: bool) -> None:
+        self._known, self._is_main = known, is_main
+        self.lost_tensors: dict[str, Tensor] = {}
+        """Variables of a resumed run that begin anew and are tensors, by name."""
+        self._first: dict[str, str] = {}
+        """When the run began; that of the first process, over all resumes."""
+        self._start: dict[str, str] = {}
+        """When the steps of the current epoch began."""
+        self._at_epoch: dict[str, Any] = {}
+        """The generators' states when the current epoch began."""
+        self._stored: Mapping[str, Any] = {}
+        self._inside = self._in_epochs = False
+
+    def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
+        """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
+        self._stored, self._inside, self._in_epochs = stored, inside, False
+        self._first = dict(stored.get("first", {}))
+
+    def begin_epoch(self) -> None:
+        """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
+        found = Variables.of_loop(self._known)
+        if self._stored and not self._in_epochs:
+            _give(found, self._stored["at_epoch" if self._inside else "generators"])
+        self._in_epochs = True
+        self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
+
+    def begin_steps(self) -> None:
+        """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
+        found, stored = Variables.of_loop(self._known), self._stored
+        if stored:
+            if self._inside or not self._in_epochs:
+                _give(found, stored["generators"])
+            lost = self._lost(found)
+            self.lost_tensors = {name: found.tensors[name] for name in lost if name in found.tensors}
+            if lost and self._is_main:
+                logger.warning(
+                    "The loop goes on to read %s. No checkpoint holds the variables of a loop, so what depends on them "
+                    "is not what it would have been without the stop. Keep them in run.extra, which checkpoints hold.",
+                    shorten(
+                        [
+                            f"{name} ({now}; {before} at the checkpoint)"
+                            for name, (before, now) in lost.items()
+                        ],
+                        3,
+                    ),
+                )
+            self._stored = {}
+        self._first = {**found.texts, **self._first}
+        self._start = found.texts
+
+    def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
+        """The variables that begin anew: what they were at the checkpoint, and what they are."""
+        lost, saved, start = {}, self._stored["saved"], self._stored["start"]
+        for name, text in found.texts.items():
+            before, first = saved.get(name, text), self._first.get(name)
+            begins_anew = text == first or (self._inside and text == start.get(name))
+            # What is set anew in each epoch has the same value at the start of every one.
+            is_carried = self._inside or name in self._stored["read"] or start.get(name) != first
+            if before != text and begins_anew and is_carried and name not in found.generators:
+                lost[name] = before, text
+        return lost
+
+    def capture(self) -> dict[str, Any]:
+        """What a checkpoint holds of the loop; called from within it."""
+        if not self._start:
+            return {}
+        live = Variables.of_loop(self._known, live_only=True)
+        changed = {name: text for name, text in live.texts.items() if self._first.get(name, text) != text}
+        generators = Variables.of_loop(self._known).generators
+        return {
+            "first": {name: self._first[name] for name in changed},
+            "start": {name: self._start[name] for name in changed if name in self._start},
+            "saved": changed,
+            "read": sorted(live.read_by_code & changed.keys()),
+            "at_epoch": self._at_epoch,
+            "generators": {name: encoded_state(each) for name, each in generators.items()},
+        }
+
+
+def _give(found: Variables, states: Mapping[str, Any]) -> None:
+    for name, state in states.items():
+        if name in found.generators:
+            set_encoded_state(found.generators[name], state)
+
+
+def _users_frames() -> Iterator[FrameType]:
+    """The frames of the user's own code that are running in this thread, the outermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_code(frame.f_code, frame.f_globals.get("__name__", "")):
+            frames.append(frame)
+        frame = frame.f_back
+    return reversed(frames)
+
+
+def _globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:
+    """The globals that code names, and the user's functions of the same module that it names, and so on."""
+    found: set[str] = set()
+    todo = [code]
+    while todo:
+        each = todo.pop()
+        todo += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+        new = {name for name in each.co_names if name in space} - found
+        found |= new
+        functions = [space[name] for name in new if type(space[name]) is FunctionType]
+        todo += [function.__code__ for function in functions if function.__globals__ is space]
+    return found
+
+
+def _attributes(value: Any) -> Any:
+    """The attributes of an object as they are stored; None for one that has no dict."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+
+
+def _short(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def live_names(code: CodeType, offset: int) -> frozenset[str]:
+    """The variables that code may read after an instruction before it sets them: those that are live there.
+
+    Variables that inner functions set count as live. Exceptions are not followed.
+
+    Args:
+        code: of a function or a module.
+        offset: of the instruction, or of a cache behind it, in bytes, as ``frame.f_lasti``.
+    """
+    offsets, after = _live_after(code)
+    return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
+
+
+@functools.cache
+def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
+    """The offset of each instruction, and the names that are live after it (backward data flow; Kildall 1973)."""
+    instructions = list(dis.get_instructions(code))
+    place = {each.offset: number for number, each in enumerate(instructions)}
+    follow: list[list[int]] = []
+    for number, each in enumerate(instructions):
+        targets = [place[each.argval]] if each.opcode in _JUMPS and each.argval in place else []
+        if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
+            targets.append(number + 1)
+        follow.append(targets)
+    before: list[frozenset[str]] = [frozenset()] * len(instructions)
+    after = list(before)
+    changed = True
+    while changed:
+        changed = False
+        for number in range(len(instructions) - 1, -1, -1):
+            live = frozenset[str]().union(*(before[each] for each in follow[number]))
+            after[number] = live
+            for kind, name in reversed(_accesses(instructions[number])):
+                live = live | {name} if kind == "LOAD" else live - {name}
+            changed |= live != before[number]
+            before[number] = live
+    return [each.offset for each in instructions], after
+
+
+_JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
+_NEVER_CONTINUE = (
+    *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
+    *("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"),
+)
+_OF_VARIABLES = ("FAST", "NAME", "DEREF", "GLOBAL", "CLOSURE")
+
+
+def _accesses(instruction: dis.Instruction) -> list[tuple[str, str]]:
+    """Each ("LOAD" or other, variable) of an instruction, which since Python 3.13 may name two, in their order."""
+    words = instruction.opname.split("_")
+    if not any(word in _OF_VARIABLES for word in words):
+        return []
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    kinds = [word for word in words if word in ("LOAD", "STORE", "DELETE")]
+    return [(kind, str(name)) for kind, name in zip(kinds, names)]
+
+
+@functools.cache
+def _set_by_inner(code: CodeType) -> frozenset[str]:
+    """The variables that functions inside of this one set, as ``nonlocal`` or ``global``."""
+    found: set[str] = set()
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            for each in dis.get_instructions(inner):
+                if each.opname in ("STORE_DEREF", "STORE_GLOBAL"):
+                    found.add(str(each.argval))
+            found |= _set_by_inner(inner)
+    return frozenset(found)

@@ -1,0 +1,220 @@
+"""What the user's loop keeps in variables: which of them it reads again, and what becomes of them over a resume."""
+
+import random
+import sys
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.run.loop_variables import LoopState, Variables, live_names
+
+STEPS = 3
+
+
+def live_here(level=1):
+    frame = sys._getframe(level)
+    return live_names(frame.f_code, frame.f_lasti)
+
+
+def test_a_counter_is_live_and_what_is_set_anew_is_not():
+    total, step = 0.0, 0
+    for _ in range(2):
+        total = 0.0
+        for number in range(2):
+            step += 1
+            total += number
+            inner = live_here()
+        printed = total / step
+        outer = live_here()
+    assert {"step", "total"} <= inner
+    assert "step" in outer
+    assert not {"total", "number"} & outer
+    assert printed
+
+
+def test_a_value_that_every_pass_computes_from_its_number_is_not_live():
+    rate = 0.1
+    for number in range(2):
+        rate = 0.1 / (number + 1)
+        assert rate * 2
+        found = live_here()
+    assert "rate" not in found
+
+
+def test_what_one_branch_keeps_is_live():
+    last = None
+    for number in range(3):
+        if number % 2:
+            last = number
+        found = live_here()
+    assert last == 1
+    assert "last" in found
+
+
+def test_what_an_inner_function_sets_is_live():
+    count = 0
+
+    def counted():
+        nonlocal count
+        count += 1
+
+    for _ in range(2):
+        counted()
+        found = live_here()
+    assert "count" in found
+
+
+def test_the_variables_of_a_script_are_looked_at_too():
+    text = (
+        "step = 0\nrate = 1\nfor number in range(2):\n    step += 1\n    rate = number\n    found = live(1)\n"
+    )
+    space = {"live": live_here, "__name__": "script"}
+    exec(compile(text, "script.py", "exec"), space)
+    assert "step" in space["found"]
+    assert not {"rate", "number"} & space["found"]
+
+
+class Task:
+    def __init__(self):
+        self.count, self.rng, self.model = 0, np.random.default_rng(0), nn.Linear(2, 2)
+
+
+def a_loop(state, epochs, *, stop=None, first=0, task=None):
+    """Walks through epochs as a run does; returns what a checkpoint at step ``stop`` holds, and a history."""
+    step, history, task = first, [], task or Task()
+    stored = kept = None
+    for epoch in range(first // STEPS, epochs):
+        state.begin_epoch()
+        total = 0.0
+        state.begin_steps()
+        for _ in range(first % STEPS if epoch == first // STEPS else 0, STEPS):
+            step += 1
+            total += step
+            task.count += 1
+            history.append(task.rng.random())
+            if step == stop:
+                stored, kept = state.capture(), list(history)
+        history.append(total)
+        if stop is None:
+            stored = state.capture()
+    return stored, history if kept is None else kept
+
+
+def resumed(stored, *, inside, known=()):
+    state = LoopState(frozenset(known), is_main=True)
+    state.resume(stored, inside=inside)
+    return state
+
+
+def test_generators_go_on_where_they_stood(caplog):
+    whole = a_loop(LoopState(frozenset(), is_main=True), 3)[1]
+    for stop in range(1, 9):
+        stored, before = a_loop(LoopState(frozenset(), is_main=True), 3, stop=stop)
+        after = a_loop(resumed(stored, inside=True), 3, first=stop)[1]
+        drawn = [each for each in [*before, *after] if each < 1]
+        assert drawn == [each for each in whole if each < 1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.Generator().manual_seed(3),
+        lambda: np.random.default_rng(3),
+        lambda: np.random.Generator(np.random.MT19937(3)),
+        lambda: np.random.RandomState(3),
+        lambda: random.Random(3),
+    ],
+)
+def test_every_kind_of_generator_is_given_back(make):
+    import json
+
+    def draw(own):
+        return torch.rand(2, generator=own).tolist() if isinstance(own, torch.Generator) else own.random()
+
+    own = {"rng": [make()]}
+    state = LoopState(frozenset(), is_main=True)
+    state.begin_epoch()
+    state.begin_steps()
+    draw(own["rng"][0])
+    stored = json.loads(json.dumps(state.capture()))
+    expected = draw(own["rng"][0])
+    own["rng"][0] = make()
+    again = resumed(stored, inside=True)
+    again.begin_epoch()
+    again.begin_steps()
+    assert draw(own["rng"][0]) == expected
+
+
+def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
+    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
+    a_loop(resumed(stored, inside=True), 3, first=4)
+    (record,) = caplog.records
+    assert "a_loop: total (0.0; 4.0 at the checkpoint)" in record.getMessage()
+    assert "a_loop: task.count (0; 4 at the checkpoint)" in record.getMessage()
+    assert "run.extra" in record.getMessage()
+
+
+def test_after_an_epoch_only_what_is_carried_over_is_named(caplog):
+    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 2)
+    a_loop(resumed(stored, inside=False), 3, first=6)
+    (record,) = caplog.records
+    assert "task.count" in record.getMessage()
+    assert "total" not in record.getMessage()
+
+
+def test_what_the_script_gives_back_itself_is_not_named(caplog):
+    stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
+    task = Task()
+    task.count = 4
+    a_loop(resumed(stored, inside=True), 3, first=4, task=task)
+    assert [each for each in caplog.records if "task.count" in each.getMessage()] == []
+
+
+def test_what_checkpoints_hold_is_not_looked_at():
+    model, beside = nn.Linear(2, 2), nn.Linear(2, 2)
+    known = [id(each) for each in (model, model.weight, model.bias)]
+    found = Variables.of_loop(frozenset(known))
+    names = {name.rpartition(" ")[2] for name in found.texts}
+    assert "beside" in names
+    assert "model" not in names
+    before = found.texts
+    with torch.no_grad():
+        beside.weight.mul_(2)
+    after = Variables.of_loop(frozenset(known)).texts
+    assert [name for name in before if before[name] != after[name]] == [
+        f"{test_what_checkpoints_hold_is_not_looked_at.__qualname__}: beside"
+    ]
+
+
+def test_values_of_every_kind_have_texts():
+    class Slotted:
+        __slots__ = ("value",)
+
+    class Proxy:
+        def __getattribute__(self, name):
+            raise RuntimeError("asked")
+
+    kept = {
+        "tensor": torch.ones(3),
+        "array": np.ones(2),
+        "queue": deque([1.0]),
+        "many": list(range(1000)),
+        "objects": np.array([None], dtype=object),
+        "big": torch.zeros(40_000_000),
+        "meta": torch.empty(3, device="meta"),
+        "empty": torch.empty(0),
+        "slotted": Slotted(),
+        "proxy": Proxy(),
+        "text": "x" * 100,
+    }
+    kept["itself"] = kept
+    found = Variables.of_loop(frozenset()).texts
+    own = {name.rpartition(": ")[2]: text for name, text in found.items()}
+    assert own["kept['many']"] == "1000 entries"
+    assert own["kept['queue'][0]"] == "1.0"
+    assert own["kept['tensor']"].startswith("[3] of sum")
+    assert own["kept['big']"] == "version 0"
+    assert len(own["kept['text']"]) < 60
