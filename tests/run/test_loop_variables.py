@@ -1,5 +1,6 @@
 """What the user's loop keeps in variables: which of them it reads again, and what becomes of them over a resume."""
 
+import copy
 import random
 import sys
 from collections import deque
@@ -152,8 +153,8 @@ def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     a_loop(resumed(stored, inside=True), 3, first=4)
     (record,) = caplog.records
-    assert "a_loop: total (0.0; 4.0 at the checkpoint)" in record.getMessage()
-    assert "a_loop: task.count (0; 4 at the checkpoint)" in record.getMessage()
+    assert "a_loop: total (0.0, was 4.0)" in record.getMessage()
+    assert "a_loop: task.count (0, was 4)" in record.getMessage()
     assert "run.extra" in record.getMessage()
 
 
@@ -163,6 +164,40 @@ def test_after_an_epoch_only_what_is_carried_over_is_named(caplog):
     (record,) = caplog.records
     assert "task.count" in record.getMessage()
     assert "total" not in record.getMessage()
+
+
+class Followed:
+    """A loop with a copy of the model that follows it, and one that is set anew in each epoch."""
+
+    def __init__(self, value):
+        self.model = nn.Linear(1, 1, bias=False)
+        self.set(self.model, value)
+        self.average, self.target = copy.deepcopy(self.model), copy.deepcopy(self.model)
+
+    @staticmethod
+    def set(module, value):
+        with torch.no_grad():
+            module.weight.fill_(value)
+
+    def walk(self, state, epochs):
+        for epoch in epochs:
+            state.begin_epoch()
+            self.target.load_state_dict(self.model.state_dict())
+            state.begin_steps()
+            for step in range(STEPS):
+                self.set(self.model, 10 * epoch + step)
+                self.average.weight.data.lerp_(self.model.weight.data, 0.1)
+                self.target.weight.data.add_(1)
+            stored = state.capture()
+        return stored
+
+
+def test_a_copy_that_follows_the_model_is_named_though_it_begins_with_other_values(caplog):
+    stored = Followed(0.0).walk(LoopState(frozenset(), is_main=True), range(2))
+    Followed(5.0).walk(resumed(stored, inside=False), range(2, 3))
+    (record,) = caplog.records
+    assert "self.average (other values)" in record.getMessage()
+    assert "self.target" not in record.getMessage()
 
 
 def test_what_the_script_gives_back_itself_is_not_named(caplog):

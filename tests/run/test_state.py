@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import deque
 from functools import partial
 
 import pytest
@@ -47,6 +48,32 @@ def test_numbers_that_an_optimizer_keeps_as_attributes_go_on(tmp_path):
     assert run.require_prepared().state.parts.optimizers[0].steps == 1
     train_step(run, next(iter(run.batches(dataset()))), optimizer)
     assert run.require_prepared().state.parts.optimizers[0].steps == 2
+
+
+class Tabled(torch.optim.SGD):
+    """Keeps numbers in containers, which others hold too."""
+
+    def __init__(self, *given, **settings):
+        super().__init__(*given, **settings)
+        self.counts, self.rates = {"all": {"steps": 0}, 3: (0, None)}, deque([0.5], maxlen=2)
+        self.held = self.counts
+
+    def step(self, closure=None):
+        self.counts["all"]["steps"] += 1
+        self.rates.append(1 / self.counts["all"]["steps"])
+        return super().step(closure)
+
+
+def test_numbers_that_an_optimizer_keeps_in_containers_go_on(tmp_path):
+    saved(tmp_path, make_optimizer=Tabled)
+    run, _, optimizer = begin(directory=tmp_path, resume="auto", make_optimizer=Tabled)
+    own = run.require_prepared().state.parts.optimizers[0]
+    assert own.counts is own.held
+    assert own.counts == {"all": {"steps": 1}, 3: (0, None)}
+    assert own.rates == deque([0.5, 1.0])
+    assert own.rates.maxlen == 2
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    assert own.rates == deque([1.0, 0.5])
 
 
 class Velocity(torch.optim.Optimizer):
@@ -154,7 +181,22 @@ def test_numbers_of_every_kind_go_through_a_checkpoint():
 
     holder = Holder()
     vars(holder).update(
-        a=3, b=-4, c=0.1, d=float("inf"), e=1e-30, f=True, g=False, h="text", i=2.0, _step_count=7
+        l=[1, [2.5, "x"]],
+        m=deque([None]),
+        n={"a": True, 2: (1,)},
+        o=[object()],
+        p={},
+        q=[0] * 2000,
+        a=3,
+        b=-4,
+        c=0.1,
+        d=float("inf"),
+        e=1e-30,
+        f=True,
+        g=False,
+        h="text",
+        i=2.0,
+        _step_count=7,
     )
     found = decoded(numbers_of(holder))
     assert found == {
@@ -166,8 +208,13 @@ def test_numbers_of_every_kind_go_through_a_checkpoint():
         "f": True,
         "g": False,
         "i": 2.0,
+        "l": [1, [2.5, "x"]],
+        "m": [None],
+        "n": {"a": True, 2: (1,)},
+        "p": {},
     }
-    assert [type(value) for value in found.values()] == [int, int, float, float, float, bool, bool, float]
+    kinds = {name: type(value) for name, value in found.items() if name <= "i"}
+    assert kinds == {"a": int, "b": int, "c": float, "d": float, "e": float, "f": bool, "g": bool, "i": float}
 
 
 def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.strategies.absent import AbsentTensor
 
@@ -18,22 +20,64 @@ _OF_TORCH = (
     *("training", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
+_OF_BASES = frozenset(vars(nn.Module())) | {"defaults", "state", "param_groups"}
+_MOST_ENTRIES = 1_000
 
 
 def numbers_of(holder: Any) -> dict[str, str]:
-    """The numbers among an object's attributes, as texts from which they can be read back."""
-    return {
-        name: repr(value)
-        for name, value in vars(holder).items()
-        if type(value) in (bool, int, float) and name not in _OF_TORCH
-    }
+    """The numbers among an object's attributes, as texts from which they can be read back.
+
+    Also those in lists, deques and dicts of nothing but numbers, texts and None.
+    """
+    found = {}
+    for name, value in vars(holder).items():
+        if name in _OF_TORCH or name in _OF_BASES:
+            continue
+        if type(value) in (bool, int, float):
+            found[name] = repr(value)
+        elif type(value) in (list, deque, dict) and _holds_numbers(value):
+            found[name] = json.dumps(encode(list(value) if type(value) is deque else value, name))
+    return found
 
 
-def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
-    """The numbers again."""
+def _holds_numbers(container: Any, depth: int = 3) -> bool:
+    """Returns whether a container has at most 1,000 entries, which are numbers, texts, None, or such containers."""
+    if len(container) > _MOST_ENTRIES or not depth:
+        return False
+    values = [*container.keys(), *container.values()] if type(container) is dict else container
+    return all(
+        value is None
+        or type(value) in (bool, int, float, str)
+        or (type(value) in (list, tuple, dict) and _holds_numbers(value, depth - 1))
+        for value in values
+    )
+
+
+def set_numbers(holder: Any, attributes: Mapping[str, str]) -> None:
+    """Gives an object what ``numbers_of`` found; containers are filled anew, so that all who hold them see it."""
+    for name, value in decoded(attributes).items():
+        own = vars(holder).get(name)
+        if type(own) is dict and isinstance(value, dict):
+            own.clear()
+            own.update(value)
+        elif type(own) in (list, deque) and isinstance(value, list):
+            own.clear()
+            own.extend(value)
+        else:
+            vars(holder)[name] = value
+
+
+def decoded(attributes: Mapping[str, str]) -> dict[str, Any]:
+    """The values again; those of deques as lists."""
     words = {"True": True, "False": False}
     return {
-        name: words[text] if text in words else int(text) if text.lstrip("-").isdigit() else float(text)
+        name: words[text]
+        if text in words
+        else decode(json.loads(text))
+        if text[:1] in ("[", "{")
+        else int(text)
+        if text.lstrip("-").isdigit()
+        else float(text)
         for name, text in attributes.items()
     }
 

@@ -51,6 +51,8 @@ class Variables:
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
+    with_values: set[str] = field(default_factory=set)
+    """Tensors, arrays, and modules."""
     read_by_code: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     _seen: set[int] = field(default_factory=set)
@@ -86,7 +88,7 @@ class Variables:
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
                 self.tensors[name] = value
-                self.texts[name] = self._text_of(value)
+                self._note_values(name, self._text_of(value))
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
         elif (state := encoded_state(value)) is not None:
@@ -121,7 +123,9 @@ class Variables:
         if not array.dtype.hasobject and self._bytes + array.nbytes <= _MOST_BYTES:
             self._bytes += array.nbytes
             content = np.ascontiguousarray(array).tobytes()
-            self.texts[name] = f"{list(array.shape)} of digest {hashlib.sha256(content).hexdigest()[:8]}"
+            self._note_values(
+                name, f"{list(array.shape)} of digest {hashlib.sha256(content).hexdigest()[:8]}"
+            )
 
     def _module(self, module: nn.Module, name: str) -> None:
         """One text of all tensors of a module, such as a copy of the model that follows it, or a metric."""
@@ -131,7 +135,11 @@ class Variables:
         ]
         if tensors and not any(id(tensor) in self.known for tensor in tensors):
             content = repr([self._text_of(tensor) for tensor in tensors])
-            self.texts[name] = f"tensors of digest {hashlib.sha256(content.encode()).hexdigest()[:8]}"
+            self._note_values(name, f"tensors of digest {hashlib.sha256(content.encode()).hexdigest()[:8]}")
+
+    def _note_values(self, name: str, text: str) -> None:
+        self.texts[name] = text
+        self.with_values.add(name)
 
 
 class LoopState:
@@ -152,6 +160,8 @@ class LoopState:
         """When the steps of the current epoch began."""
         self._at_epoch: dict[str, Any] = {}
         """The generators' states when the current epoch began."""
+        self._before: dict[str, str] = {}
+        """The texts then, before the loop's own code at the start of the epoch."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
 
@@ -167,6 +177,7 @@ class LoopState:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
         self._in_epochs = True
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
+        self._before = found.texts
 
     def begin_steps(self) -> None:
         """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
@@ -177,16 +188,15 @@ class LoopState:
             lost = self._lost(found)
             self.lost_tensors = {name: found.tensors[name] for name in lost if name in found.tensors}
             if lost and self._is_main:
+                words = [
+                    f"{name} (other values)" if name in found.with_values else f"{name} ({now}, was {before})"
+                    for name, (before, now) in lost.items()
+                ]
                 logger.warning(
-                    "The loop goes on to read %s. No checkpoint holds the variables of a loop, so what depends on them "
-                    "is not what it would have been without the stop. Keep them in run.extra, which checkpoints hold.",
-                    shorten(
-                        [
-                            f"{name} ({now}; {before} at the checkpoint)"
-                            for name, (before, now) in lost.items()
-                        ],
-                        3,
-                    ),
+                    "The loop goes on to read variables that are not what they were at the checkpoint: %s. What "
+                    "depends on them is not what it would have been without the stop. Keep them in run.extra, which "
+                    "checkpoints hold, and give modules to run.prepare.",
+                    shorten(words, 5),
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}
@@ -197,10 +207,16 @@ class LoopState:
         lost, saved, start = {}, self._stored["saved"], self._stored["start"]
         for name, text in found.texts.items():
             before, first = saved.get(name, text), self._first.get(name)
-            begins_anew = text == first or (self._inside and text == start.get(name))
-            # What is set anew in each epoch has the same value at the start of every one.
-            is_carried = self._inside or name in self._stored["read"] or start.get(name) != first
-            if before != text and begins_anew and is_carried and name not in found.generators:
+            if before == text or name in found.generators:
+                continue
+            if name in found.with_values:  # a copy of the model may begin anew with other values
+                is_lost = self._inside or name in self._stored["carried"]
+            else:
+                begins_anew = text == first or (self._inside and text == start.get(name))
+                # What is set anew in each epoch has the same value at the start of every one.
+                is_carried = self._inside or name in self._stored["read"] or start.get(name) != first
+                is_lost = begins_anew and is_carried
+            if is_lost:
                 lost[name] = before, text
         return lost
 
@@ -216,6 +232,9 @@ class LoopState:
             "start": {name: self._start[name] for name in changed if name in self._start},
             "saved": changed,
             "read": sorted(live.read_by_code & changed.keys()),
+            "carried": sorted(
+                name for name in changed if self._start.get(name, "") == self._before.get(name)
+            ),
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
         }

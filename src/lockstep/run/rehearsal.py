@@ -492,9 +492,8 @@ def _is_stored(name: str, model: nn.Module) -> bool:
         has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
         if has_extra_state and owner in name:
             return True
-        if name.endswith(owner) and any(
-            name == f"the attribute {key!r}{owner}" for key in numbers_of(module)
-        ):
+        places = [f"the attribute {key!r}{owner}" for key in numbers_of(module)]
+        if any(name == place or name.startswith(f"{place}[") for place in places):
             return True
     return False
 

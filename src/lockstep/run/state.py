@@ -24,7 +24,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.attributes import decoded, numbers_of, unsaved_tensors
+from lockstep.run.attributes import numbers_of, set_numbers, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
@@ -351,7 +351,7 @@ class RunState:
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
         for name, holder in self._holders().items():
-            vars(holder).update(decoded(written.get("attributes", {}).get(name, {})))
+            set_numbers(holder, written.get("attributes", {}).get(name, {}))
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
