@@ -281,3 +281,22 @@ def hold(world):
     found["momentum"] = {"held": part is not None, "whole": list(given.shape)}
     run.close()
     return found
+
+
+def freezes_within_an_epoch(world, rank, layer, schedule):
+    run = Run(options(pipeline={"schedule": schedule}), world)
+    model = layers()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step, batch in enumerate(run.batches(rows())):
+        if step == 1 and world.rank == rank:
+            model[layer].requires_grad_(False)
+        run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rank", "layer"), [(0, 0), (0, 3), (1, 0), (1, 3)])
+def test_layers_that_one_rank_freezes_within_an_epoch_are_refused(rank, layer, schedule):
+    with pytest.raises(ConfigError, match=r"do not agree on which parameters are trained in this step"):
+        run_ranks(freezes_within_an_epoch, 2, rank, layer, schedule, timeout=30)

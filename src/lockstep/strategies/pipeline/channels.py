@@ -4,7 +4,7 @@ Nothing infers shapes beforehand, so no module is called once more than in train
 with its description in front; after that both sides know it, and only tensors are sent. A kind is what decides the
 shapes, such as the shapes of the model's input, which every rank of a pipeline knows.
 
-    sender     [length][description] [tensor] [tensor]      [tensor] [tensor]      [tensor] ...
+    sender     [head][description]   [tensor] [tensor]      [tensor] [tensor]      [tensor] ...
                 first of a kind                              same kind
 
 Strides are part of the description: the receiver computes on the same layout, and so with the same kernels. A named
@@ -14,6 +14,7 @@ tuple or a dataclass goes as a dict of its fields with the name of its class, wh
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import deque
 from collections.abc import Hashable
@@ -40,6 +41,13 @@ _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
 _SAME = "tensor "
 """Begins what stands for a tensor that was there before, ahead of its place."""
+
+OTHER_FREEZING = (
+    "The ranks of a pipeline do not agree on which parameters are trained in this step. Freeze layers, and thaw them, "
+    "on every rank, not under a condition on the rank, such as run.is_main."
+)
+_BEGINS = 0x6C6F636B73746570
+"""The first word of a description, which no tensor is likely to have."""
 
 _SOUND: set[str] = set()
 """Texts that give the structures again that they were made of."""
@@ -309,6 +317,11 @@ def _text(leaf: Any) -> str:
     return json.dumps(leaf)
 
 
+def _bytes_of(spec: TensorSpec) -> int:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return math.prod(spec.shape) * dtype.itemsize
+
+
 class PipelineChannel:
     """One direction between two ranks; what one sends, the other must receive, in the same order.
 
@@ -337,7 +350,7 @@ class PipelineChannel:
         if known is None:
             description = self._known[kind] = replace(description, overlapping=_overlapping(tensors))
             text = torch.frombuffer(bytearray(description.encode()), dtype=torch.uint8).to(self._device)
-            self._start_send(torch.tensor([len(text)], device=self._device))
+            self._start_send(torch.tensor([_BEGINS, len(text)], device=self._device))
             self._start_send(text)
         elif known != description:
             raise ConfigError(
@@ -375,11 +388,24 @@ class PipelineChannel:
             self._sent.popleft()[0].wait()
 
     def _receive_description(self) -> Description:
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._start_receive(length).wait()
-        text = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
+        head = torch.zeros(self._words_of_head(), dtype=torch.int64, device=self._device)
+        self._start_receive(head).wait()
+        begins, length = head[:2].tolist()
+        if begins != _BEGINS:
+            raise ConfigError(OTHER_FREEZING)
+        text = torch.zeros(length, dtype=torch.uint8, device=self._device)
         self._start_receive(text).wait()
         return Description.decode(bytes(text.tolist()))
+
+    def _words_of_head(self) -> int:
+        """The room for the head of a description, in int64: two words, and what else the sender might send.
+
+        gloo ends the process where a message is larger than its room. NCCL wants both of one size.
+        """
+        if self._device.type != "cpu":
+            return 2
+        sizes = [_bytes_of(spec) for description in self._known.values() for spec in description.specs]
+        return max([16, *sizes]) // 8 + 1
 
     def _post(self, description: Description) -> list[tuple[dist.Work, Tensor]]:
         places = [spec.empty(self._device) for spec in description.specs]

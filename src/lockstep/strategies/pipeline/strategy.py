@@ -9,6 +9,7 @@ micro-batches in the tree, by the same hooks as ``single``. With a data axis, ea
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.channels import OTHER_FREEZING, PipelineChannel
 from lockstep.strategies.pipeline.loss_reads import LossReads
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
@@ -240,7 +241,7 @@ class Pipeline(Strategy):
         self._note_state(model, modules)
         self.absences: list[Absence] = []
         self.writes = LoopWrites()
-        self._frozen_seen: dict[tuple[bool, ...], int] = {}
+        self._frozen_seen: dict[bytes, int] = {}
         self._passes: dict[int, Passes] = {}
         self._sums: dict[int, StepSums] = {}
         self._trainable: dict[str, nn.Parameter] = {}
@@ -268,6 +269,7 @@ class Pipeline(Strategy):
         self._present: tuple[Sequence[int], Tensor] = (), torch.empty(0)
         """Which gradients there are here after a step, and why to stop; the same on the device."""
         self._whole_parameters = list(placed.parameters())
+        self._frozen, self._freezing_changed = self._frozen_now(), False
         self._elsewhere = {n: p for n, p in placed.named_parameters() if isinstance(p, AbsentParameter)}
         self._opened["the prepared model"] = placed
         self._read = [
@@ -302,8 +304,9 @@ class Pipeline(Strategy):
         self, batch: Batch, mine: Sequence[int], order: Sequence[Action], compute: Compute, scale: float
     ) -> None:
         """Does this rank's passes in their order."""
-        frozen = self._frozen()
-        kinds = [("trained", frozen, *kind_of(each.data)) for each in batch.micro_batches]
+        self._freezing_changed = self._frozen != (frozen := self._frozen_now())
+        self._frozen = frozen
+        kinds = [("trained", self._frozen, *kind_of(each.data)) for each in batch.micro_batches]
         begun: set[int] = set()
         for action, following in zip(order, (*order[1:], None)):
             micro_batch, kind = batch.micro_batches[action.place], kinds[action.place]
@@ -348,11 +351,11 @@ class Pipeline(Strategy):
             for absence in self.absences:
                 absence.is_computing = False
 
-    def _frozen(self) -> int:
+    def _frozen_now(self) -> int:
         """A number for what is frozen now, equal on all ranks: it decides which activations need gradients."""
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = tuple(not parameter.requires_grad for parameter in self._whole_parameters)
-        return self._frozen_seen.setdefault(frozen, len(self._frozen_seen))
+            frozen = bytes(not parameter.requires_grad for parameter in self._whole_parameters)
+        return self._frozen_seen.setdefault(frozen, zlib.crc32(frozen))
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
@@ -529,17 +532,19 @@ class Pipeline(Strategy):
         for ends in self.events.exchange_end:
             ends()
         finite = torch.stack([result.finite for result in results]).all()
-        held = [self._trainable.get(name) for name in self._trained]
-        present = (stop, *(each is not None and each.grad is not None for each in held))
+        gradients = [getattr(self._trainable.get(name), "grad", None) is not None for name in self._trained]
+        present = (stop, self._frozen, -self._frozen, *gradients)
         if present != self._present[0]:  # a copy to a device, which the host waits for
             self._present = present, torch.tensor(present, device=self.device)
         flags = torch.cat([self._present[1], (~finite).long().view(1)])
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+        if self._freezing_changed and flags[1] != -flags[2]:  # before waiting for what nobody may receive
+            raise ConfigError(OTHER_FREEZING)
         for passes in self._passes.values():
             passes.neighbours.flush()
         for channel in self._answers.values():
             channel.flush()
-        for name, has_gradient in zip(self._trained, flags[1:-1].unbind()):
+        for name, has_gradient in zip(self._trained, flags[3:-1].unbind()):
             if name in self._elsewhere:
                 self._elsewhere[name].has_gradient = has_gradient
         return replace(results[0], stop=flags[0], finite=flags[-1] == 0)
