@@ -4,12 +4,15 @@ import copy
 import random
 import sys
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lockstep.data.keyed import encoded_state
+from lockstep.errors import ConfigError
 from lockstep.run.loop_variables import LoopState, Variables, live_names
 
 STEPS = 3
@@ -149,6 +152,55 @@ def test_every_kind_of_generator_is_given_back(make):
     assert draw(own["rng"][0]) == expected
 
 
+class Numbers:
+    """A loop without ``run.epochs``, whose generator goes on, or begins anew in each epoch."""
+
+    def __init__(self, *, anew):
+        self.anew, self.drawn = anew, []
+        self.rng = np.random.default_rng(0)
+
+    def walk(self, state, epochs):
+        for _ in epochs:
+            if self.anew:
+                self.rng = np.random.default_rng(0)
+            state.begin_steps()
+            self.drawn += [self.rng.random() for _ in range(STEPS)]
+            stored = state.capture()
+        return stored
+
+
+def drawn_in(epochs, *, anew, stored=None):
+    numbers = Numbers(anew=anew)
+    state = LoopState(frozenset(), is_main=True) if stored is None else resumed(stored, inside=False)
+    return numbers.walk(state, epochs), numbers.drawn
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_without_epochs_a_generator_goes_on_where_the_epochs_before_tell_that_it_does(anew):
+    _, whole = drawn_in(range(4), anew=anew)
+    stored, first = drawn_in(range(2), anew=anew)
+    _, second = drawn_in(range(2, 4), anew=anew, stored=stored)
+    assert first + second == whole
+
+
+def test_without_epochs_a_resume_after_the_first_one_is_refused_unless_the_script_gives_the_state_back():
+    stored = Numbers(anew=False).walk(LoopState(frozenset(), is_main=True), range(1))
+    with pytest.raises(ConfigError, match=r"self.rng of the loop has drawn numbers.*Loop over run.epochs"):
+        Numbers(anew=False).walk(resumed(stored, inside=False), range(1, 2))
+    again = Numbers(anew=False)
+    again.rng.random(STEPS)
+    again.walk(resumed(stored, inside=False), range(1, 2))
+
+
+def test_a_generator_is_stored_by_a_save_in_another_thread():
+    rng, state = np.random.default_rng(0), LoopState(frozenset(), is_main=True)
+    state.begin_steps()
+    rng.random()
+    with ThreadPoolExecutor(1) as pool:
+        stored = pool.submit(state.capture).result()
+    assert encoded_state(rng) in stored["generators"].values()
+
+
 def test_a_sum_that_a_stop_within_an_epoch_has_lost_is_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     a_loop(resumed(stored, inside=True), 3, first=4)
@@ -244,6 +296,8 @@ def test_values_of_every_kind_have_texts():
         "slotted": Slotted(),
         "proxy": Proxy(),
         "text": "x" * 100,
+        "large": 10**5000,
+        "system": random.SystemRandom(),
     }
     kept["itself"] = kept
     found = Variables.of_loop(frozenset()).texts
@@ -252,4 +306,4 @@ def test_values_of_every_kind_have_texts():
     assert own["kept['queue'][0]"] == "1.0"
     assert own["kept['tensor']"].startswith("[3] of sum")
     assert own["kept['big']"] == "version 0"
-    assert len(own["kept['text']"]) < 60
+    assert len(own["kept['text']"]) < 80

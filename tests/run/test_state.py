@@ -196,9 +196,11 @@ def test_numbers_of_every_kind_go_through_a_checkpoint():
         g=False,
         h="text",
         i=2.0,
+        r=-(10**5000),
         _step_count=7,
     )
     found = decoded(numbers_of(holder))
+    assert found.pop("r") == -(10**5000)
     assert found == {
         "a": 3,
         "b": -4,

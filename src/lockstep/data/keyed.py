@@ -110,7 +110,7 @@ def encoded_state(generator: Any) -> Any:
         return _listed(generator.bit_generator.state)
     if issubclass(kind, np.random.RandomState):
         return _listed(generator.get_state(legacy=False))
-    if issubclass(kind, random.Random):
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):  # which has no state
         version, words, gauss = generator.getstate()
         return [version, list(words), gauss]
     return None

@@ -69,7 +69,7 @@ _MOST_PLACES = 50_000
 _MOST_ENTRIES = 1_000
 _MOST_DEPTH = 50
 _MOST_BYTES = 256 << 20
-_MOST_CHARACTERS = 60
+_MOST_CHARACTERS, _MOST_BITS = 60, 1 << 10
 
 
 class Kind(Enum):
@@ -137,7 +137,7 @@ class Snapshot:
 
     def _value(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, _PLAIN):
-            self._note(name, _short(repr(value)), Kind.NUMBER if isinstance(value, _NUMBERS) else Kind.OTHER)
+            self._note(name, text_of_plain(value), Kind.NUMBER if isinstance(value, _NUMBERS) else Kind.OTHER)
             return
         if id(value) in self._seen:
             if not isinstance(value, type | FunctionType | nn.Module):
@@ -393,7 +393,7 @@ def _generator_state(value: Any) -> tuple[str, Callable[[], None]] | None:
     if isinstance(value, np.random.RandomState):
         legacy = value.get_state(legacy=False)
         return _digest(legacy), lambda: value.set_state(legacy)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         python = value.getstate()
         return _digest(python), lambda: value.setstate(python)
     return None
@@ -405,6 +405,13 @@ def _set_state(generator: torch.Generator, state: Tensor) -> None:
 
 def _digest(state: Any) -> str:
     return hashlib.sha256(pickle.dumps(state)).hexdigest()[:8]
+
+
+def text_of_plain(value: Any) -> str:
+    """A value that ``is_plain`` as a short text, equal where values are."""
+    if type(value) is int and value.bit_length() > _MOST_BITS:  # Python writes no number of 4,300 digits
+        return f"an int of digest {hashlib.sha256(hex(value).encode()).hexdigest()[:8]}"
+    return _short(repr(value))
 
 
 def _short(text: str) -> str:

@@ -34,7 +34,7 @@ def numbers_of(holder: Any) -> dict[str, str]:
         if name in _OF_TORCH or name in _OF_BASES:
             continue
         if type(value) in (bool, int, float):
-            found[name] = repr(value)
+            found[name] = hex(value) if type(value) is int and value.bit_length() > 1000 else repr(value)
         elif type(value) in (list, deque, dict) and _holds_numbers(value):
             found[name] = json.dumps(encode(list(value) if type(value) is deque else value, name))
     return found
@@ -75,8 +75,8 @@ def decoded(attributes: Mapping[str, str]) -> dict[str, Any]:
         if text in words
         else decode(json.loads(text))
         if text[:1] in ("[", "{")
-        else int(text)
-        if text.lstrip("-").isdigit()
+        else int(text, 0)
+        if text.lstrip("-").startswith("0x") or text.lstrip("-").isdigit()
         else float(text)
         for name, text in attributes.items()
     }

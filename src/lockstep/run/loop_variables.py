@@ -18,7 +18,7 @@ import logging
 import sys
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
-from lockstep.numerics.hidden_state import is_closed, is_plain, is_users_code, is_users_module
+from lockstep.errors import ConfigError
+from lockstep.numerics.hidden_state import is_closed, is_plain, is_users_code, is_users_module, text_of_plain
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import shorten
 
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
 _MOST_BYTES = 64 << 20
 """Of tensors and arrays that are read in one look; of further ones the version counts."""
-_MOST_CHARACTERS = 40
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Variables:
             code = frame.f_code
             names = live_names(code, frame.f_lasti) if live_only else None
             owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
-            for name, value in list(frame.f_locals.items()):
+            for name, value in _copied(frame.f_locals.items()):
                 if not name.startswith("__") and (names is None or name in names):
                     found.read_by_code.add(f"{owner}{name}")
                     found._look(value, f"{owner}{name}")
@@ -80,7 +80,7 @@ class Variables:
         kind = type(value)
         if value is None or is_plain(value):
             if not only_tensors:
-                self.texts[name] = _short(repr(value))
+                self.texts[name] = text_of_plain(value)
             return
         if id(value) in self._seen or id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
@@ -102,12 +102,12 @@ class Variables:
             if not only_tensors:
                 self.texts[name] = f"{len(value)} entries"
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
-            for key, held in list(entries) if len(value) <= _MOST_ENTRIES else ():
+            for key, held in _copied(entries) if len(value) <= _MOST_ENTRIES else ():
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
                 self._look(held, entry, depth + 1, only_tensors=only_tensors)
         elif not is_closed(value) and isinstance(held := _attributes(value), dict):
             foreign = only_tensors or not is_users_module(kind.__module__)
-            for key, each in list(held.items()):
+            for key, each in _copied(held.items()):
                 self._look(each, f"{name}.{key}", depth + 1, only_tensors=foreign)
 
     def _text_of(self, tensor: Tensor) -> str:
@@ -164,11 +164,15 @@ class LoopState:
         """The texts then, before the loop's own code at the start of the epoch."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
+        self._generators: dict[str, Any] = {}
+        """Those that there were when the steps of the current epoch began."""
+        self._walks = 0
+        """How often steps of an epoch have begun, over all resumes."""
 
     def resume(self, stored: Mapping[str, Any], *, inside: bool) -> None:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
         self._stored, self._inside, self._in_epochs = stored, inside, False
-        self._first = dict(stored.get("first", {}))
+        self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
 
     def begin_epoch(self) -> None:
         """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -183,8 +187,10 @@ class LoopState:
         """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
         found, stored = Variables.of_loop(self._known), self._stored
         if stored:
-            if self._inside or not self._in_epochs:
+            if self._inside:
                 _give(found, stored["generators"])
+            elif not self._in_epochs:
+                self._give_without_epochs(found)
             lost = self._lost(found)
             self.lost_tensors = {name: found.tensors[name] for name in lost if name in found.tensors}
             if lost and self._is_main:
@@ -200,7 +206,21 @@ class LoopState:
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}
-        self._start = found.texts
+        self._start, self._generators = found.texts, found.generators
+        self._walks += 1
+
+    def _give_without_epochs(self, found: Variables) -> None:
+        """Gives generators what they had at the end of an epoch, where nothing told that the next one begins."""
+        states = self._stored["generators"]
+        for name in self._stored["fresh"]:
+            is_there = name in found.generators and states.get(name) is not None
+            if is_there and self._walks == 1 and encoded_state(found.generators[name]) != states[name]:
+                raise ConfigError(
+                    f"The generator {name} of the loop has drawn numbers in the first epoch. Whether it begins anew in "
+                    "each epoch or goes on cannot be told in this resumed run. Loop over run.epochs, or keep its state "
+                    "in run.extra and give it back before run.batches."
+                )
+        _give(found, {name: state for name, state in states.items() if name not in self._stored["fresh"]})
 
     def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
@@ -226,7 +246,8 @@ class LoopState:
             return {}
         live = Variables.of_loop(self._known, live_only=True)
         changed = {name: text for name, text in live.texts.items() if self._first.get(name, text) != text}
-        generators = Variables.of_loop(self._known).generators
+        # A thread, or a function that has ended, may have had the others.
+        generators = {**self._generators, **Variables.of_loop(self._known).generators}
         return {
             "first": {name: self._first[name] for name in changed},
             "start": {name: self._start[name] for name in changed if name in self._start},
@@ -237,7 +258,17 @@ class LoopState:
             ),
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
+            "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
+            "walks": self._walks,
         }
+
+
+def _copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The entries; none of a container that another thread is changing."""
+    try:
+        return list(entries)
+    except RuntimeError:
+        return []
 
 
 def _give(found: Variables, states: Mapping[str, Any]) -> None:
@@ -277,12 +308,6 @@ def _attributes(value: Any) -> Any:
         return object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
-
-
-def _short(text: str) -> str:
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
