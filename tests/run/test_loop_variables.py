@@ -192,6 +192,55 @@ def test_without_epochs_a_resume_after_the_first_one_is_refused_unless_the_scrip
     again.walk(resumed(stored, inside=False), range(1, 2))
 
 
+def lazily(state, epochs, stop):
+    if stop is None:
+        lazily.rng = None
+    for _ in range(epochs):
+        state.begin_epoch()
+        state.begin_steps()
+        for _ in range(STEPS):
+            lazily.rng = lazily.rng or np.random.default_rng(0)
+            lazily.rng.random()
+        stored = state.capture()
+    return stored
+
+
+def test_a_generator_that_is_made_in_a_step_cannot_go_on_and_is_refused():
+    stored = lazily(LoopState(frozenset(), is_main=True), 2, None)
+    with pytest.raises(ConfigError, match=r"draws random numbers from lazily.rng, which is not there yet"):
+        lazily(resumed(stored, inside=True), 1, None)
+
+
+def test_a_generator_that_is_set_as_an_attribute_in_a_step_is_named(caplog):
+    def walk(state):
+        state.begin_epoch()
+        state.begin_steps()
+        for _ in range(STEPS):
+            walk.rng = getattr(walk, "rng", None) or np.random.default_rng(0)
+            walk.rng.random()
+        return state.capture()
+
+    stored = walk(LoopState(frozenset(), is_main=True))
+    del walk.rng
+    walk(resumed(stored, inside=True))
+    (record,) = caplog.records
+    assert "walk.rng had drawn random numbers" in record.getMessage()
+
+
+def test_a_generator_that_each_step_makes_anew_is_not_named(caplog):
+    def walk(state):
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(STEPS):
+            rng = np.random.default_rng(step)
+            rng.random()
+            stored = state.capture()
+        return stored
+
+    walk(resumed(walk(LoopState(frozenset(), is_main=True)), inside=True))
+    assert caplog.records == []
+
+
 def test_a_generator_is_stored_by_a_save_in_another_thread():
     rng, state = np.random.default_rng(0), LoopState(frozenset(), is_main=True)
     state.begin_steps()

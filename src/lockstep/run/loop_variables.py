@@ -98,6 +98,10 @@ class Variables:
             self._module(value, name)
         elif depth >= _MOST_DEPTH:
             return
+        elif issubclass(kind, FunctionType):
+            if is_users_code(value.__code__, value.__module__ or ""):
+                for key, held in _copied(vars(value).items()):
+                    self._look(held, f"{name}.{key}", depth + 1, only_tensors=only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
             if not only_tensors:
                 self.texts[name] = f"{len(value)} entries"
@@ -192,6 +196,7 @@ class LoopState:
             elif not self._in_epochs:
                 self._give_without_epochs(found)
             lost = self._lost(found)
+            self._require_generators(found, lost)
             self.lost_tensors = {name: found.tensors[name] for name in lost if name in found.tensors}
             if lost and self._is_main:
                 words = [
@@ -240,6 +245,21 @@ class LoopState:
                 lost[name] = before, text
         return lost
 
+    def _require_generators(self, found: Variables, lost: Collection[str]) -> None:
+        """Refuses, or warns of, generators that are not there yet, so that they cannot get their states back."""
+        missing = self._stored["generators"].keys() - found.generators.keys()
+        if names := sorted(missing & set(lost)):
+            raise ConfigError(
+                f"The loop draws random numbers from {shorten(names, 3)}, which is not there yet where this resumed "
+                "run goes on, so it would draw others. Make the generator before the loop over run.batches."
+            )
+        if (names := sorted(missing - set(self._stored["local"]))) and self._is_main:
+            logger.warning(
+                "%s had drawn random numbers when the checkpoint was written, and is not there yet. If it is not made "
+                "anew in each step, make it before the loop over run.batches, so that it can go on.",
+                shorten(names, 3),
+            )
+
     def capture(self) -> dict[str, Any]:
         """What a checkpoint holds of the loop; called from within it."""
         if not self._start:
@@ -247,7 +267,8 @@ class LoopState:
         live = Variables.of_loop(self._known, live_only=True)
         changed = {name: text for name, text in live.texts.items() if self._first.get(name, text) != text}
         # A thread, or a function that has ended, may have had the others.
-        generators = {**self._generators, **Variables.of_loop(self._known).generators}
+        everything = Variables.of_loop(self._known)
+        generators = {**self._generators, **everything.generators}
         return {
             "first": {name: self._first[name] for name in changed},
             "start": {name: self._start[name] for name in changed if name in self._start},
@@ -259,6 +280,7 @@ class LoopState:
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
+            "local": sorted(everything.read_by_code & generators.keys()),
             "walks": self._walks,
         }
 
