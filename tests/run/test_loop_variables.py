@@ -301,6 +301,33 @@ def test_a_copy_that_follows_the_model_is_named_though_it_begins_with_other_valu
     assert "self.target" not in record.getMessage()
 
 
+class Trainer:
+    def __init__(self):
+        self.step = 0
+
+    def train(self, state, stop):
+        stored = None
+        for _ in range(2):
+            state.begin_epoch()
+            state.begin_steps()
+            for _ in range(STEPS):
+                self.step += 1
+                stored = state.capture() if self.step == stop else stored
+        return stored
+
+
+def trained(state, stop=None):
+    task = Trainer()
+    return task.train(state, stop)
+
+
+def test_attributes_of_an_object_that_only_an_inner_function_goes_on_to_read_are_named(caplog):
+    stored = trained(LoopState(frozenset(), is_main=True), 4)
+    trained(resumed(stored, inside=True))
+    (record,) = caplog.records
+    assert "trained: task.step (0, was 4)" in record.getMessage()
+
+
 def test_what_the_script_gives_back_itself_is_not_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     task = Task()
@@ -354,5 +381,5 @@ def test_values_of_every_kind_have_texts():
     assert own["kept['many']"] == "1000 entries"
     assert own["kept['queue'][0]"] == "1.0"
     assert own["kept['tensor']"].startswith("[3] of sum")
-    assert own["kept['big']"] == "version 0"
+    assert own["kept['big']"] == "version 0, a sample of sum 0"
     assert len(own["kept['text']"]) < 80

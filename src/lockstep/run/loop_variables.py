@@ -37,8 +37,8 @@ from lockstep.text import shorten
 logger = logging.getLogger(__name__)
 
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
-_MOST_BYTES = 64 << 20
-"""Of tensors and arrays that are read in one look; of further ones the version counts."""
+_MOST_BYTES, _SAMPLE = 1 << 20, 4_096
+"""Of a tensor or array that is read; the numbers out of a larger one."""
 
 
 @dataclass
@@ -53,26 +53,39 @@ class Variables:
     generators: dict[str, Any] = field(default_factory=dict)
     with_values: set[str] = field(default_factory=set)
     """Tensors, arrays, and modules."""
-    read_by_code: set[str] = field(default_factory=set)
+    local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
+    live: set[str] = field(default_factory=set)
+    """The texts of what the frames will read before they set it anew, as far as code tells that."""
+    _is_live: bool = True
     _seen: set[int] = field(default_factory=set)
-    _bytes: int = 0
 
     @classmethod
-    def of_loop(cls, known: Collection[int], *, live_only: bool = False) -> Variables:
-        """Looks at the frames that are running. ``live_only``: at what they will read before they set it anew."""
+    def of_loop(cls, known: Collection[int]) -> Variables:
+        """Looks at the frames that are running."""
         found, frames = cls(known), list(_users_frames())
+        variables: list[tuple[str, Any, bool]] = []
         for frame in frames:
             code = frame.f_code
-            names = live_names(code, frame.f_lasti) if live_only else None
+            live = live_names(code, frame.f_lasti)
             owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
-            for name, value in _copied(frame.f_locals.items()):
-                if not name.startswith("__") and (names is None or name in names):
-                    found.read_by_code.add(f"{owner}{name}")
-                    found._look(value, f"{owner}{name}")
+            variables += [
+                (f"{owner}{name}", value, name in live)
+                for name, value in _copied(frame.f_locals.items())
+                if not name.startswith("__")
+            ]
+        read = {id(value) for _, value, is_live in variables if is_live}  # by another frame, perhaps
+        for name, value, is_live in variables:
+            found.local.add(name)
+            found._is_live = is_live or id(value) in read
+            found._look(value, name)
+        found._is_live = True
         for frame in frames:
-            for name in _globals_of(frame.f_code, frame.f_globals) - found.texts.keys():
-                found._look(frame.f_globals[name], name)
+            for name in _globals_of(frame.f_code, frame.f_globals):
+                if name in found.texts:
+                    found.live.add(name)  # functions may read what the code of the module does not
+                else:
+                    found._look(frame.f_globals[name], name)
         return found
 
     def _look(self, value: Any, name: str, depth: int = 0, *, only_tensors: bool = False) -> None:
@@ -80,7 +93,7 @@ class Variables:
         kind = type(value)
         if value is None or is_plain(value):
             if not only_tensors:
-                self.texts[name] = text_of_plain(value)
+                self._note(name, text_of_plain(value))
             return
         if id(value) in self._seen or id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
@@ -88,12 +101,12 @@ class Variables:
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
                 self.tensors[name] = value
-                self._note_values(name, self._text_of(value))
+                self._note(name, self._text_of(value), has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
         elif (state := encoded_state(value)) is not None:
             self.generators[name] = value
-            self.texts[name] = hashlib.sha256(repr(state).encode()).hexdigest()[:8]
+            self._note(name, _digest(repr(state).encode()))
         elif issubclass(kind, nn.Module):
             self._module(value, name)
         elif depth >= _MOST_DEPTH:
@@ -104,7 +117,7 @@ class Variables:
                     self._look(held, f"{name}.{key}", depth + 1, only_tensors=only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
             if not only_tensors:
-                self.texts[name] = f"{len(value)} entries"
+                self._note(name, f"{len(value)} entries")
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
             for key, held in _copied(entries) if len(value) <= _MOST_ENTRIES else ():
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
@@ -115,21 +128,24 @@ class Variables:
                 self._look(each, f"{name}.{key}", depth + 1, only_tensors=foreign)
 
     def _text_of(self, tensor: Tensor) -> str:
+        version = "" if tensor.is_inference() else f"version {tensor._version}"
         is_read = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not is_read or tensor.is_meta or tensor.is_quantized or self._bytes + tensor.nbytes > _MOST_BYTES:
-            return "not read" if tensor.is_inference() else f"version {tensor._version}"
-        self._bytes += tensor.nbytes
+        if not is_read or tensor.is_meta or tensor.is_quantized:
+            return version
         if tensor.numel() == 1:
             return f"tensor({tensor.item()!r})"
-        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)) & 0xFFFFFFFF:08x}"
+        if tensor.nbytes > _MOST_BYTES:
+            if not tensor.is_contiguous():
+                return version
+            tensor = tensor.detach().view(-1)[:: tensor.numel() // _SAMPLE]
+            return f"{version}, a sample of sum {int(sum_of_bits(tensor)):x}"
+        return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)):x}"
 
     def _array(self, array: Any, name: str) -> None:
-        if not array.dtype.hasobject and self._bytes + array.nbytes <= _MOST_BYTES:
-            self._bytes += array.nbytes
-            content = np.ascontiguousarray(array).tobytes()
-            self._note_values(
-                name, f"{list(array.shape)} of digest {hashlib.sha256(content).hexdigest()[:8]}"
-            )
+        if not array.dtype.hasobject:
+            step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
+            content = np.ascontiguousarray(array.flat[::step]).tobytes()
+            self._note(name, f"{list(array.shape)} of digest {_digest(content)}", has_values=True)
 
     def _module(self, module: nn.Module, name: str) -> None:
         """One text of all tensors of a module, such as a copy of the model that follows it, or a metric."""
@@ -139,11 +155,18 @@ class Variables:
         ]
         if tensors and not any(id(tensor) in self.known for tensor in tensors):
             content = repr([self._text_of(tensor) for tensor in tensors])
-            self._note_values(name, f"tensors of digest {hashlib.sha256(content.encode()).hexdigest()[:8]}")
+            self._note(name, f"tensors of digest {_digest(content.encode())}", has_values=True)
 
-    def _note_values(self, name: str, text: str) -> None:
+    def _note(self, name: str, text: str, *, has_values: bool = False) -> None:
         self.texts[name] = text
-        self.with_values.add(name)
+        if self._is_live:
+            self.live.add(name)
+        if has_values:
+            self.with_values.add(name)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
 
 
 class LoopState:
@@ -260,27 +283,29 @@ class LoopState:
                 shorten(names, 3),
             )
 
+    def _has_changed(self, name: str, found: Variables) -> bool:
+        return self._first.get(name, found.texts[name]) != found.texts[name]
+
     def capture(self) -> dict[str, Any]:
         """What a checkpoint holds of the loop; called from within it."""
         if not self._start:
             return {}
-        live = Variables.of_loop(self._known, live_only=True)
-        changed = {name: text for name, text in live.texts.items() if self._first.get(name, text) != text}
+        found = Variables.of_loop(self._known)
+        changed = {name: found.texts[name] for name in found.live if self._has_changed(name, found)}
         # A thread, or a function that has ended, may have had the others.
-        everything = Variables.of_loop(self._known)
-        generators = {**self._generators, **everything.generators}
+        generators = {**self._generators, **found.generators}
         return {
             "first": {name: self._first[name] for name in changed},
             "start": {name: self._start[name] for name in changed if name in self._start},
             "saved": changed,
-            "read": sorted(live.read_by_code & changed.keys()),
+            "read": sorted(found.local & changed.keys()),
             "carried": sorted(
                 name for name in changed if self._start.get(name, "") == self._before.get(name)
             ),
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
-            "local": sorted(everything.read_by_code & generators.keys()),
+            "local": sorted(found.local & generators.keys()),
             "walks": self._walks,
         }
 
