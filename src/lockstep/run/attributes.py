@@ -1,27 +1,36 @@
-"""What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold the numbers."""
+"""What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold what is plain there.
+
+Of optimizers that is numbers; of modules also texts, small tensors, and lists, tuples and dicts of plain values.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.strategies.absent import AbsentTensor
 
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
-    *("training", "_is_full_backward_hook"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def numbers_of(holder: Any) -> dict[str, str]:
-    """The numbers among an object's attributes, as texts from which they can be read back."""
+    """The numbers among an object's attributes, as texts from which they can be read back.
+
+    Those of a module have its mode, ``training``.
+    """
     return {
         name: repr(value)
         for name, value in vars(holder).items()
@@ -36,6 +45,72 @@ def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
         name: words[text] if text in words else int(text) if text.lstrip("-").isdigit() else float(text)
         for name, text in attributes.items()
     }
+
+
+_MOST_ENTRIES, _MOST_NUMBERS = 64, 4096
+"""Of a list, tuple or dict, and of a tensor: larger ones are caches and notes, more often than settings."""
+
+
+def values_of(module: nn.Module) -> dict[str, str]:
+    """The plain values among a module's attributes that are no numbers, and its small tensors, as texts.
+
+    Tensors are those that no ``state_dict()`` has: attributes, and buffers with ``persistent=False``.
+    """
+    found = {
+        name: json.dumps(encode(value, name))
+        for name, value in vars(module).items()
+        if type(value) in (str, type(None), list, tuple, dict)
+        and name not in _OF_MODULES
+        and _is_plain(value)
+    }
+    tensors = {name: value for name, value in vars(module).items() if _is_small(value)}
+    buffers = {name: module._buffers.get(name) for name in sorted(module._non_persistent_buffers_set)}
+    tensors |= {name: buffer for name, buffer in buffers.items() if _is_small(buffer)}
+    return found | {name: json.dumps({_TENSOR: _numbers(tensor)}) for name, tensor in tensors.items()}
+
+
+def set_values(module: nn.Module, stored: Mapping[str, str]) -> None:
+    """Gives a module what ``values_of`` gave of it, tensors in place: others may refer to them."""
+    for name, text in stored.items():
+        value, own = decode(json.loads(text)), module._buffers.get(name, vars(module).get(name))
+        if not isinstance(value, dict) or value.keys() != {_TENSOR}:
+            vars(module)[name] = value
+            continue
+        dtype, shape, numbers = value[_TENSOR]
+        tensor = torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
+        if isinstance(own, AbsentTensor):
+            continue  # another process has it
+        if type(own) is Tensor and own.shape == tensor.shape and own.dtype == tensor.dtype:
+            with torch.no_grad():
+                own.copy_(tensor)
+            continue
+        device = own.device if isinstance(own, Tensor) else tensor.device
+        (module._buffers if name in module._buffers else vars(module))[name] = tensor.to(device)
+
+
+_TENSOR = "tensor values"
+"""Marks what stands for a tensor."""
+
+
+def _is_plain(value: Any) -> bool:
+    """True for numbers, texts, None, and for short lists, tuples and dicts by texts of such."""
+    if type(value) in (list, tuple):
+        return len(value) <= _MOST_ENTRIES and all(map(_is_plain, value))
+    if type(value) is dict:
+        plain = len(value) <= _MOST_ENTRIES and all(type(key) is str for key in value)
+        return plain and all(map(_is_plain, value.values()))
+    return type(value) in (bool, int, float, str, type(None))
+
+
+def _is_small(value: Any) -> bool:
+    """True for a tensor of a few real numbers, without a gradient or a graph."""
+    if type(value) is not Tensor or value.is_meta or value.layout is not torch.strided:
+        return False
+    return value.numel() <= _MOST_NUMBERS and not (value.requires_grad or value.is_complex())
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
 
 
 def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:

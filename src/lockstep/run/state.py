@@ -24,10 +24,10 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.attributes import decoded, numbers_of, unsaved_tensors
+from lockstep.run.attributes import decoded, numbers_of, set_values, unsaved_tensors, values_of
 from lockstep.run.epoch_loop import Position
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.absent import AbsentParameter
@@ -162,6 +162,7 @@ class RunState:
             if key not in _HOW and _is_plain(_number(value))
         }
         self._first_numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
+        self._first_values = {name: values_of(each) for name, each in self.parts.model.named_modules()}
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
@@ -196,7 +197,8 @@ class RunState:
         """
         held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
-        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer)
+        # Of tensors that several processes write, a reader joins the rows, and each has these whole.
+        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer if keep else {})
         state.progress.update({"extra_states": extra} if extra else {})
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
@@ -215,6 +217,10 @@ class RunState:
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         if attributes := self._changed_attributes():
             state.progress["attributes"] = attributes
+        if values := self._changed_values():
+            state.progress["values"] = values
+        if frozen := sorted({*frozen_parameters(self.model.module)} - self.parts.frozen):
+            state.progress["frozen"] = frozen
         if unsaved := self._unsaved():
             state.progress["unsaved"] = unsaved
         self._capture_gradients(state, keep, rows)
@@ -230,16 +236,31 @@ class RunState:
 
     def _changed_attributes(self) -> dict[str, dict[str, str]]:
         """The numbers that optimizers and the loop have changed in attributes, by their holder. Collective."""
+        numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
+        return self._changed(numbers, self._first_numbers)
+
+    def _changed_values(self) -> dict[str, dict[str, str]]:
+        """What else the loop has changed in attributes of modules, by the name of the module. Collective."""
+        values = {name: values_of(module) for name, module in self.parts.model.named_modules()}
+        return self._changed(values, self._first_values)
+
+    def _changed(
+        self, now: Mapping[str, Mapping[str, str]], first: Mapping[str, Mapping[str, str]]
+    ) -> dict[str, dict[str, str]]:
+        """The texts that are others than at first, on some process. Collective."""
         mine = {}
-        for name, holder in self._holders().items():
-            first = self._first_numbers.get(name, {})
-            if changed := {k: text for k, text in numbers_of(holder).items() if first.get(k) != text}:
+        for name, texts in now.items():
+            before = first.get(name, {})
+            if changed := {key: text for key, text in texts.items() if before.get(key) != text}:
                 mine[name] = changed
         if self.strategy.replicated or self.group is None:
             return mine
-        everyone = gather_json(mine, self.group, self.strategy.device)
+        found: dict[str, dict[str, str]] = {}
         # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        return {name: values for theirs in reversed(everyone) for name, values in theirs.items()}
+        for theirs in reversed(gather_json(mine, self.group, self.strategy.device)):
+            for name, changed in theirs.items():
+                found.setdefault(name, {}).update(changed)
+        return found
 
     def _unsaved(self) -> list[str]:
         """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
@@ -342,6 +363,11 @@ class RunState:
             self._load_optimizer(number, optimizer, state)
         for name, holder in self._holders().items():
             vars(holder).update(decoded(written.get("attributes", {}).get(name, {})))
+        modules = dict(self.parts.model.named_modules())
+        for name, values in written.get("values", {}).items():
+            set_values(modules[name], values)
+        for name in written.get("frozen", ()):
+            self.model.parameters[name].requires_grad_(False)
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)

@@ -1,0 +1,123 @@
+"""What a loop has changed before a stop is there after it, on every layout, or the run is refused."""
+
+import dataclasses
+
+import pytest
+from tests.sameness.drawing import SINGLE
+from tests.sameness.programs import compare
+from tests.sameness.trials import Layout, Worlds, run_trial
+
+BEGIN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+RECIPE = {"global_batch": 16, "micro_batches": 8, "seed": 3, "threads": 1}
+EPOCHS = 3
+inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, torch.arange(40) % 4)
+
+
+def layers(*more):
+    torch.manual_seed(5)
+    ends = [nn.Linear(6, 40), nn.ReLU()], [nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)]
+    return nn.Sequential(*ends[0], *more, *ends[1])
+
+
+def ended(model, step):
+    pass
+"""
+TRAIN = """
+
+def train(run, epochs):
+    global found
+    found = {}
+    model = make()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            step = run.position.step
+            found[f"e{epoch}s{step} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended(model, step)
+        found[f"e{epoch} evaluated"] = run.evaluate(data, F.cross_entropy)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+FROZEN = """
+def make():
+    return layers(nn.BatchNorm1d(40))
+def ended(model, step):
+    if step == 1:
+        model[0].requires_grad_(False)
+        model[2].eval()
+"""
+ATTRIBUTES = """
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
+        self.mode, self.scales, self.bound, self.gains = "plain", (1.0, 2), None, torch.ones(40)
+    def forward(self, x):
+        x = x / self.temperature * self.scales[0] * self.gains
+        x = x if self.bound is None else x.clamp(-self.bound, self.bound)
+        return x.tanh() if self.mode == "tanh" else x
+def make():
+    return layers(Changing(), nn.Dropout(0.1), Changing())
+def ended(model, step):
+    model[2].temperature.mul_(0.9)
+    model[4].gains.mul_(1.01)
+    if step == 1:
+        model[2].mode, model[4].scales, model[4].bound = "tanh", (0.5, 3), 0.7
+"""
+EXTRA_STATES = """
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = {"scale": torch.ones(40), "steps": 0}
+    def forward(self, x):
+        return x * self.held["scale"]
+    def get_extra_state(self):
+        return dict(self.held)
+    def set_extra_state(self, state):
+        self.held = dict(state)
+def make():
+    return layers(Keeping(), nn.Dropout(0.1))
+def ended(model, step):
+    model[2].held["scale"] *= 0.9
+    model[2].held["steps"] += 1
+    found[f"e.s{step} held"] = model[2].held["steps"], float(model[2].held["scale"].sum())
+"""
+PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "extra states": EXTRA_STATES}
+DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
+FSDP = Layout("fsdp 3", 3, {"strategy": "fsdp"})
+PIPELINE = Layout("pipeline 2", 2, {"strategy": "pipeline"})
+SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
+BOTH = Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"})
+
+
+def stopped(layout, step):
+    return dataclasses.replace(layout, stop=step)
+
+
+RESTARTS = [
+    pytest.param([stopped(SINGLE, 3), SINGLE], id="single"),
+    pytest.param([stopped(PIPELINE, 2), FSDP], id="pipeline, fsdp"),
+    pytest.param([stopped(DDP, 1), SERVERS], id="ddp, servers", marks=pytest.mark.slow),
+    pytest.param([stopped(BOTH, 5), PIPELINE], id="fsdp x pipeline, pipeline", marks=pytest.mark.slow),
+    pytest.param([stopped(SERVERS, 4), BOTH], id="servers, fsdp x pipeline", marks=pytest.mark.slow),
+    pytest.param([stopped(FSDP, 6), DDP], id="fsdp, ddp", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("phases", RESTARTS)
+def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
+    """Layers frozen and put in evaluation mode, texts, tuples and tensors of modules, tensors in extra states."""
+    with Worlds() as worlds:
+        for name, program in PROGRAMS.items():
+            text = BEGIN + program + TRAIN
+            expected = run_trial(text, [SINGLE], 40, worlds)
+            verdict = compare(expected, run_trial(text, phases, 40, worlds), phases[-1])
+            assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
