@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.distributed.collectives import gather_json
 from lockstep.strategies.absent import AbsentTensor
 
 _OF_TORCH = (
@@ -45,6 +47,62 @@ def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
         name: words[text] if text in words else int(text) if text.lstrip("-").isdigit() else float(text)
         for name, text in attributes.items()
     }
+
+
+class Attributes:
+    """What optimizers and modules keep in attributes, beside what they kept when this was made.
+
+    Args:
+        optimizers: the user's own.
+        model: of whose modules.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+        self._optimizers, self._model = optimizers, model
+        self._first = self._held()
+
+    def changed(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+        """What has changed since, as texts by holder and attribute. Collective.
+
+        Args:
+            group: of processes that hold different parts; None where this one has all.
+            device: of the exchange.
+        """
+        mine: dict[str, dict[str, dict[str, str]]] = {}
+        for kind, holders in self._held().items():
+            for name, texts in holders.items():
+                first = self._first[kind].get(name, {})
+                if changed := {key: text for key, text in texts.items() if first.get(key) != text}:
+                    mine.setdefault(kind, {})[name] = changed
+        if group is None:
+            return mine
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
+        for theirs in reversed(gather_json(mine, group, device)):
+            for kind, holders in theirs.items():
+                for name, changed in holders.items():
+                    found.setdefault(kind, {}).setdefault(name, {}).update(changed)
+        return found
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Sets what ``changed`` gave."""
+        for name, holder in self._holders().items():
+            vars(holder).update(decoded(stored.get("attributes", {}).get(name, {})))
+        modules = dict(self._model.named_modules())
+        for name, values in stored.get("values", {}).items():
+            set_values(modules[name], values)
+
+    def _holders(self) -> dict[str, Any]:
+        """What may keep numbers as attributes, which no ``state_dict`` has."""
+        optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
+        return optimizers | {f"module {name}": each for name, each in self._model.named_modules()}
+
+    def _held(self) -> dict[str, dict[str, dict[str, str]]]:
+        """The numbers of all, and what else modules hold, as texts by holder and attribute."""
+        return {
+            "attributes": {name: numbers_of(holder) for name, holder in self._holders().items()},
+            "values": {name: values_of(module) for name, module in self._model.named_modules()},
+        }
 
 
 _MOST_ENTRIES, _MOST_NUMBERS = 64, 4096

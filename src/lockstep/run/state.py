@@ -24,7 +24,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.attributes import decoded, numbers_of, set_values, unsaved_tensors, values_of
+from lockstep.run.attributes import Attributes, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
@@ -161,8 +161,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
-        self._first_numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
-        self._first_values = {name: values_of(each) for name, each in self.parts.model.named_modules()}
+        self._attributes = Attributes(self.parts.optimizers, self.parts.model)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
@@ -215,10 +214,8 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        if attributes := self._changed_attributes():
-            state.progress["attributes"] = attributes
-        if values := self._changed_values():
-            state.progress["values"] = values
+        others = None if self.strategy.replicated else self.group
+        state.progress.update(self._attributes.changed(others, self.strategy.device))
         if frozen := sorted({*frozen_parameters(self.model.module)} - self.parts.frozen):
             state.progress["frozen"] = frozen
         if unsaved := self._unsaved():
@@ -228,39 +225,6 @@ class RunState:
             own, _ = checkpoint.model_state(module)
             state.optimizer.update({f"module{number}|{name}": tensor for name, tensor in own.items()})
         return state
-
-    def _holders(self) -> dict[str, Any]:
-        """What may keep numbers as attributes, which no ``state_dict`` has: the optimizers, and the model's modules."""
-        optimizers = {f"optimizer {number}": each for number, each in enumerate(self.parts.optimizers)}
-        return optimizers | {f"module {name}": each for name, each in self.parts.model.named_modules()}
-
-    def _changed_attributes(self) -> dict[str, dict[str, str]]:
-        """The numbers that optimizers and the loop have changed in attributes, by their holder. Collective."""
-        numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
-        return self._changed(numbers, self._first_numbers)
-
-    def _changed_values(self) -> dict[str, dict[str, str]]:
-        """What else the loop has changed in attributes of modules, by the name of the module. Collective."""
-        values = {name: values_of(module) for name, module in self.parts.model.named_modules()}
-        return self._changed(values, self._first_values)
-
-    def _changed(
-        self, now: Mapping[str, Mapping[str, str]], first: Mapping[str, Mapping[str, str]]
-    ) -> dict[str, dict[str, str]]:
-        """The texts that are others than at first, on some process. Collective."""
-        mine = {}
-        for name, texts in now.items():
-            before = first.get(name, {})
-            if changed := {key: text for key, text in texts.items() if before.get(key) != text}:
-                mine[name] = changed
-        if self.strategy.replicated or self.group is None:
-            return mine
-        found: dict[str, dict[str, str]] = {}
-        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        for theirs in reversed(gather_json(mine, self.group, self.strategy.device)):
-            for name, changed in theirs.items():
-                found.setdefault(name, {}).update(changed)
-        return found
 
     def _unsaved(self) -> list[str]:
         """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
@@ -361,11 +325,7 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-        for name, holder in self._holders().items():
-            vars(holder).update(decoded(written.get("attributes", {}).get(name, {})))
-        modules = dict(self.parts.model.named_modules())
-        for name, values in written.get("values", {}).items():
-            set_values(modules[name], values)
+        self._attributes.restore(written)
         for name in written.get("frozen", ()):
             self.model.parameters[name].requires_grad_(False)
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
