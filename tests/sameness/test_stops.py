@@ -121,3 +121,28 @@ def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
             expected = run_trial(text, [SINGLE], 40, worlds)
             verdict = compare(expected, run_trial(text, phases, 40, worlds), phases[-1])
             assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
+
+
+SPLIT = """
+def make():
+    return layers()
+def split(seed):
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.Subset(data, order[:30].tolist())
+"""
+OTHER_SPLIT = "set_ = split(int(run.position.step > 0))\n    for epoch in run.epochs"
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 0), SINGLE], id="single"),
+        pytest.param([stopped(DDP, 2), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
+    """A split without a seed, or the other one of two sets that a loop goes through in turn."""
+    train = TRAIN.replace("for epoch in run.epochs", OTHER_SPLIT).replace("batches(data)", "batches(set_)")
+    ended = run_trial(BEGIN + SPLIT + train, phases)
+    assert ended.how == "refused" and "choice of samples 1 (Subset)" in ended.message, ended
+    assert "not what the checkpoint was reading in this epoch" in ended.message

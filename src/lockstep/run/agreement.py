@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
 from lockstep.data import SkipBroken
@@ -372,16 +373,37 @@ Digests = Callable[[], Mapping[str, str]]
 
 
 class AgreedData:
-    """The data sets that all ranks have been asked about; ``position`` notes the size of the current one."""
+    """The data sets that all ranks have been asked about, and the one that a checkpoint was reading.
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
+    Args:
+        group: all ranks; None for a world of one.
+        device: of the exchanges.
+        position: notes the size of the current set.
+        options: of the run.
+        warns: True for the process that warns.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        position: Position,
+        options: RunOptions,
+        *,
+        warns: bool,
+    ) -> None:
         self._group, self._device, self._position = group, device, position
+        self._options, self._warns = options, warns
         self._agreed: set[tuple[int, SamplePlan | int]] = set()
-        self._resumed_samples = 0
+        self._known: dict[tuple[int, SamplePlan], dict[str, str]] = {}
+        self._resumed_samples, self._resumed_digests = 0, dict[str, str]()
+        self.digests: dict[str, str] = {}
+        """Of some samples of the current set; empty where no checkpoint is written."""
 
-    def resume(self) -> None:
-        """Says that the position comes from a checkpoint."""
-        self._resumed_samples = self._position.samples if self._position.done else 0
+    def resume(self, digests: Mapping[str, str]) -> None:
+        """Says that the position comes from a checkpoint; ``digests`` are those of the set that it was reading."""
+        self._resumed_samples = self._position.samples
+        self._resumed_digests, self.digests = dict(digests), dict(digests)
 
     def require(
         self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool
@@ -397,12 +419,15 @@ class AgreedData:
         """
         self._forget(number, has_changed)
         before, self._resumed_samples = self._resumed_samples, 0
-        if before not in (0, plan.samples):
+        if before not in (0, plan.samples) and self._position.done:
             raise CheckpointMismatch(
                 f"The checkpoint was written at step {self._position.done} of an epoch over {before} samples, and this "
                 f"data set has {plan.samples}. Resume with the data set that the run was trained on."
             )
         self._position.samples = plan.samples
+        if (number, plan) not in self._known and self._options.directory is not None:
+            self._known[number, plan] = dict(digests())
+        self.digests = self._known.get((number, plan), {})
         if self._group is not None and (number, plan) not in self._agreed:
             seen = {
                 "samples": plan.samples,
@@ -411,8 +436,32 @@ class AgreedData:
                 "pixels of photos": photos,
             }
             require_equal_settings(seen, self._group, self._device)
-            require_equal_data(digests(), self._group, self._device)
+            require_equal_data(self.digests or digests(), self._group, self._device)
             self._agreed.add((number, plan))
+        if before == plan.samples:
+            self._compare_with_checkpoint()
+
+    def _compare_with_checkpoint(self) -> None:
+        """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""
+        stored, self._resumed_digests = self._resumed_digests, {}
+        names = sorted(
+            name for name in {*stored, *self.digests} if stored.get(name) != self.digests.get(name)
+        )
+        if not (names and stored and self.digests) or self._options.force_context:
+            return
+        found = f"{shorten(names, _MOST_NAMES)} of the data set {'is' if len(names) == 1 else 'are'} not what"
+        if self._position.done:
+            raise CheckpointMismatch(
+                f"{found} the checkpoint was reading in this epoch, so the bits would not continue. Resume with the "
+                "same samples in the same order: sort what a folder lists, and split or shuffle with a seed, after "
+                "lockstep.init(seed=...); or go on at level B with force_context=True (--force-context)."
+            )
+        if self._warns:
+            logger.warning(
+                "%s the epoch before the checkpoint had, of as many samples. If the data set was not to change, sort "
+                "what a folder lists, and split or shuffle with a seed, after lockstep.init(seed=...).",
+                found,
+            )
 
     def require_freezing(self, model: nn.Module) -> None:
         """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
@@ -436,8 +485,11 @@ class AgreedData:
             self._agreed.add((number, samples))
 
     def _forget(self, number: int, has_changed: bool) -> None:
-        if self._group is not None and any(gather_json(has_changed, self._group, self._device)):
+        if self._group is not None:
+            has_changed = any(gather_json(has_changed, self._group, self._device))
+        if has_changed:
             self._agreed = {each for each in self._agreed if each[0] != number}
+            self._known = {key: found for key, found in self._known.items() if key[0] != number}
 
 
 @dataclass

@@ -90,7 +90,7 @@ class Run:
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._writer = Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
-        self._agreed_data = AgreedData(group, self.device, self.position)
+        self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
@@ -172,7 +172,7 @@ class Run:
         if resumes:
             self.extra = state.extra
             gradients.resume()
-            self._agreed_data.resume()
+            self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
         if isinstance(self.strategy, IndependentStrategy):
@@ -440,6 +440,7 @@ class Run:
             for begins in self._events.save_begin:
                 begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
+            prepared.state.data = self._agreed_data.digests
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
         for call in self._events.save:
             call(self.position.step, folder)

@@ -139,6 +139,8 @@ class RunState:
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Digests of some samples of the data set that is read, by the words of messages."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
     _has_warned: bool = field(default=False, init=False)
@@ -340,7 +342,7 @@ class RunState:
         for scheduler, stored in zip(self.parts.schedulers, written["schedulers"]):
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
-        self.extra = dict(written["extra"])
+        self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
     def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
@@ -374,6 +376,7 @@ class RunState:
             "settings": self.settings,
             "modules": len(self.parts.modules),
             "extra": self.extra,
+            "data": self.data,
             "run": self.run_id,
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
