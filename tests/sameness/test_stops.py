@@ -146,3 +146,69 @@ def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
     ended = run_trial(BEGIN + SPLIT + train, phases)
     assert ended.how == "refused" and "choice of samples 1 (Subset)" in ended.message, ended
     assert "not what the checkpoint was reading in this epoch" in ended.message
+
+
+SAVING = """
+def train(run, epochs):
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model, optimizer, scheduler, average = run.prepare(model, optimizer, scheduler, average)
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            step = run.position.step
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            BODY
+        EPOCH
+    return {"fingerprint": run.fingerprint()}
+"""
+LATE = {
+    "optimizer.zero_grad()": "the gradients of optimizer 0, as by zero_grad()",
+    "scheduler.step()": "scheduler 0 (StepLR)",
+    "average.update_parameters(model)": "modules beside the model",
+    "run.extra['best'] = step": "run.extra",
+    "run.backward(batch, F.cross_entropy)": "gradients, by run.backward",
+    "if step == 1: break": "the end of the loop over its batches, by break",
+}
+
+
+def saved(body, epoch, layout=SINGLE):
+    """How a program ends that saves in the body of a step, or of an epoch."""
+    text = BEGIN + SAVING.replace("BODY", body.replace("; if", "\n            if")).replace("EPOCH", epoch)
+    with Worlds() as worlds:
+        return run_trial(text, [layout, SINGLE], 40, worlds)
+
+
+QUICK = ("optimizer.zero_grad()", "scheduler.step()")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LATE]
+)
+def test_what_a_loop_does_after_a_save_in_its_body_is_refused(line):
+    """A resumed run does not do it again: it stepped with gradients that had been cleared, or another learning rate."""
+    ended = saved(f"{'optimizer.zero_grad(); ' * ('zero' not in line)}run.save(); {line}", "pass")
+    assert (
+        ended.how == "refused" and "came before the end of the body of the loop over batches" in ended.message
+    )
+    assert LATE[line] in ended.message, ended.message
+
+
+def test_what_a_loop_does_after_a_save_at_the_end_of_an_epoch_is_refused():
+    ended = saved("optimizer.zero_grad()", "run.save(); scheduler.step()")
+    assert ended.how == "refused" and "end of the body of the loop over epochs" in ended.message, ended
+    assert "changed scheduler 0 (StepLR). A resumed run" in ended.message
+
+
+EVALUATED = "run.evaluate(data, F.cross_entropy); run.evaluate(data, F.cross_entropy, model=average)"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SINGLE, *(pytest.param(each, marks=pytest.mark.slow) for each in (FSDP, PIPELINE, SERVERS, BOTH))],
+)
+def test_a_loop_may_evaluate_and_print_after_a_save(layout):
+    ended = saved(f"optimizer.zero_grad(); run.save(); {EVALUATED}", f"run.save(); {EVALUATED}", layout)
+    assert ended.how == "ran", ended
