@@ -60,7 +60,7 @@ def trained(dataset, workers=0, epochs=1, **options):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("lockstep.run.agreement")
+    logger = logging.getLogger("lockstep.run.loaders")
     logger.addHandler(handler)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Dropout(0.1), nn.Linear(8, WORDS))

@@ -5,6 +5,7 @@ import re
 from collections import deque
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tests.checkpoint.manifests import manifest_of
@@ -14,7 +15,7 @@ from torch import nn
 from lockstep.checkpoint import read_newest
 from lockstep.checkpoint.manifest import MANIFEST, RECORD
 from lockstep.errors import CheckpointError, CheckpointMismatch
-from lockstep.run.attributes import decoded, numbers_of
+from lockstep.run.attributes import decoded, numbers_of, set_values, values_of
 
 
 def saved(tmp_path, **options):
@@ -175,48 +176,29 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         begin(nn.Sequential(*network()[:4]), directory=tmp_path, resume="auto")
 
 
-def test_numbers_of_every_kind_go_through_a_checkpoint():
+def test_plain_values_of_every_kind_go_through_a_checkpoint():
     class Holder:
         pass
 
-    holder = Holder()
-    vars(holder).update(
-        l=[1, [2.5, "x"]],
-        m=deque([None]),
-        n={"a": True, 2: (1,)},
-        o=[object()],
-        p={},
-        q=[0] * 2000,
-        a=3,
-        b=-4,
-        c=0.1,
-        d=float("inf"),
-        e=1e-30,
-        f=True,
-        g=False,
-        h="text",
-        i=2.0,
-        r=-(10**5000),
-        _step_count=7,
-    )
-    found = decoded(numbers_of(holder))
-    assert found.pop("r") == -(10**5000)
-    assert found == {
-        "a": 3,
-        "b": -4,
-        "c": 0.1,
-        "d": float("inf"),
-        "e": 1e-30,
-        "f": True,
-        "g": False,
-        "i": 2.0,
+    holder, again = Holder(), Holder()
+    numbers = {"a": 3, "b": -4, "c": 0.1, "d": float("inf"), "e": 1e-30, "f": True, "g": False, "i": 2.0}
+    containers = {
         "l": [1, [2.5, "x"]],
-        "m": [None],
         "n": {"a": True, 2: (1,)},
         "p": {},
+        "s": (1, None),
+        "t": "text",
+        "u": None,
     }
-    kinds = {name: type(value) for name, value in found.items() if name <= "i"}
-    assert kinds == {"a": int, "b": int, "c": float, "d": float, "e": float, "f": bool, "g": bool, "i": float}
+    vars(holder).update(**numbers, **containers, m=deque([None]), r=-(10**5000), _step_count=7)
+    vars(holder).update(o=[object()], q=[0] * 2000, v={1, 2}, w=np.float64(0.5))
+    again.m = deque([1, 2], maxlen=3)
+    vars(again).update(decoded(numbers_of(holder)))
+    set_values(again, values_of(holder))
+    assert vars(again).pop("r") == -(10**5000)
+    assert vars(again) == {**numbers, **containers, "m": deque([None])}
+    assert again.m.maxlen == 3
+    assert all(type(vars(again)[name]) is type(value) for name, value in {**numbers, **containers}.items())
 
 
 def test_a_checkpoint_of_other_schedulers_or_optimizers_is_refused(tmp_path):

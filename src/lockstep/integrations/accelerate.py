@@ -339,7 +339,7 @@ class Accelerator:
             )
         run.extra = prepared.state.extra
         prepared.gradients.resume()
-        run._agreed_data.resume()
+        run._agreed_data.resume(prepared.state.data)
 
     def skip_first_batches(self, dataloader: Batches, num_batches: int = 0) -> Batches:
         """The DataLoader: after ``load_state``, its loop begins where the checkpoint was written.

@@ -1,9 +1,8 @@
-"""Checks that all ranks agree: on the settings and the model, the data set, the replicas, and the samples to skip.
+"""Checks that all ranks agree: on the settings and the model, the data set, and the replicas.
 
 start of the run     agree                    settings, source code, structure and values of the model, which are
                                               rank 0's from then on
 start of an epoch    AgreedData.require       the data set, and the one that a checkpoint was reading
-every batch          SkippedSamples.counted   the samples of a ``SkipBroken`` set that could not be read
 now and then         require_equal_replicas   the bits of all parameters
                      require_equal_writes     what the loop changed, where no rank has all parameters
 """
@@ -15,31 +14,33 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.options import RunOptions
 from lockstep.core.fingerprint import Context, checksums, combine, differing, digest_tensors
 from lockstep.core.plan import SamplePlan
-from lockstep.data import SkipBroken
-from lockstep.data.batch import Batch, map_leaves
+from lockstep.data.batch import map_leaves
 from lockstep.data.changes import CHOICE
-from lockstep.data.naming import unwrap_subset
-from lockstep.distributed.collectives import all_reduce_max, broadcast_tensors, gather_json
-from lockstep.errors import CheckpointMismatch, ConfigError, DataError, ReplicaError
-from lockstep.run.epoch_loop import Position, Read
+from lockstep.distributed.collectives import broadcast_tensors, gather_json
+from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
+from lockstep.run.epoch_loop import Position
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
 from lockstep.strategies import Strategy, gather_records, one_sided_writes
 from lockstep.text import numbered, shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.state import RunState
 
 logger = logging.getLogger(__name__)
 _MOST_NAMES = 5
@@ -275,6 +276,26 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
         )
 
 
+def compared_replicas(
+    run: RunState, digests: Callable[..., dict[str, str]], device: torch.device, *, of_all_modules: bool
+) -> dict[str, str]:
+    """The digests of the model's state, after checking that all ranks agree on them. Collective.
+
+    Args:
+        run: with the model.
+        digests: gives them of named tensors.
+        device: of the exchanges.
+        of_all_modules: see ``Parts.digests``.
+    """
+    run.model.require_own_parameters()
+    found, step = run.model.with_all_buffers(digests(run.strategy.state())), run.position.step
+    if run.group is not None:
+        beside = run.parts.digests(run.model.module, of_all_modules=of_all_modules)
+        require_equal_writes(run.strategy, step, run.group)
+        require_equal_replicas({**found, **beside}, step, run.group, device)
+    return found
+
+
 def require_equal_models(
     model: nn.Module, trained: nn.Module, group: dist.ProcessGroup, device: torch.device
 ) -> None:
@@ -372,16 +393,37 @@ Digests = Callable[[], Mapping[str, str]]
 
 
 class AgreedData:
-    """The data sets that all ranks have been asked about; ``position`` notes the size of the current one."""
+    """The data sets that all ranks have been asked about, and the one that a checkpoint was reading.
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, position: Position) -> None:
+    Args:
+        group: all ranks; None for a world of one.
+        device: of the exchanges.
+        position: notes the size of the current set.
+        options: of the run.
+        warns: True for the process that warns.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        position: Position,
+        options: RunOptions,
+        *,
+        warns: bool,
+    ) -> None:
         self._group, self._device, self._position = group, device, position
+        self._options, self._warns = options, warns
         self._agreed: set[tuple[int, SamplePlan | int]] = set()
-        self._resumed_samples = 0
+        self._known: dict[tuple[int, SamplePlan], dict[str, str]] = {}
+        self._resumed_samples, self._resumed_digests = 0, dict[str, str]()
+        self.digests: dict[str, str] = {}
+        """Of some samples of the current set; empty where no checkpoint is written."""
 
-    def resume(self) -> None:
-        """Says that the position comes from a checkpoint."""
-        self._resumed_samples = self._position.samples if self._position.done else 0
+    def resume(self, digests: Mapping[str, str]) -> None:
+        """Says that the position comes from a checkpoint; ``digests`` are those of the set that it was reading."""
+        self._resumed_samples = self._position.samples
+        self._resumed_digests, self.digests = dict(digests), dict(digests)
 
     def require(
         self, plan: SamplePlan, photos: str, number: int, digests: Digests, *, has_changed: bool
@@ -397,12 +439,15 @@ class AgreedData:
         """
         self._forget(number, has_changed)
         before, self._resumed_samples = self._resumed_samples, 0
-        if before not in (0, plan.samples):
+        if before not in (0, plan.samples) and self._position.done:
             raise CheckpointMismatch(
                 f"The checkpoint was written at step {self._position.done} of an epoch over {before} samples, and this "
                 f"data set has {plan.samples}. Resume with the data set that the run was trained on."
             )
         self._position.samples = plan.samples
+        if (number, plan) not in self._known and self._options.directory is not None:
+            self._known[number, plan] = dict(digests())
+        self.digests = self._known.get((number, plan), {})
         if self._group is not None and (number, plan) not in self._agreed:
             seen = {
                 "samples": plan.samples,
@@ -411,8 +456,32 @@ class AgreedData:
                 "pixels of photos": photos,
             }
             require_equal_settings(seen, self._group, self._device)
-            require_equal_data(digests(), self._group, self._device)
+            require_equal_data(self.digests or digests(), self._group, self._device)
             self._agreed.add((number, plan))
+        if before == plan.samples:
+            self._compare_with_checkpoint()
+
+    def _compare_with_checkpoint(self) -> None:
+        """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""
+        stored, self._resumed_digests = self._resumed_digests, {}
+        names = sorted(
+            name for name in {*stored, *self.digests} if stored.get(name) != self.digests.get(name)
+        )
+        if not (names and stored and self.digests) or self._options.force_context:
+            return
+        found = f"{shorten(names, _MOST_NAMES)} of the data set {'is' if len(names) == 1 else 'are'} not what"
+        if self._position.done:
+            raise CheckpointMismatch(
+                f"{found} the checkpoint was reading in this epoch, so the bits would not continue. Resume with the "
+                "same samples in the same order: sort what a folder lists, and split or shuffle with a seed, after "
+                "lockstep.init(seed=...); or go on at level B with force_context=True (--force-context)."
+            )
+        if self._warns:
+            logger.warning(
+                "%s the epoch before the checkpoint had, of as many samples. If the data set was not to change, sort "
+                "what a folder lists, and split or shuffle with a seed, after lockstep.init(seed=...).",
+                found,
+            )
 
     def require_freezing(self, model: nn.Module) -> None:
         """Raises ``ReplicaError`` where other parameters of the model are frozen on other ranks. Collective."""
@@ -436,71 +505,8 @@ class AgreedData:
             self._agreed.add((number, samples))
 
     def _forget(self, number: int, has_changed: bool) -> None:
-        if self._group is not None and any(gather_json(has_changed, self._group, self._device)):
+        if self._group is not None:
+            has_changed = any(gather_json(has_changed, self._group, self._device))
+        if has_changed:
             self._agreed = {each for each in self._agreed if each[0] != number}
-
-
-@dataclass
-class SkippedSamples:
-    """Counts what the processes of a run skip.
-
-    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
-    """
-
-    group: dist.ProcessGroup | None
-    device: torch.device
-    seed: int
-    says: bool
-    """True for the process that logs."""
-
-    def counted(self, read: Read, dataset: Any) -> Read:
-        """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
-        inner, numbers = unwrap_subset(dataset)
-        if not isinstance(inner, SkipBroken):
-            return read
-        if numbers is not None:
-            raise ConfigError(
-                "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
-            )
-
-        def steps(epoch: int, first: int) -> Iterator[Batch]:
-            found: set[int] = set()
-            for batch in read(epoch, first):
-                new = set(_everyones(_skipped(batch, inner), self.group, self.device)) - found
-                if new:
-                    found |= new
-                    self._report(inner, new, found, epoch)
-                yield batch
-
-        return steps
-
-    def _report(self, dataset: SkipBroken, new: set[int], found: set[int], epoch: int) -> None:
-        named = {index: dataset.named(self.seed, epoch, index) for index in sorted(found)}
-        if len(found) > dataset.limit:
-            raise DataError(
-                f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most "
-                f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: "
-                f"{shorten(named.values(), 10)}. Repair or remove them."
-            )
-        for index in sorted(new) if self.says else ():
-            logger.warning(
-                "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
-                epoch,
-                named[index],
-                len(found),
-                dataset.limit,
-            )
-
-
-def _skipped(batch: Batch, dataset: SkipBroken) -> list[int]:
-    held = [part.indices for part in batch.micro_batches]
-    return [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
-
-
-def _everyones(mine: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
-    if group is None:
-        return mine
-    if not int(all_reduce_max(torch.tensor([len(mine)], device=device), group)):
-        return []
-    return [index for each in gather_json(mine, group, device) for index in each]
+            self._known = {key: found for key, found in self._known.items() if key[0] != number}

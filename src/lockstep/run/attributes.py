@@ -1,85 +1,191 @@
-"""What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold the numbers."""
+"""What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold what is plain there:
+
+numbers, texts, and lists, tuples, deques and dicts of such; of modules also small tensors.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.distributed.collectives import gather_json
 from lockstep.strategies.absent import AbsentTensor
 
 _OF_TORCH = (
     *("_opt_called", "_step_count", "_numel_cache", "_step_supports_amp_scaling", "_zero_grad_profile_name"),
-    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
-    *("training", "_is_full_backward_hook"),
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_is_full_backward_hook"),
 )
 """Attributes by which torch's own optimizers, schedulers and modules know what they do in this process."""
 _OF_BASES = frozenset(vars(nn.Module())) | {"defaults", "state", "param_groups"}
-_MOST_ENTRIES = 1_000
 
 
 def numbers_of(holder: Any) -> dict[str, str]:
     """The numbers among an object's attributes, as texts from which they can be read back.
 
-    Also those in lists, deques and dicts of nothing but numbers, texts and None.
+    Those of a module have its mode, ``training``.
     """
-    found = {}
-    for name, value in vars(holder).items():
-        if name in _OF_TORCH or name in _OF_BASES:
-            continue
-        if type(value) in (bool, int, float):
-            found[name] = hex(value) if type(value) is int and value.bit_length() > 1000 else repr(value)
-        elif type(value) in (list, deque, dict) and _holds_numbers(value):
-            found[name] = json.dumps(encode(list(value) if type(value) is deque else value, name))
-    return found
+    return {
+        name: hex(value) if type(value) is int and value.bit_length() > _MOST_BITS else repr(value)
+        for name, value in vars(holder).items()
+        if type(value) in (bool, int, float) and name not in _OF_TORCH
+    }
 
 
-def _holds_numbers(container: Any, depth: int = 3) -> bool:
-    """Returns whether a container has at most 1,000 entries, which are numbers, texts, None, or such containers."""
-    if len(container) > _MOST_ENTRIES or not depth:
-        return False
-    values = [*container.keys(), *container.values()] if type(container) is dict else container
-    return all(
-        value is None
-        or type(value) in (bool, int, float, str)
-        or (type(value) in (list, tuple, dict) and _holds_numbers(value, depth - 1))
-        for value in values
-    )
+def decoded(attributes: Mapping[str, str]) -> dict[str, bool | int | float]:
+    """The numbers again."""
+    words = {"True": True, "False": False}
+    return {
+        name: words[text]
+        if text in words
+        else int(text, 0)
+        if text.lstrip("-").startswith("0x") or text.lstrip("-").isdigit()
+        else float(text)
+        for name, text in attributes.items()
+    }
 
 
-def set_numbers(holder: Any, attributes: Mapping[str, str]) -> None:
-    """Gives an object what ``numbers_of`` found; containers are filled anew, so that all who hold them see it."""
-    for name, value in decoded(attributes).items():
-        own = vars(holder).get(name)
-        if type(own) is dict and isinstance(value, dict):
+class Attributes:
+    """What optimizers and modules keep in attributes, beside what they kept when this was made.
+
+    Args:
+        optimizers: the user's own.
+        model: of whose modules.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+        self._optimizers, self._model = optimizers, model
+        self._first = self._held()
+
+    def changed(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Any]:
+        """What has changed since, as texts by holder and attribute. Collective.
+
+        Args:
+            group: of processes that hold different parts; None where this one has all.
+            device: of the exchange.
+        """
+        mine: dict[str, dict[str, dict[str, str]]] = {}
+        for kind, holders in self._held().items():
+            for name, texts in holders.items():
+                first = self._first[kind].get(name, {})
+                if changed := {key: text for key, text in texts.items() if first.get(key) != text}:
+                    mine.setdefault(kind, {})[name] = changed
+        if group is None:
+            return mine
+        found: dict[str, dict[str, dict[str, str]]] = {}
+        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
+        for theirs in reversed(gather_json(mine, group, device)):
+            for kind, holders in theirs.items():
+                for name, changed in holders.items():
+                    found.setdefault(kind, {}).setdefault(name, {}).update(changed)
+        return found
+
+    def restore(self, stored: Mapping[str, Any]) -> None:
+        """Sets what ``changed`` gave."""
+        for name, holder in self._holders().items():
+            vars(holder).update(decoded(stored.get("attributes", {}).get(name, {})))
+            set_values(holder, stored.get("values", {}).get(name, {}))
+
+    def _holders(self) -> dict[str, Any]:
+        """What may keep values as attributes, which no ``state_dict`` has."""
+        optimizers = {f"optimizer {number}": each for number, each in enumerate(self._optimizers)}
+        return optimizers | {f"module {name}": each for name, each in self._model.named_modules()}
+
+    def _held(self) -> dict[str, dict[str, dict[str, str]]]:
+        """The numbers of all, and what else is plain there, as texts by holder and attribute."""
+        holders = self._holders()
+        return {
+            "attributes": {name: numbers_of(holder) for name, holder in holders.items()},
+            "values": {name: values_of(holder) for name, holder in holders.items()},
+        }
+
+
+_MOST_ENTRIES, _MOST_NUMBERS, _MOST_BITS = 1_000, 4_096, 1_000
+"""Of a container, of a tensor, and of an int that is written in decimal digits."""
+
+
+def values_of(holder: Any) -> dict[str, str]:
+    """The plain values among the attributes of a module or an optimizer that are no numbers, as texts.
+
+    Of a module also its small tensors that no ``state_dict()`` has: attributes, and buffers with ``persistent=False``.
+    """
+    found = {
+        name: json.dumps(encode(list(value) if type(value) is deque else value, name))
+        for name, value in vars(holder).items()
+        if type(value) in (str, type(None), list, tuple, dict, deque)
+        and name not in _OF_BASES
+        and name not in _OF_TORCH
+        and _is_plain(value)
+    }
+    if not isinstance(holder, nn.Module):
+        return found
+    tensors = {name: value for name, value in vars(holder).items() if _is_small(value)}
+    buffers = {name: holder._buffers.get(name) for name in sorted(holder._non_persistent_buffers_set)}
+    tensors |= {name: buffer for name, buffer in buffers.items() if _is_small(buffer)}
+    return found | {name: json.dumps({_TENSOR: _numbers(tensor)}) for name, tensor in tensors.items()}
+
+
+def set_values(holder: Any, stored: Mapping[str, str]) -> None:
+    """Gives an object what ``values_of`` gave of it; containers and tensors in place: others may refer to them."""
+    held = vars(holder)
+    for name, text in stored.items():
+        value, own = decode(json.loads(text)), held.get(name)
+        if isinstance(value, dict) and value.keys() == {_TENSOR}:
+            _set_tensor(holder, name, *value[_TENSOR])
+        elif type(own) is dict and isinstance(value, dict):
             own.clear()
             own.update(value)
         elif type(own) in (list, deque) and isinstance(value, list):
             own.clear()
             own.extend(value)
         else:
-            vars(holder)[name] = value
+            held[name] = value
 
 
-def decoded(attributes: Mapping[str, str]) -> dict[str, Any]:
-    """The values again; those of deques as lists."""
-    words = {"True": True, "False": False}
-    return {
-        name: words[text]
-        if text in words
-        else decode(json.loads(text))
-        if text[:1] in ("[", "{")
-        else int(text, 0)
-        if text.lstrip("-").startswith("0x") or text.lstrip("-").isdigit()
-        else float(text)
-        for name, text in attributes.items()
-    }
+def _set_tensor(module: nn.Module, name: str, dtype: str, shape: list[int], numbers: list[Any]) -> None:
+    place = module._buffers if name in module._buffers else vars(module)
+    own, tensor = place.get(name), torch.tensor(numbers, dtype=getattr(torch, dtype)).reshape(shape)
+    if isinstance(own, AbsentTensor):
+        return  # another process has it
+    if type(own) is Tensor and own.shape == tensor.shape and own.dtype == tensor.dtype:
+        with torch.no_grad():
+            own.copy_(tensor)
+    else:
+        place[name] = tensor.to(own.device if isinstance(own, Tensor) else tensor.device)
+
+
+_TENSOR = "tensor values"
+"""Marks what stands for a tensor."""
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """True for numbers, texts, None, and for lists, deques, tuples and dicts of at most 1,000 entries of such."""
+    kind = type(value)
+    if kind in (list, tuple, dict, deque):
+        values = [*value.keys(), *value.values()] if kind is dict else value
+        return (
+            len(value) <= _MOST_ENTRIES and depth > 0 and all(_is_plain(each, depth - 1) for each in values)
+        )
+    return kind in (bool, int, float, str, type(None))
+
+
+def _is_small(value: Any) -> bool:
+    """True for a tensor of a few real numbers, without a gradient or a graph."""
+    if type(value) is not Tensor or value.is_meta or value.layout is not torch.strided:
+        return False
+    return value.numel() <= _MOST_NUMBERS and not (value.requires_grad or value.is_complex())
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.flatten().tolist()]
 
 
 def unsaved_tensors(optimizer: Optimizer) -> dict[str, str]:

@@ -102,8 +102,8 @@ class EpochLoop:
         """
         self._variables, self._key = variables, key_random_numbers
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the run stands up to ``count``."""
+    def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
+        """The epochs from where the run stands up to ``count``; ``at_end`` is called when the loop's body is over."""
         self._in_epochs, self._last_epoch = True, count - 1
         try:
             while self.position.epoch < count:
@@ -112,6 +112,7 @@ class EpochLoop:
                     self._variables.begin_epoch()
                 yield self.position.epoch
                 self.count_step()
+                at_end()
                 self._next_epoch()
                 self._back = replace(self.position)
         except GeneratorExit:
@@ -175,6 +176,13 @@ class EpochLoop:
         """Moves there; the parameters must still be those of that moment."""
         assert self._back is not None, "the run stands within the steps of an epoch"
         vars(self.position).update(vars(self._back))
+
+    @property
+    def place(self) -> str:
+        """The loop whose body a resumed run would not finish: "body" of the steps, "epoch", or none."""
+        if self.position.inside or self._left_early:
+            return "body" if self._current is None else ""
+        return "epoch" if self._in_epochs and self.position.done else ""
 
     @property
     def next_epoch(self) -> int | None:

@@ -1,24 +1,33 @@
-"""Keeps one loader for each data set of a run, so that worker processes stay over the epochs."""
+"""Keeps one loader for each data set of a run, so that worker processes stay; counts the samples that were skipped."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.core.plan import SamplePlan, Share
-from lockstep.data import EvaluationLoader, Source, StepLoader, Stream, adopt, check_batch_size
+from lockstep.data import EvaluationLoader, SkipBroken, Source, StepLoader, Stream, adopt, check_batch_size
+from lockstep.data.batch import Batch
 from lockstep.data.changes import Notes, choices
+from lockstep.data.naming import unwrap_subset
 from lockstep.data.reader import ReadTrace
 from lockstep.data.workers import ReadingOptions, sample_digests
+from lockstep.distributed.collectives import all_reduce_max, gather_json
+from lockstep.errors import ConfigError, DataError
 from lockstep.numerics.running_buffers import has_batch_norm
+from lockstep.run.epoch_loop import Read
 from lockstep.strategies import Strategy
+from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 _MOST_SOURCES = 8
@@ -217,3 +226,69 @@ class LoaderCache:
 def smallest_micro_batch(model: nn.Module) -> int:
     """The fewest rows that the model can be trained on at once: BatchNorm has no variance over one."""
     return 2 if has_batch_norm(model) else 1
+
+
+@dataclass
+class SkippedSamples:
+    """Counts what the processes of a run skip.
+
+    A sample counts at the step that holds it, however far ahead it was read, and in each epoch anew.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    seed: int
+    says: bool
+    """True for the process that logs."""
+
+    def counted(self, read: Read, dataset: Any) -> Read:
+        """The same steps; of a ``SkipBroken`` set, what was skipped is counted before each, which is collective."""
+        inner, numbers = unwrap_subset(dataset)
+        if not isinstance(inner, SkipBroken):
+            return read
+        if numbers is not None:
+            raise ConfigError(
+                "SkipBroken belongs around Subset, not inside it: SkipBroken(Subset(dataset, ...))."
+            )
+
+        def steps(epoch: int, first: int) -> Iterator[Batch]:
+            found: set[int] = set()
+            for batch in read(epoch, first):
+                new = set(_everyones(_skipped(batch, inner), self.group, self.device)) - found
+                if new:
+                    found |= new
+                    self._report(inner, new, found, epoch)
+                yield batch
+
+        return steps
+
+    def _report(self, dataset: SkipBroken, new: set[int], found: set[int], epoch: int) -> None:
+        named = {index: dataset.named(self.seed, epoch, index) for index in sorted(found)}
+        if len(found) > dataset.limit:
+            raise DataError(
+                f"{len(found)} of {len(dataset)} samples could not be read in epoch {epoch}, and at most "
+                f"{dataset.limit} ({dataset.most:.3g} of them) may be skipped: "
+                f"{shorten(named.values(), 10)}. Repair or remove them."
+            )
+        for index in sorted(new) if self.says else ():
+            logger.warning(
+                "In epoch %d %s could not be read and was skipped (%d so far, at most %d).",
+                epoch,
+                named[index],
+                len(found),
+                dataset.limit,
+            )
+
+
+def _skipped(batch: Batch, dataset: SkipBroken) -> list[int]:
+    held = [part.indices for part in batch.micro_batches]
+    return [int(index) for index in dataset.skipped(np.concatenate(held))] if held else []
+
+
+def _everyones(mine: list[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The numbers of all processes; they say first whether there are any, which is the cheap and usual case."""
+    if group is None:
+        return mine
+    if not int(all_reduce_max(torch.tensor([len(mine)], device=device), group)):
+        return []
+    return [index for each in gather_json(mine, group, device) for index in each]

@@ -33,7 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
-from lockstep.run.attributes import numbers_of
+from lockstep.run.attributes import numbers_of, values_of
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
 from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
@@ -486,13 +486,13 @@ def _turned(batch: Batch) -> Batch:
 
 
 def _is_stored(name: str, model: nn.Module) -> bool:
-    """True for a place, as a snapshot calls it, that a checkpoint holds: numbers of modules, and extra states."""
+    """True for a place, as a snapshot calls it, that a checkpoint holds: plain attributes, extra states."""
     for path, module in model.named_modules():
         owner = f" of {path or 'the model'}"
         has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
         if has_extra_state and owner in name:
             return True
-        places = [f"the attribute {key!r}{owner}" for key in numbers_of(module)]
+        places = [f"the attribute {key!r}{owner}" for key in (*numbers_of(module), *values_of(module))]
         if any(name == place or name.startswith(f"{place}[") for place in places):
             return True
     return False

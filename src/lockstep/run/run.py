@@ -26,10 +26,10 @@ from lockstep.numerics.portable import make_portable
 from lockstep.numerics.precision import Precision
 from lockstep.profile import timeline
 from lockstep.run import agreement, save
-from lockstep.run.agreement import AgreedData, SkippedSamples
+from lockstep.run.agreement import AgreedData
 from lockstep.run.epoch_loop import EpochLoop, EpochSteps, Position
 from lockstep.run.evaluation import Metric, SetMetric, evaluate_all, evaluation, predict
-from lockstep.run.loaders import LoaderCache, smallest_micro_batch
+from lockstep.run.loaders import LoaderCache, SkippedSamples, smallest_micro_batch
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
 from lockstep.run.prepare import Parts, describe, prepare_model
 from lockstep.run.rehearsal import Rehearsals
@@ -90,7 +90,7 @@ class Run:
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
         self._writer = Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
-        self._agreed_data = AgreedData(group, self.device, self.position)
+        self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
         self._session.before_close = self._release
         self._unseeded = seed_generators(options.seed)
@@ -173,7 +173,7 @@ class Run:
         if resumes:
             self.extra = state.extra
             gradients.resume()
-            self._agreed_data.resume()
+            self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
         if isinstance(self.strategy, IndependentStrategy):
@@ -191,7 +191,7 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
-        return self._loop.epochs(count)
+        return self._loop.epochs(count, partial(self._writer.last.require_nothing_since, "epoch"))
 
     def batches(
         self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
@@ -210,6 +210,7 @@ class Run:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
         prepared, has_changed = self.require_prepared(), self._loaders.refresh(data)
+        self._writer.last.forget()
         source = self._loaders.source(data)
         fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
@@ -441,7 +442,9 @@ class Run:
             for begins in self._events.save_begin:
                 begins(self.position.step)
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
+            prepared.state.data = self._agreed_data.digests
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
+            self._writer.last.note(prepared.state, self._loop)
         for call in self._events.save:
             call(self.position.step, folder)
         return folder
@@ -452,15 +455,9 @@ class Run:
 
     def _compare_replicas(self, digests: Callable[..., dict[str, str]]) -> dict[str, str]:
         """The digests of the model's state, after checking that all ranks agree on them. Collective."""
-        (state := self.require_prepared().state).model.require_own_parameters()
+        state, of_all = self.require_prepared().state, self.strategy.share.holders == self.world.world_size
         with self.span("fingerprint"):
-            found = state.model.with_all_buffers(digests(self.strategy.state()))
-            if (group := self._session.group) is not None:
-                of_all = self.strategy.share.holders == self.world.world_size
-                beside = state.parts.digests(state.model.module, of_all_modules=of_all)
-                agreement.require_equal_writes(self.strategy, step := self.position.step, group)
-                agreement.require_equal_replicas({**found, **beside}, step, group, self.device)
-        return found
+            return agreement.compared_replicas(state, digests, self.device, of_all_modules=of_all)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model's tensors by name, or the model's own, on the main process; empty elsewhere. Collective."""
@@ -514,6 +511,7 @@ class Run:
     def _between_steps(self) -> None:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
         gradients = self.require_prepared().gradients
+        self._writer.last.require_nothing_since("body")
         gradients.begin_batch()
         gradients.update_scale()
         self._writer.background.check()
@@ -526,6 +524,7 @@ class Run:
         has_directory = self.options.directory is not None
         if save_every and position.step % save_every == 0 and not gradients and has_directory:
             self.save()
+            self._writer.last.forget()
         if self._results.stop and not gradients.anywhere(self._session.group):
             if has_directory:
                 self.save(wait=True)

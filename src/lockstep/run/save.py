@@ -20,10 +20,14 @@ from lockstep.config.options import RunOptions
 from lockstep.core.world import World
 from lockstep.distributed.collectives import drop_process_groups, gather_json
 from lockstep.distributed.process_group import open_group
-from lockstep.errors import CheckpointError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.run.epoch_loop import EpochLoop
+from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
 from lockstep.runtime.stop_signals import wait_for_critical_threads
+from lockstep.strategies import IndependentStrategy
+from lockstep.text import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +35,71 @@ _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
 
+class LastSave:
+    """The last save, and whether the loop has done something since that a resumed run would not do again.
+
+    in the body of the loop over steps    the rest of that body is not repeated: compared at its end
+    after the steps                       the rest of the epoch is not repeated: compared at its end
+    """
+
+    def __init__(self) -> None:
+        self._place, self._held = "", dict[str, str]()
+        self._run: tuple[RunState, EpochLoop] | None = None
+
+    def note(self, run: RunState, loop: EpochLoop) -> None:
+        """Says that a checkpoint has the run as it stands."""
+        independent = isinstance(run.strategy, IndependentStrategy)  # servers go on by themselves
+        self._place, self._run = "" if independent else loop.place, (run, loop)
+        self._held = _held(run, loop) if self._place else {}
+
+    def forget(self) -> None:
+        """Says that nothing of what comes would be lost."""
+        self._place = ""
+
+    def require_nothing_since(self, place: str) -> None:
+        """Raises ``ConfigError`` at the end of a body, with the words for what a resumed run would not do again."""
+        saved, self._place = self._place, ""
+        if not saved or self._run is None:
+            return
+        run, loop = self._run
+        lost = ["the end of the loop over its batches, by break"]
+        if saved == place:
+            now = _held(run, loop)
+            lost = [words for words, value in now.items() if value != self._held.get(words)]
+        if lost:
+            body = (
+                "the body of the loop over batches" if saved == "body" else "the body of the loop over epochs"
+            )
+            raise ConfigError(
+                f"run.save() came before the end of {body}, and after it the loop has changed {shorten(lost, 3)}. A "
+                "resumed run does not do that again, so it would go on with other bits. Put run.save() at the end of "
+                f"that body. The checkpoint of step {run.position.step} lacks it: do not resume from it."
+            )
+
+
+def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
+    """What a loop changes after a step, as texts by the words for it."""
+    parts = run.parts
+    beside = [parameter._version for module in parts.modules for parameter in module.parameters()]
+    found = {
+        "gradients, by run.backward": str(loop.backward_passes),
+        "parameters": str([parameter._version for parameter in run.strategy.trainable().values()]),
+        "modules beside the model": str(beside),
+        "run.extra": str(run.extra),
+    }
+    for number, optimizer in enumerate(parts.optimizers):
+        found[f"the gradients of optimizer {number}, as by zero_grad()"] = str(has_gradients(optimizer))
+    for number, scheduler in enumerate(parts.schedulers):
+        found[f"scheduler {number} ({type(scheduler).__name__})"] = str(scheduler.state_dict())
+    return found
+
+
 class Writer:
     """Writes the checkpoints of one run, one at a time."""
 
     def __init__(self, options: RunOptions, world: World) -> None:
         self._options, self._world = options, world
-        self.background = checkpoint.BackgroundWriter()
+        self.background, self.last = checkpoint.BackgroundWriter(), LastSave()
         self._group: dist.ProcessGroup | None = None
 
     def join(self, run: RunState) -> None:

@@ -24,11 +24,11 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.attributes import numbers_of, set_numbers, unsaved_tensors
+from lockstep.run.attributes import Attributes, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
 from lockstep.run.optimizer_step import GradientState, PreparedOptimizer
-from lockstep.run.prepare import Parts, PreparedModel
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters
 from lockstep.run.step import ForwardPass
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.strategies.absent import AbsentParameter
@@ -140,6 +140,8 @@ class RunState:
     """Of the run, over all its restarts."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Values of the user, or the trainer, that are stored beside it; they must survive JSON."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Digests of some samples of the data set that is read, by the words of messages."""
     resumed_context: dict[str, Any] = field(default_factory=dict)
     """The conditions of the bits where the checkpoint was written."""
     _has_warned: bool = field(default=False, init=False)
@@ -164,7 +166,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
-        self._first_numbers = {name: numbers_of(holder) for name, holder in self._holders().items()}
+        self._attributes = Attributes(self.parts.optimizers, self.parts.model)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
     def reads_photos(self, decoded: str) -> None:
@@ -199,7 +201,8 @@ class RunState:
         """
         held = self.model_state(keep=keep) if rows is None else rows
         state = self._without_tensors(fingerprint)
-        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer)
+        # Of tensors that several processes write, a reader joins the rows, and each has these whole.
+        extra = checkpoint.encoded_extra_states(self.parts.model, state.optimizer if keep else {})
         state.progress.update({"extra_states": extra} if extra else {})
         state.model.update({name: held[name] for name in held if name not in self.model.aliases})
         for number, optimizer in enumerate(self.parts.optimizers):
@@ -216,8 +219,10 @@ class RunState:
                     tensors |= shared.others if keep else {}
             state.optimizer_records[str(number)] = record
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
-        if attributes := self._changed_attributes():
-            state.progress["attributes"] = attributes
+        others = None if self.strategy.replicated else self.group
+        state.progress.update(self._attributes.changed(others, self.strategy.device))
+        if frozen := sorted({*frozen_parameters(self.model.module)} - self.parts.frozen):
+            state.progress["frozen"] = frozen
         if unsaved := self._unsaved():
             state.progress["unsaved"] = unsaved
         self._capture_gradients(state, keep, rows)
@@ -232,24 +237,6 @@ class RunState:
         modules = [each for model in models for each in model.modules()]
         tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
         return frozenset(map(id, [*modules, *tensors, *self.parts.optimizers, *self.parts.schedulers]))
-
-    def _holders(self) -> dict[str, Any]:
-        """What may keep numbers as attributes, which no ``state_dict`` has: the optimizers, and the model's modules."""
-        optimizers = {f"optimizer {number}": each for number, each in enumerate(self.parts.optimizers)}
-        return optimizers | {f"module {name}": each for name, each in self.parts.model.named_modules()}
-
-    def _changed_attributes(self) -> dict[str, dict[str, str]]:
-        """The numbers that optimizers and the loop have changed in attributes, by their holder. Collective."""
-        mine = {}
-        for name, holder in self._holders().items():
-            first = self._first_numbers.get(name, {})
-            if changed := {k: text for k, text in numbers_of(holder).items() if first.get(k) != text}:
-                mine[name] = changed
-        if self.strategy.replicated or self.group is None:
-            return mine
-        everyone = gather_json(mine, self.group, self.strategy.device)
-        # A process that steps no optimizer, as a worker of a parameter server, knows the first numbers only.
-        return {name: values for theirs in reversed(everyone) for name, values in theirs.items()}
 
     def _unsaved(self) -> list[str]:
         """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
@@ -350,8 +337,9 @@ class RunState:
         checkpoint.load_extra_states(self.parts.model, written.get("extra_states", {}), state.optimizer)
         for number, optimizer in enumerate(self.parts.optimizers):
             self._load_optimizer(number, optimizer, state)
-        for name, holder in self._holders().items():
-            set_numbers(holder, written.get("attributes", {}).get(name, {}))
+        self._attributes.restore(written)
+        for name in written.get("frozen", ()):
+            self.model.parameters[name].requires_grad_(False)
         self._restore_gradients(_under(_GRADIENT, state.optimizer), set(written.get("zero_gradients", ())))
         for number, module in enumerate(self.parts.modules):
             own = _under(f"module{number}|", state.optimizer)
@@ -365,7 +353,7 @@ class RunState:
             scheduler.load_state_dict(_like(scheduler.state_dict(), stored))
         self.position.load_state_dict(written["position"])
         self.loop.resume(written.get("loop", {}), inside=self.position.inside)
-        self.extra = dict(written["extra"])
+        self.extra, self.data = dict(written["extra"]), dict(written.get("data", {}))
         return str(written["fingerprint"])
 
     def _restore_gradients(self, kept: Mapping[str, Tensor], zeros: Collection[str]) -> None:
@@ -399,6 +387,7 @@ class RunState:
             "settings": self.settings,
             "modules": len(self.parts.modules),
             "extra": self.extra,
+            "data": self.data,
             "run": self.run_id,
             "loop": self.loop.capture(),
         }

@@ -1,0 +1,214 @@
+"""What a loop has changed before a stop is there after it, on every layout, or the run is refused."""
+
+import dataclasses
+
+import pytest
+from tests.sameness.drawing import SINGLE
+from tests.sameness.programs import compare
+from tests.sameness.trials import Layout, Worlds, run_trial
+
+BEGIN = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+RECIPE = {"global_batch": 16, "micro_batches": 8, "seed": 3, "threads": 1}
+EPOCHS = 3
+inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+data = TensorDataset(inputs, torch.arange(40) % 4)
+
+
+def layers(*more):
+    torch.manual_seed(5)
+    ends = [nn.Linear(6, 40), nn.ReLU()], [nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4)]
+    return nn.Sequential(*ends[0], *more, *ends[1])
+
+
+def ended(model, step):
+    pass
+"""
+TRAIN = """
+
+def train(run, epochs):
+    global found
+    found = {}
+    model = make()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            step = run.position.step
+            found[f"e{epoch}s{step} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended(model, step)
+        found[f"e{epoch} evaluated"] = run.evaluate(data, F.cross_entropy)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+FROZEN = """
+def make():
+    return layers(nn.BatchNorm1d(40))
+def ended(model, step):
+    if step == 1:
+        model[0].requires_grad_(False)
+        model[2].eval()
+"""
+ATTRIBUTES = """
+class Changing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(1.0), persistent=False)
+        self.mode, self.scales, self.bound, self.gains = "plain", (1.0, 2), None, torch.ones(40)
+    def forward(self, x):
+        x = x / self.temperature * self.scales[0] * self.gains
+        x = x if self.bound is None else x.clamp(-self.bound, self.bound)
+        return x.tanh() if self.mode == "tanh" else x
+def make():
+    return layers(Changing(), nn.Dropout(0.1), Changing())
+def ended(model, step):
+    model[2].temperature.mul_(0.9)
+    model[4].gains.mul_(1.01)
+    if step == 1:
+        model[2].mode, model[4].scales, model[4].bound = "tanh", (0.5, 3), 0.7
+"""
+EXTRA_STATES = """
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = {"scale": torch.ones(40), "steps": 0}
+    def forward(self, x):
+        return x * self.held["scale"]
+    def get_extra_state(self):
+        return dict(self.held)
+    def set_extra_state(self, state):
+        self.held = dict(state)
+def make():
+    return layers(Keeping(), nn.Dropout(0.1))
+def ended(model, step):
+    model[2].held["scale"] *= 0.9
+    model[2].held["steps"] += 1
+    found[f"e.s{step} held"] = model[2].held["steps"], float(model[2].held["scale"].sum())
+"""
+PROGRAMS = {"freezing": FROZEN, "attributes": ATTRIBUTES, "extra states": EXTRA_STATES}
+DDP = Layout("ddp 2", 2, {"strategy": "ddp"})
+FSDP = Layout("fsdp 3", 3, {"strategy": "fsdp"})
+PIPELINE = Layout("pipeline 2", 2, {"strategy": "pipeline"})
+SERVERS = Layout("server 3/2", 3, {"strategy": "parameter_server", "parameter_server": {"servers": 2}})
+BOTH = Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"})
+
+
+def stopped(layout, step):
+    return dataclasses.replace(layout, stop=step)
+
+
+RESTARTS = [
+    pytest.param([stopped(SINGLE, 3), SINGLE], id="single"),
+    pytest.param([stopped(PIPELINE, 2), FSDP], id="pipeline, fsdp"),
+    pytest.param([stopped(DDP, 1), SERVERS], id="ddp, servers", marks=pytest.mark.slow),
+    pytest.param([stopped(BOTH, 5), PIPELINE], id="fsdp x pipeline, pipeline", marks=pytest.mark.slow),
+    pytest.param([stopped(SERVERS, 4), BOTH], id="servers, fsdp x pipeline", marks=pytest.mark.slow),
+    pytest.param([stopped(FSDP, 6), DDP], id="fsdp, ddp", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("phases", RESTARTS)
+def test_what_the_loop_has_changed_in_modules_is_kept_over_a_stop(phases):
+    """Layers frozen and put in evaluation mode, texts, tuples and tensors of modules, tensors in extra states."""
+    with Worlds() as worlds:
+        for name, program in PROGRAMS.items():
+            text = BEGIN + program + TRAIN
+            expected = run_trial(text, [SINGLE], 40, worlds)
+            verdict = compare(expected, run_trial(text, phases, 40, worlds), phases[-1])
+            assert verdict.what == "equal", (name, verdict.said, verdict.traceback)
+
+
+SPLIT = """
+def make():
+    return layers()
+def split(seed):
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.Subset(data, order[:30].tolist())
+"""
+OTHER_SPLIT = "set_ = split(int(run.position.step > 0))\n    for epoch in run.epochs"
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 0), SINGLE], id="single"),
+        pytest.param([stopped(DDP, 2), FSDP], id="ddp, fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
+    """A split without a seed, or the other one of two sets that a loop goes through in turn."""
+    train = TRAIN.replace("for epoch in run.epochs", OTHER_SPLIT).replace("batches(data)", "batches(set_)")
+    ended = run_trial(BEGIN + SPLIT + train, phases)
+    assert ended.how == "refused" and "choice of samples 1 (Subset)" in ended.message, ended
+    assert "not what the checkpoint was reading in this epoch" in ended.message
+
+
+SAVING = """
+def train(run, epochs):
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model, optimizer, scheduler, average = run.prepare(model, optimizer, scheduler, average)
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            step = run.position.step
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            BODY
+        EPOCH
+    return {"fingerprint": run.fingerprint()}
+"""
+LATE = {
+    "optimizer.zero_grad()": "the gradients of optimizer 0, as by zero_grad()",
+    "scheduler.step()": "scheduler 0 (StepLR)",
+    "average.update_parameters(model)": "modules beside the model",
+    "run.extra['best'] = step": "run.extra",
+    "run.backward(batch, F.cross_entropy)": "gradients, by run.backward",
+    "if step == 1: break": "the end of the loop over its batches, by break",
+}
+
+
+def saved(body, epoch, layout=SINGLE):
+    """How a program ends that saves in the body of a step, or of an epoch."""
+    text = BEGIN + SAVING.replace("BODY", body.replace("; if", "\n            if")).replace("EPOCH", epoch)
+    with Worlds() as worlds:
+        return run_trial(text, [layout, SINGLE], 40, worlds)
+
+
+QUICK = ("optimizer.zero_grad()", "scheduler.step()")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in LATE]
+)
+def test_what_a_loop_does_after_a_save_in_its_body_is_refused(line):
+    """A resumed run does not do it again: it stepped with gradients that had been cleared, or another learning rate."""
+    ended = saved(f"{'optimizer.zero_grad(); ' * ('zero' not in line)}run.save(); {line}", "pass")
+    assert (
+        ended.how == "refused" and "came before the end of the body of the loop over batches" in ended.message
+    )
+    assert LATE[line] in ended.message, ended.message
+
+
+def test_what_a_loop_does_after_a_save_at_the_end_of_an_epoch_is_refused():
+    ended = saved("optimizer.zero_grad()", "run.save(); scheduler.step()")
+    assert ended.how == "refused" and "end of the body of the loop over epochs" in ended.message, ended
+    assert "changed scheduler 0 (StepLR). A resumed run" in ended.message
+
+
+EVALUATED = "run.evaluate(data, F.cross_entropy); run.evaluate(data, F.cross_entropy, model=average)"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [SINGLE, *(pytest.param(each, marks=pytest.mark.slow) for each in (FSDP, PIPELINE, SERVERS, BOTH))],
+)
+def test_a_loop_may_evaluate_and_print_after_a_save(layout):
+    ended = saved(f"optimizer.zero_grad(); run.save(); {EVALUATED}", f"run.save(); {EVALUATED}", layout)
+    assert ended.how == "ran", ended
