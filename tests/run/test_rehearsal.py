@@ -217,14 +217,25 @@ class Noisy(nn.Module):
         return self.inner(x) + 0.1 * torch.randn(len(x), 4, generator=self.generator)
 
 
-class NoisyAndStored(Noisy):
+class NoisyInAList(nn.Module):
+    """The same, with the generator where no checkpoint has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.generators = nn.Linear(8, 4), [torch.Generator().manual_seed(7)]
+
+    def forward(self, x):
+        return self.inner(x) + 0.1 * torch.randn(len(x), 4, generator=self.generators[0])
+
+
+class NoisyAndStored(NoisyInAList):
     """The same, and knows how to store it."""
 
     def get_extra_state(self):
-        return self.generator.get_state()
+        return self.generators[0].get_state()
 
     def set_extra_state(self, state):
-        self.generator.set_state(state)
+        self.generators[0].set_state(state)
 
 
 class Rising(nn.Module):
@@ -261,7 +272,7 @@ def train_in_two_parts(made, folder):
     return found
 
 
-@pytest.mark.parametrize("made", [NoisyAndStored, Rising, model])
+@pytest.mark.parametrize("made", [Noisy, NoisyAndStored, Rising, model])
 def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bits(made, tmp_path, caplog):
     torch.manual_seed(3)
     whole, _ = train(made(), micro_batches=1)
@@ -271,13 +282,43 @@ def test_one_process_that_keeps_what_a_checkpoint_holds_is_resumed_with_equal_bi
 
 def test_one_process_that_keeps_what_no_checkpoint_holds_is_told_and_not_resumed(tmp_path, caplog):
     with pytest.raises(
-        ConfigError, match=r"'generator' of the model from one call to the next\. The checkpoint does"
+        ConfigError, match=r"'generators' of the model\[0\] from one call to the next\. The checkpoint does"
     ):
-        train_in_two_parts(Noisy, tmp_path)
-    assert (
-        caplog.text.count("'generator' of the model from one call to the next, which no checkpoint holds")
-        == 1
-    )
+        train_in_two_parts(NoisyInAList, tmp_path)
+    named = "'generators' of the model[0] from one call to the next, which no checkpoint holds"
+    assert caplog.text.count(named) == 1
+
+
+def evaluated(made, folder, *, trains):
+    """The mean of an evaluation, after an epoch of one process and one micro-batch, or in a run that resumes there."""
+    torch.manual_seed(3)
+    trained, options = made(), {"global_batch": 8, "micro_batches": 1, "strategy": "single"}
+    run = Run(RunOptions.of(**options, directory=folder, resume="auto"), World())
+    try:
+        _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            assert trains
+            for batch in run.batches(data()):
+                run.backward(batch, F.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.save(wait=True)
+        return run.evaluate(data(), F.cross_entropy)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("made", [Noisy, NoisyAndStored, Rising, model])
+def test_a_run_that_resumes_for_its_evaluation_only_gets_the_same(made, tmp_path):
+    assert evaluated(made, tmp_path, trains=True) == evaluated(made, tmp_path, trains=False)
+
+
+def test_an_evaluation_that_needs_what_no_checkpoint_holds_is_refused_in_a_resumed_run(tmp_path):
+    evaluated(NoisyInAList, tmp_path, trains=True)
+    with pytest.raises(
+        ConfigError, match=r"forward pass of the evaluation keeps .*'generators'.*does not hold it"
+    ):
+        evaluated(NoisyInAList, tmp_path, trains=False)
 
 
 def test_one_process_that_saves_nothing_is_not_told(caplog):

@@ -1,6 +1,6 @@
 """What optimizers and modules keep in attributes, which no ``state_dict()`` has. Checkpoints hold what is plain there:
 
-numbers, texts, and lists, tuples, deques and dicts of such; of modules also small tensors.
+numbers, texts, lists, tuples, deques and dicts of such, and the states of generators; of modules also small tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.manifest import decode, encode
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.distributed.collectives import gather_json
 from lockstep.strategies.absent import AbsentTensor
 
@@ -93,6 +94,9 @@ class Attributes:
         for name, holder in self._holders().items():
             vars(holder).update(decoded(stored.get("attributes", {}).get(name, {})))
             set_values(holder, stored.get("values", {}).get(name, {}))
+            for key, state in stored.get("generators", {}).get(name, {}).items():
+                if key in vars(holder):
+                    set_encoded_state(vars(holder)[key], json.loads(state))
 
     def _holders(self) -> dict[str, Any]:
         """What may keep values as attributes, which no ``state_dict`` has."""
@@ -105,7 +109,14 @@ class Attributes:
         return {
             "attributes": {name: numbers_of(holder) for name, holder in holders.items()},
             "values": {name: values_of(holder) for name, holder in holders.items()},
+            "generators": {name: generators_of(holder) for name, holder in holders.items()},
         }
+
+
+def generators_of(holder: Any) -> dict[str, str]:
+    """The states of generators of random numbers among an object's attributes, as texts."""
+    states = {name: encoded_state(value) for name, value in vars(holder).items()}
+    return {name: json.dumps(state) for name, state in states.items() if state is not None}
 
 
 _MOST_ENTRIES, _MOST_NUMBERS, _MOST_BITS = 1_000, 4_096, 1_000

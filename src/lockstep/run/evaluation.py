@@ -176,7 +176,8 @@ def evaluation(
         run._agreed_data.require_evaluated(loader.samples, *compared, has_changed=has_changed)
         if group is not None and evaluated is not compute.model:
             require_equal_models(evaluated, compute.model, group, run.device)
-        is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
+        resumed = bool(prepared.state.resumed_context)
+        is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
         with evaluating(evaluated):
             yield OpenEvaluation(
                 loader, output_and_target, stop, forward is not None, rehearse if is_new else None

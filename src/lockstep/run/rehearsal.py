@@ -33,7 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data, other_on_ranks
-from lockstep.run.attributes import numbers_of, values_of
+from lockstep.run.attributes import generators_of, numbers_of, values_of
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
 from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
@@ -143,9 +143,12 @@ class Rehearsals:
         """True for a metric that should be checked and was not asked about before."""
         return self._checks and self._is_new(code_of(function))
 
-    def is_new_evaluation(self, model: nn.Module, forward: Callable[..., Any] | None) -> bool:
+    def is_new_evaluation(
+        self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False
+    ) -> bool:
         """True for an evaluation that should be rehearsed and was not asked about before."""
-        return self.is_on and self._is_new((type(model), code_of(forward)))
+        is_due = self.is_on or (self._is_for_resume and resumed)
+        return is_due and self._is_new((type(model), code_of(forward)))
 
     def _is_new(self, code: Any) -> bool:
         seen = code in self._seen
@@ -180,6 +183,15 @@ class Rehearsals:
                 buffers.restore()
         everyone = gather_records(self._strategy, found, self._group)
         changed = next((each for differs, each in everyone if differs), None)
+        if changed is not None and self._is_for_resume:
+            if changed and all(_is_stored(name, model) for name in changed):
+                return
+            what = told(changed, _MOST) if changed else "something that was not found, such as an iterator"
+            raise ConfigError(
+                f"The forward pass of the evaluation keeps {what} from one call to the next. The checkpoint does not "
+                "hold it, so this run would evaluate otherwise than without the stop. Make it a registered buffer, or "
+                "let its module's get_extra_state and set_extra_state store it. checks='off' goes on all the same."
+            )
         if changed is not None:
             raise ConfigError(
                 "The output for one micro-batch of the evaluation, computed twice under the same keys, has other bits "
@@ -492,7 +504,10 @@ def _is_stored(name: str, model: nn.Module) -> bool:
         has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
         if has_extra_state and owner in name:
             return True
-        places = [f"the attribute {key!r}{owner}" for key in (*numbers_of(module), *values_of(module))]
+        places = [
+            f"the attribute {key!r}{owner}"
+            for key in (*numbers_of(module), *values_of(module), *generators_of(module))
+        ]
         if any(name == place or name.startswith(f"{place}[") for place in places):
             return True
     return False
