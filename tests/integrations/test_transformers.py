@@ -9,6 +9,8 @@ from tests.ranks import run_ranks
 
 import lockstep
 from lockstep.errors import ConfigError
+from lockstep.runtime import Callback
+from lockstep.runtime.control import Stopped, StopReason
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 pytest.importorskip("accelerate", exc_type=ImportError)
@@ -353,6 +355,41 @@ def test_a_stopped_training_ends_with_the_bits_and_the_log_of_one_that_was_not(t
     run_ranks(stopped, 1, tmp_path / "parts", 8, 4)
     assert run_ranks(stopped, 3, tmp_path / "parts", 8, 100) == [expected] * 3
     assert [entry["step"] for entry in expected[1] if "loss" in entry] == [3, 6]
+
+
+class StopsAt(Callback):
+    """Asks the run to stop, as SIGTERM does, while it computes a step."""
+
+    def __init__(self, run, step):
+        self.run, self.step = run, step
+
+    def on_step_begin(self, batch):
+        if batch.plan.step == self.step:
+            self.run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+
+
+def logged_by_epoch(world, folder, stop):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    run = lockstep.init(global_batch=8, micro_batches=4, seed=3, directory=folder / "run", resume="auto")
+    torch.manual_seed(0)
+    trainer = trainer_of(run, folder / "out", causal_model(), logging_strategy="epoch", eval_strategy="epoch")
+    run.add_callback(StopsAt(run, stop))
+    try:
+        trainer.train()
+    except Stopped:
+        run.close()
+        return None
+    return run.fingerprint(), trainer.state.log_history[:-1]
+
+
+def test_the_log_of_an_epoch_that_was_stopped_at_its_last_step_has_the_rate_and_the_norm_of_that_step(
+    tmp_path,
+):
+    """It had the learning rate of the next one, and no norm."""
+    (expected,) = run_ranks(logged_by_epoch, 1, tmp_path / "whole", None)
+    assert run_ranks(logged_by_epoch, 1, tmp_path / "parts", 3) == [None]
+    assert run_ranks(logged_by_epoch, 2, tmp_path / "parts", None) == [expected] * 2
+    assert [entry["step"] for entry in expected[1] if "grad_norm" in entry] == [4, 8]
 
 
 class TwoOutputs(torch.nn.Module):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -43,6 +44,7 @@ from lockstep.run.evaluation import evaluation
 from lockstep.run.means import together
 from lockstep.run.short_step import Buffers
 from lockstep.run.step import evaluating
+from lockstep.runtime.events import Callback
 from lockstep.strategies.ddp import Replicated
 
 _CALLED = frozenset(
@@ -180,6 +182,9 @@ class LightningTrainer:
             self.lr_scheduler_configs = [schedule]
         self.optimizers = self._recorder._lightning_optimizers = [optimizer]
         self.current_epoch, self.global_step = run.position.epoch, run.position.step
+        kept = run.extra.get("metrics", {})
+        self.callback_metrics = {name: torch.tensor(each, dtype=torch.float64) for name, each in kept.items()}
+        run.add_callback(_KeepsMetrics(self))
         self._call(module, "on_fit_start")
         self._call(module, "on_train_start")
         for epoch in run.epochs(self.max_epochs):
@@ -355,6 +360,18 @@ class LightningTrainer:
                     f"ReduceLROnPlateau monitors {each.monitor!r}, which nothing has logged by the end of the "
                     f"{interval}. Logged are: {', '.join(self.callback_metrics) or 'none'}."
                 )
+
+
+class _KeepsMetrics(Callback):
+    """Puts the last means into each checkpoint of the run."""
+
+    def __init__(self, trainer: LightningTrainer) -> None:
+        self._trainer = trainer
+
+    def on_save_begin(self, step: int) -> None:
+        """Called before a checkpoint is written."""
+        metrics = self._trainer.callback_metrics
+        self._trainer.run.extra["metrics"] = {name: float(value) for name, value in metrics.items()}
 
 
 @dataclass

@@ -122,6 +122,10 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         )  # accelerate sets another number where none is in the environment
         self._losses: list[Tensor] = []
         """Of the steps since the last log."""
+        self._norm: float | None = None
+        """Of the gradients of the epoch's last step; None before its first."""
+        self._rate: float | None = None
+        """The learning rate of that step."""
         self._loader: DataLoader[Any] | None = None
         self._has_trained = False
         self._divides_by_items: bool | None = None
@@ -156,15 +160,16 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         for epoch in run.epochs(state.num_train_epochs):
             self.model.train()
             self.control = events.on_epoch_begin(args, state, self.control)
-            norm = rate = None
+            if not run.position.done:
+                self._norm = self._rate = None
             for batch in run.batches(loader):
                 self.control = events.on_step_begin(args, state, self.control)
                 loss = self._backward(batch)
-                norm = run.clip_gradients(args.max_grad_norm or math.inf)
+                self._norm = float(run.clip_gradients(args.max_grad_norm or math.inf))
                 self.control = events.on_pre_optimizer_step(args, state, self.control)
                 self.optimizer.step()
                 self.control = events.on_optimizer_step(args, state, self.control)
-                rate = self._get_learning_rate()  # that of this step
+                self._rate = self._get_learning_rate()  # that of this step
                 if not self._steps_by_metric:
                     self.lr_scheduler.step()
                 self.optimizer.zero_grad()
@@ -173,11 +178,11 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
                 state.global_step += 1
                 state.epoch = epoch + (batch.plan.position + 1) / steps
                 self.control = events.on_step_end(args, state, self.control)
-                self._log_evaluate_save(norm, rate)
+                self._log_evaluate_save()
                 if self.control.should_epoch_stop or self._is_over:
                     break
             self.control = events.on_epoch_end(args, state, self.control)
-            self._log_evaluate_save(norm, rate)
+            self._log_evaluate_save()
             if self._is_over:
                 break
         done = state.global_step - first
@@ -272,6 +277,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             for name in _KEPT:
                 setattr(state, name, kept["state"][name])
             self._losses = [torch.tensor(each, dtype=torch.float64) for each in kept["losses"]]
+            self._norm, self._rate = kept.get("last", [None, None])
             for name, each in self._stateful_callbacks().items():
                 vars(each).update(kept["callbacks"].get(name, {}))
         return state
@@ -318,6 +324,7 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
         return {
             "state": {name: getattr(self.state, name) for name in _KEPT},
             "losses": [float(each) for each in self._losses],
+            "last": [self._norm, self._rate],
             "callbacks": {
                 name: each.state()["attributes"] for name, each in self._stateful_callbacks().items()
             },
@@ -415,14 +422,16 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             )
         self._divides_by_items = divides
 
-    def _log_evaluate_save(self, norm: Tensor | None, rate: float | None) -> None:
+    def _log_evaluate_save(self) -> None:
         """Does what the callbacks have asked for. Collective."""
         control = self.control
         if control.should_log and self._losses:
             loss = torch.stack(self._losses).mean()
-            logs = {"loss": float(loss)} | ({} if norm is None else {"grad_norm": float(norm)})
+            logs = {"loss": float(loss)} | ({} if self._norm is None else {"grad_norm": self._norm})
             self._losses.clear()
-            self.log(logs | {"learning_rate": self._get_learning_rate() if rate is None else rate})
+            self.log(
+                logs | {"learning_rate": self._get_learning_rate() if self._rate is None else self._rate}
+            )
         if control.should_evaluate:
             metrics = self._evaluate(None, None)
             is_best = self._determine_best_metric(metrics=metrics, trial=None)
