@@ -32,7 +32,7 @@ from lockstep.job.run_folder import (
 from lockstep.run import Run
 from lockstep.runtime.control import Stopped
 from lockstep.runtime.output import log_to_terminal
-from lockstep.text import format_bytes
+from lockstep.text import format_bytes, plural
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientRecorder
@@ -184,7 +184,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         rows.append(("memory", f"at most {format_bytes(outcome.peak_memory)} {where}"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
-        rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
+        rows.append(("skipped", f"{plural(outcome.skipped_steps, 'step')} whose scaled gradients overflowed"))
     if outcome.weights is not None:
         path, here = outcome.weights, Path.cwd()
         rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))
