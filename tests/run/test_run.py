@@ -158,3 +158,22 @@ def test_a_checkpoint_may_be_written_to_another_folder(tmp_path):
     path = run.save(wait=True, directory=tmp_path / "elsewhere")
     again, _, _ = begin(directory=tmp_path / "elsewhere", resume="auto")
     assert path.parent == tmp_path / "elsewhere" and again.fingerprint() == run.fingerprint()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_evaluation_computes_its_loss_as_training_does(precision):
+    """A loss with class weights was refused by torch, and one without was rounded to the digits of 16 bits."""
+    run, model, _ = begin(precision=precision)
+    data, weight = dataset(), torch.tensor([1.0, 2.0, 0.3])
+    inputs, target = (torch.stack(each) for each in zip(*(data[index] for index in range(len(data)))))
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])),
+    ):
+        output = model.eval()(inputs)
+    assert output.dtype != torch.float32
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight)):
+        expected = float(loss(output.float(), target))
+        assert run.evaluate(data, loss) == pytest.approx(expected, rel=1e-6)
+    distance = run.evaluate(data, lambda output, target: output[:, 0].detach())  # of 16 bits
+    assert distance == pytest.approx(float(output[:, 0].double().mean()), rel=1e-6)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -111,6 +111,8 @@ class OpenEvaluation:
     forward: Forward
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
+    autocast: Callable[[], AbstractContextManager[object]]
+    """Gives the context of the metrics: that of a training's loss."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
@@ -179,7 +181,12 @@ def evaluation(
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward)
         with evaluating(evaluated):
             yield OpenEvaluation(
-                loader, output_and_target, stop, forward is not None, rehearse if is_new else None
+                loader=loader,
+                forward=output_and_target,
+                stop=stop,
+                autocast=compute.autocast,
+                whole=forward is not None,
+                rehearse=rehearse if is_new else None,
             )
         heartbeat.mark("script", epoch=epoch, step=step)
     except EvaluationStopped as stopped:
@@ -260,7 +267,7 @@ def evaluate(
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
 
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls():  # a metric may call the model
+        with strategy.joined_calls(), opened.autocast():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
     if unchecked:

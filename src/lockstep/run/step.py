@@ -177,14 +177,20 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         weight = (
             value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
         )
-        return total.sum(), weight.detach().sum()
+        return _wide(total).sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
         raise no_value(value)
+    value = _wide(value)
     if value.dim() == 0:
         # torch.tensor would copy to the device, which waits for it.
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Numbers of 16 bits as float32: a sum of them has hardly more than two digits."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 @contextmanager
