@@ -7,6 +7,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CheckpointMismatch, ConfigError, NonFiniteError
+from lockstep.runtime.control import Stopped, StopReason
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -26,6 +27,20 @@ def test_saving_between_backward_and_step_is_refused_and_after_zero_grad_it_is_n
         optimizer.zero_grad()
         assert run.save(wait=True).is_dir()
         break
+
+
+def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog):
+    """It began in the middle of its epochs without a word, since only jobs set up logging."""
+    run, _, optimizer = begin(directory=tmp_path)
+    with pytest.raises(Stopped):
+        for batch in run.batches(dataset()):
+            run._session.heartbeat.control.request_stop(StopReason.INTERRUPTED)
+            train_step(run, batch, optimizer)
+    assert f"Saved in {tmp_path}/step-00000001. Go on with" in caplog.text
+    run.close()
+    caplog.clear()
+    begin(directory=tmp_path, resume="auto")
+    assert f"Resumed from {tmp_path}/step-00000001: epoch 1, step 1." in caplog.text
 
 
 def test_saving_needs_a_run_folder():

@@ -32,8 +32,9 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
+from lockstep.run.save import save_and_stop
 from lockstep.run.step import evaluating, exact, sum_and_weight
-from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
 from lockstep.text import shorten
@@ -192,8 +193,7 @@ def evaluation(
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
-            run.save(wait=True)
-        raise Stopped(stopped.reason) from None
+        save_and_stop(run, stopped.reason)
     finally:
         randomness.end_step(-1 - step)
 

@@ -318,8 +318,7 @@ class GradientState:
         handle.remove()
         if self._precision is not None:
             self._precision.skipped_steps += not taken
-        if not taken:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn of a wrong order
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns after a skipped first step
         return bool(taken)
 
     def _share_overflows(self, scaler: torch.amp.GradScaler) -> None:
