@@ -162,10 +162,11 @@ def test_the_page_has_all_in_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("folders", "labels", "message"),
     [
+        (["none"], [], "There is no run folder 'none'."),
         (
-            ["none"],
+            ["bare"],
             [],
-            "'none/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
+            "'bare/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
         ),
         (["a", "b"], ["x"], "--labels gives 1 names, and there are 2 runs"),
         (["a", "b"], ["x", "x"], "Two runs have the same name: x, x"),
@@ -175,7 +176,7 @@ def test_the_page_has_all_in_one_file(tmp_path):
 def test_what_cannot_be_compared_is_said(tmp_path, monkeypatch, folders, labels, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a"), write(tmp_path / "b")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").mkdir(), (tmp_path / "bare").mkdir()
     (tmp_path / "empty" / "log.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
         read_logs([*map(type(tmp_path), folders)], labels)

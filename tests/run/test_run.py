@@ -29,8 +29,9 @@ def test_saving_between_backward_and_step_is_refused_and_after_zero_grad_it_is_n
         break
 
 
-def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog):
+def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog, monkeypatch):
     """It began in the middle of its epochs without a word, since only jobs set up logging."""
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
     run, _, optimizer = begin(directory=tmp_path)
     with pytest.raises(Stopped):
         for batch in run.batches(dataset()):

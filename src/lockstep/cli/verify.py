@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options, require_files
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -68,6 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.steps < 1:
         raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
+    require_files(arguments, ("json",))
     if arguments.micro_batches:
         return _verify_micro_batches(arguments)
     if arguments.script is not None:

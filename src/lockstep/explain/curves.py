@@ -112,6 +112,8 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
     logs = []
     for name, folder in zip(names, folders, strict=True):
         path = folder / FILE
+        if not folder.is_dir():
+            raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
         try:
             records = tuple(read_json_lines(path))
         except OSError as error:

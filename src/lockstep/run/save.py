@@ -108,8 +108,7 @@ def clean_up(directory: Path | str | None) -> None:
 
 def note(text: str, *arguments: object) -> None:
     """Logs what somebody should see whose script has not set up logging, too."""
-    level = logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING
-    logger.log(level, text, *arguments)
+    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, text, *arguments)
 
 
 def save_and_stop(run: Run, reason: StopReason) -> NoReturn:
