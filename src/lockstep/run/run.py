@@ -312,7 +312,8 @@ class Run:
         try:
             if rehearse and self.rehearsals.done.get(code_of(loss), 0) < self.rehearsals.times:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
-                self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
+                with events.span("rehearsal"):
+                    self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
                 opened.compute = surrogate(compute, batch, self.strategy, self._session.group)
             for begins in events.backward_begin:
