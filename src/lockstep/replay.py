@@ -187,7 +187,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
         comparer = GradientComparer(run, request)
         run.add_callback(comparer)
         plan, k = _train_to(trainer, request, config.training.epochs).plan, request.micro_batch
-        parts = plan.indices if k is None else (plan.indices[k],)
+        parts = range(plan.leaves) if k is None else (k,)
         return ReplayReport(
             folder=request.folder,
             origin=origin,
@@ -195,7 +195,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             position=plan.position,
             leaves=plan.leaves,
             micro_batch=k,
-            samples=[index for part in parts for index in part.tolist()],
+            samples=[number for part in parts for number in plan.numbers(part)],
             loss=comparer.loss,
             norm=comparer.norm,
             compared=comparer.compared[-1],

@@ -193,3 +193,17 @@ def test_an_evaluation_computes_its_loss_as_training_does(precision):
         assert run.evaluate(data, loss) == pytest.approx(expected, rel=1e-6)
     distance = run.evaluate(data, lambda output, target: output[:, 0].detach())  # of 16 bits
     assert distance == pytest.approx(float(output[:, 0].double().mean()), rel=1e-6)
+
+
+def test_a_loss_that_is_nan_names_the_samples_that_were_drawn():
+    """It named their places in the epoch, which are the numbers of other samples."""
+    inputs = torch.arange(40.0)[:, None].expand(-1, 6)
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(40).long())
+    sampler = torch.utils.data.WeightedRandomSampler(torch.arange(40.0), 24)
+    run, *_ = begin(nn.Linear(6, 3))
+    batch = next(iter(run.batches(torch.utils.data.DataLoader(data, sampler=sampler))))
+    drawn = [int(row[0]) for part in batch.micro_batches for row in part.data[0]]
+    assert [number for k in range(batch.plan.leaves) for number in batch.plan.numbers(k)] == drawn
+    assert drawn != [index for part in batch.plan.indices for index in part.tolist()]
+    with pytest.raises(NonFiniteError, match=f"in micro-batch 0 .samples {drawn[0]}, {drawn[1]}, {drawn[2]}"):
+        run.backward(batch, lambda output, target: cross_entropy(output, target) * torch.nan)

@@ -432,10 +432,10 @@ def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> 
         k = bad[0]
         raise NonFiniteError(
             f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
-            f"{shorten(plan.indices[k].tolist())}). {update} Look at these samples, lower the learning rate, or "
+            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or "
             "clip gradients."
         )
-    samples = [index for part in plan.indices for index in part.tolist()]
+    samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
     raise NonFiniteError(
         f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
         f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "
