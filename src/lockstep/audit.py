@@ -292,7 +292,7 @@ class _Comparer(Callback):
         found = digest_batch(self._run, batch)
         others = [k for k, digest in enumerate(found) if recorded[k : k + 1] != [digest]]
         if others:
-            samples = [index for k in others for index in batch.plan.indices[k].tolist()]
+            samples = [number for k in others for number in batch.plan.numbers(k)]
             self._note(
                 f"the data of micro-batch {shorten(others)} is not what the run trained on here (samples "
                 f"{shorten(samples, 16)})"

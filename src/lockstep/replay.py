@@ -183,11 +183,11 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
         run = trainer.run
         if not request.force_context:
             require_context(run, origin)
-        _require_step(trainer, request, config.training.epochs)
+        _require_step(trainer, request, config.training.steps(trainer.steps_per_epoch))
         comparer = GradientComparer(run, request)
         run.add_callback(comparer)
         plan, k = _train_to(trainer, request, config.training.epochs).plan, request.micro_batch
-        parts = plan.indices if k is None else (plan.indices[k],)
+        parts = range(plan.leaves) if k is None else (k,)
         return ReplayReport(
             folder=request.folder,
             origin=origin,
@@ -195,7 +195,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
             position=plan.position,
             leaves=plan.leaves,
             micro_batch=k,
-            samples=[index for part in parts for index in part.tolist()],
+            samples=[number for part in parts for number in plan.numbers(part)],
             loss=comparer.loss,
             norm=comparer.norm,
             compared=comparer.compared[-1],
@@ -298,9 +298,9 @@ def _train_to(trainer: Trainer, request: ReplayRequest, epochs: int) -> Batch:
     raise AssertionError("_require_step has checked that the run has this step")
 
 
-def _require_step(trainer: Trainer, request: ReplayRequest, epochs: int) -> None:
-    """Raises ``ConfigError`` where the run has no such step, or its steps no such micro-batch."""
-    last, most = epochs * trainer.steps_per_epoch - 1, trainer.run.options.micro_batches - 1
+def _require_step(trainer: Trainer, request: ReplayRequest, steps: int) -> None:
+    """Raises ``ConfigError`` where the run, of so many steps, has no such one, or it has no such micro-batch."""
+    last, most = steps - 1, trainer.run.options.micro_batches - 1
     if request.step > last:
         raise ConfigError(f"Step {request.step} does not exist: the steps of the run are 0 to {last}.")
     if request.micro_batch is not None:

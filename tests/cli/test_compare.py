@@ -34,7 +34,7 @@ def test_it_prints_a_table_and_writes_what_was_asked_for(command, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("a", "c"), "'c/log.jsonl' cannot be read"),
+        (("a", "c"), "There is no run folder 'c'."),
         (("a", "--svg", "none/x.svg"), "the folder 'none' does not exist"),
         ((), "arguments are required: RUN"),
     ],
@@ -80,3 +80,15 @@ def test_what_differs_is_below_the_table_with_what_decides_the_bits_first(comman
     assert "<td>optimizer.lr</td><td>0.1</td><td>0.05</td>" in written
     assert "0123456789abcdef" in written
     assert command("compare", "a", "a", "--labels", "x,y")[1].endswith("No setting differs.\n")
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    "words", [("compare", "a", "--html"), ("scale", "digits", "--json"), ("verify", "digits", "--json")]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(command, words, tmp_path, monkeypatch):
+    """It ended in a traceback, after the runs of scale and verify."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    status, output, errors = command(*words, "x")
+    assert (status, output) == (2, "")
+    assert f"{words[-1]} x cannot be written. Choose a file in a folder that you can write to." in errors

@@ -66,7 +66,7 @@ def test_a_broken_file_is_the_exit_status(command, photos):
     [
         (("--step", "2"), "--step 2 does not exist: the steps of an epoch are 0 to 1"),
         (("--epoch", "-1"), "--epoch -1 should be 0 or more"),
-        (("--sheet", "absent/a.png"), "absent/a.png cannot be written"),
+        (("--sheet", "absent/a.png"), "the folder 'absent' does not exist"),
         (("--devices", "3"), "micro_batches=2"),
     ],
 )

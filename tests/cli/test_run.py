@@ -93,3 +93,9 @@ def test_the_steps_of_a_timeline_reach_the_ranks_of_any_launcher(tmp_path, monke
     monkeypatch.setattr(run, "arm_future_children", lambda: None)
     assert run.main(parse("--profile", "3:2", str(script))) == 0
     assert capsys.readouterr().out == "3:2\n"
+
+
+def test_a_command_without_a_script_asks_for_no_more_than_that(command):
+    status, _, errors = command("run", "--devices", "2")
+    assert status == 2
+    assert "The following arguments are required: SCRIPT. See 'lockstep run --help'." in errors

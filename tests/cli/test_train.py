@@ -240,6 +240,16 @@ def test_the_proof_asks_for_no_gpu_that_the_host_has_not(monkeypatch, gpus, rank
     assert found == f"lockstep train digits {place}"
 
 
+def test_the_proof_of_a_named_run_asks_for_another_layout_too(tmp_path, monkeypatch):
+    """The folder of the run, which exists by then, was taken for a reason against two devices."""
+    monkeypatch.chdir(tmp_path)
+    given = dict.fromkeys(("data", "precision", "epochs", "threads", "per_device_batch"))
+    arguments = argparse.Namespace(job="digits", set=["run.name=a"], portable=False, **given)
+    config = load_job("digits", [parse_set("run.name=a")])
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    assert train.proof(config, arguments, 1, "cpu") == "lockstep train digits --strategy ddp --devices cpu:2"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

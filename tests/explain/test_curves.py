@@ -33,6 +33,17 @@ def test_a_metric_of_steps_is_drawn_by_steps_and_another_by_epochs(tmp_path):
     assert log.points("loss_scale", "epochs") == []
 
 
+def test_a_run_that_ended_within_an_epoch_is_drawn_at_its_part_of_one(tmp_path):
+    """A run of 6 steps with 4 an epoch had its last step at 2 epochs, and all others at wrong places."""
+    folder = write(tmp_path / "a")
+    end = {"kind": "epoch", "step": 6, "epoch": 1, "seconds": 9.0, "loss": 0.5, "epochs_done": 1.5}
+    lines = (folder / "log.jsonl").read_text().splitlines(keepends=True)
+    (folder / "log.jsonl").write_text("".join(lines[:4]) + json.dumps(end) + "\n")
+    (log,) = read_logs([folder])
+    assert [x for x, _ in log.points("loss", "epochs")] == [0.5, 1.0, 1.5]
+    assert final_table([log])[1][1] == "1.5"
+
+
 def test_values_that_are_not_finite_are_left_out(tmp_path):
     folder = write(tmp_path / "a")
     lines = (folder / "log.jsonl").read_text().replace('"loss": 0.25', '"loss": null')
@@ -151,10 +162,11 @@ def test_the_page_has_all_in_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("folders", "labels", "message"),
     [
+        (["none"], [], "There is no run folder 'none'."),
         (
-            ["none"],
+            ["bare"],
             [],
-            "'none/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
+            "'bare/log.jsonl' cannot be read: No such file or directory. Give the folders of runs",
         ),
         (["a", "b"], ["x"], "--labels gives 1 names, and there are 2 runs"),
         (["a", "b"], ["x", "x"], "Two runs have the same name: x, x"),
@@ -164,7 +176,7 @@ def test_the_page_has_all_in_one_file(tmp_path):
 def test_what_cannot_be_compared_is_said(tmp_path, monkeypatch, folders, labels, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a"), write(tmp_path / "b")
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").mkdir(), (tmp_path / "bare").mkdir()
     (tmp_path / "empty" / "log.jsonl").touch()
     with pytest.raises(ConfigError) as caught:
         read_logs([*map(type(tmp_path), folders)], labels)

@@ -52,3 +52,8 @@ def test_the_peak_of_memory_is_shown(on_device, shown):
 def test_a_proof_is_offered_where_there_is_one():
     assert "prove it     lockstep train" in report(outcome(), "lockstep train digits --devices 2")
     assert "prove it" not in report(outcome(), "")
+
+
+@pytest.mark.parametrize(("skipped", "shown"), [(1, "1 step whose"), (2, "2 steps whose")])
+def test_skipped_steps_are_counted(skipped, shown):
+    assert f"skipped      {shown} scaled gradients overflowed" in report(outcome(skipped_steps=skipped), "")

@@ -96,6 +96,29 @@ def test_a_rank_that_leaves_early_is_named(command, way):
     command.wait_until_nothing_runs()
 
 
+AT_THE_END = """\
+import torch
+import lockstep
+
+run = lockstep.init(global_batch=6, micro_batches=3)
+model = run.prepare(torch.nn.Linear(3, 2))
+data = torch.utils.data.TensorDataset(torch.ones(12, 3), torch.zeros(12).long())
+if run.is_main:
+    run.evaluate(data, torch.nn.functional.cross_entropy)
+"""
+
+
+def test_a_rank_that_waits_for_those_that_have_come_to_the_end_is_not_left_waiting(command):
+    """It waited in run.evaluate until the timeout of 600 s: an evaluation may take long, and nobody looked."""
+    (command.folder / "script.py").write_text(AT_THE_END)
+    code, lines = command.start(command.folder / "script.py").end()
+    assert code == 4
+    assert "left while the others continued" in lines[0]
+    assert "some ranks only" in lines[1]
+    assert command.seconds < 30
+    command.wait_until_nothing_runs()
+
+
 def test_an_exit_status_of_a_script_ends_the_run(command):
     code, lines = command.loop("0:5:exit_seven").end()
     assert code == 4

@@ -93,3 +93,51 @@ def test_a_closed_terminal_warns_once_and_training_goes_on(caplog):
     run(MultiLogger([Console(stream)]))
     assert len(caplog.records) == 1
     assert "Logger Console failed and is disabled" in caplog.text
+
+
+class Clock:
+    """Stands for the module ``time``: ten seconds a step."""
+
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+def lines_of(monkeypatch, *epochs, epochs_in_all=4, **more):
+    """What the console writes of epochs of 4 steps, each given as (epoch, steps done before, last step, is_last)."""
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr("lockstep.loggers.console.time", clock)
+    console = Console(stream)
+    for epoch, done, end, is_last in epochs:
+        console.begin(epoch, epochs=epochs_in_all, start=4 * epoch, steps=4, done=done, **more)
+        clock.now += 10.0 * (end - 4 * epoch - done)
+        console.epoch(epoch, end, {"loss": 1.0}, is_last=is_last)
+    return stream.getvalue().splitlines()
+
+
+def test_the_time_left_is_that_of_the_steps_to_come(monkeypatch):
+    lines = lines_of(monkeypatch, (0, 0, 4, False), (1, 0, 8, False))
+    assert lines == ["epoch 1/4  loss 1  2 min 00 s left", "epoch 2/4  loss 1  1 min 20 s left"]
+
+
+def test_a_run_that_goes_on_within_an_epoch_counts_only_the_steps_it_has_made(monkeypatch):
+    """It took the rest of an epoch for a whole one, and told a quarter of the time."""
+    assert lines_of(monkeypatch, (0, 3, 4, False)) == ["epoch 1/4  loss 1  2 min 00 s left"]
+
+
+def test_a_run_that_ends_within_its_epochs_has_no_time_left(monkeypatch):
+    """It told the time of epochs that max_steps, or an early stop, leaves out."""
+    lines = lines_of(monkeypatch, (0, 0, 4, False), (1, 0, 6, False), total=6)
+    assert lines == ["epoch 1/4  loss 1  20 s left", "epoch 2/4  loss 1"]
+    assert lines_of(monkeypatch, (0, 0, 4, True)) == ["epoch 1/4  loss 1"]
+
+
+def test_the_bar_of_a_run_that_goes_on_begins_where_it_goes_on():
+    """It took the steps before for steps of its own, and told too short a time."""
+    console = Console(Terminal())
+    console.begin(1, epochs=2, start=4, steps=4, done=2)
+    assert (console._bar.n, console._bar.initial, console._bar.total) == (2, 2, 4)
+    console.begin(1, epochs=2, start=4, steps=4, total=6)
+    assert console._bar.total == 2
+    console.close()

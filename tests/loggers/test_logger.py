@@ -12,13 +12,13 @@ class Recorder:
         if name == self.failing:
             raise OSError(28, "No space left on device")
 
-    def begin(self, epoch, *, epochs, start, steps):
+    def begin(self, epoch, *, epochs, start, steps, done, total):
         self._call("begin")
 
     def log(self, step, values, so_far=None):
         self._call("log")
 
-    def epoch(self, epoch, step, values):
+    def epoch(self, epoch, step, values, *, is_last):
         self._call("epoch")
 
     def close(self):

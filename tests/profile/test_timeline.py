@@ -53,7 +53,8 @@ def test_the_steps_that_were_asked_for_are_shown_with_all_that_they_do(tmp_path)
     assert steps(tmp_path) == [1, 2, 3]
     assert lanes(tmp_path) == {
         *("steps", "loader, this process", "loader of evaluation, this process", "waiting for data"),
-        *("compute", "forward", "backward", "reduce, exposed", "optimizer", "evaluation", "log"),
+        *("rehearsal", "compute", "forward", "backward", "reduce, exposed", "optimizer", "evaluation"),
+        "log",
     }
     micro_batches = [event["name"] for event in spans(tmp_path) if event["cat"] == "forward"]
     assert micro_batches == [f"forward k{k}" for k in (*range(8), *range(2), *range(8))]

@@ -336,3 +336,42 @@ def changed_on_one(world, what):
 )
 def test_what_one_rank_alone_has_changed_is_not_evaluated(what, said):
     assert all(found.startswith(said) for found in run_ranks(changed_on_one, 2, what))
+
+
+def called_otherwise(world, folder, call, where):
+    """What each rank raises where the main process alone makes a call, before all make another one."""
+    run, _, optimizer = begin(directory=folder)
+    calls = {
+        "evaluate": lambda: run.evaluate(dataset(), nn.functional.cross_entropy),
+        "fingerprint": run.fingerprint,
+        "save": run.save,
+    }
+    try:
+        for epoch in run.epochs(2):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            if run.is_main and (where == "epoch" or epoch):
+                calls[call]()
+        calls[where]()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "others"),
+    [
+        ("evaluate", "epoch", "run.batches"),
+        ("evaluate", "fingerprint", "run.fingerprint"),
+        ("evaluate", "save", "run.save"),
+        ("fingerprint", "evaluate", "run.evaluate"),
+        ("fingerprint", "epoch", "run.batches"),
+    ],
+)
+def test_a_call_that_only_some_ranks_make_is_named_with_the_others(call, where, others, tmp_path):
+    """It was told as settings, layers or tensors that differ, or ended in an AttributeError."""
+    found = run_ranks(called_otherwise, 3, tmp_path, call, where)
+    file = Path(__file__).name
+    said = rf"different calls of the run: run\.{call} \({file}:\d+\) on rank 0; {others} \({file}:\d+\) on ranks 1, 2"
+    for message in found:
+        assert re.search(said, message), message

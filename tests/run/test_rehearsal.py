@@ -2,20 +2,24 @@
 
 import io
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.run.jobs import begin, dataset, train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
+from lockstep.explain.timeline import explain_timeline
 from lockstep.run import Run, RunOptions
 from lockstep.run.rehearsal import Rehearsals
 from lockstep.runtime import Callback
 from lockstep.runtime.events import StepEvents
+from lockstep.scale.rank import StepObserver
 
 
 def model():
@@ -324,3 +328,25 @@ def test_an_evaluation_that_needs_what_no_checkpoint_holds_is_refused_in_a_resum
 def test_one_process_that_saves_nothing_is_not_told(caplog):
     train(Noisy(), micro_batches=1)
     assert "one call to the next" not in caplog.text
+
+
+def test_a_rehearsal_is_no_waiting_for_data(tmp_path):
+    """The first steps of a timeline waited for data up to a third of the time, and so did scale without a warm-up."""
+    run, _, optimizer = begin(directory=tmp_path, profile="0:4")
+    observer = StepObserver(run)
+    batches = iter(run.batches(dataset(96)))
+    for _ in range(4):
+        train_step(run, next(batches), optimizer, loss=slow)
+        observer.end_step()
+    run.close()
+    shown = explain_timeline(tmp_path / "timeline.json").ranks[0].lanes
+    lanes = {lane.title: lane for lane in shown}
+    assert len(lanes["rehearsal"].boxes) == 2
+    assert all(box.ended - box.began > 40 for box in lanes["rehearsal"].boxes)
+    assert lanes["waiting for data"].busy < 40
+    assert all(phases["data"] < 0.04 for phases in observer.clock.steps)
+
+
+def slow(output, target):
+    time.sleep(0.02)
+    return nn.functional.cross_entropy(output, target)

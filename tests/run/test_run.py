@@ -7,6 +7,7 @@ from torch import nn
 
 import lockstep
 from lockstep.errors import CheckpointMismatch, ConfigError, NonFiniteError
+from lockstep.runtime.control import Stopped, StopReason
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -26,6 +27,21 @@ def test_saving_between_backward_and_step_is_refused_and_after_zero_grad_it_is_n
         optimizer.zero_grad()
         assert run.save(wait=True).is_dir()
         break
+
+
+def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog, monkeypatch):
+    """It began in the middle of its epochs without a word, since only jobs set up logging."""
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
+    run, _, optimizer = begin(directory=tmp_path)
+    with pytest.raises(Stopped):
+        for batch in run.batches(dataset()):
+            run._session.heartbeat.control.request_stop(StopReason.INTERRUPTED)
+            train_step(run, batch, optimizer)
+    assert f"Saved in {tmp_path}/step-00000001. Go on with" in caplog.text
+    run.close()
+    caplog.clear()
+    begin(directory=tmp_path, resume="auto")
+    assert f"Resumed from {tmp_path}/step-00000001: epoch 1, step 1." in caplog.text
 
 
 def test_saving_needs_a_run_folder():
@@ -158,3 +174,36 @@ def test_a_checkpoint_may_be_written_to_another_folder(tmp_path):
     path = run.save(wait=True, directory=tmp_path / "elsewhere")
     again, _, _ = begin(directory=tmp_path / "elsewhere", resume="auto")
     assert path.parent == tmp_path / "elsewhere" and again.fingerprint() == run.fingerprint()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_evaluation_computes_its_loss_as_training_does(precision):
+    """A loss with class weights was refused by torch, and one without was rounded to the digits of 16 bits."""
+    run, model, _ = begin(precision=precision)
+    data, weight = dataset(), torch.tensor([1.0, 2.0, 0.3])
+    inputs, target = (torch.stack(each) for each in zip(*(data[index] for index in range(len(data)))))
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision])),
+    ):
+        output = model.eval()(inputs)
+    assert output.dtype != torch.float32
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight)):
+        expected = float(loss(output.float(), target))
+        assert run.evaluate(data, loss) == pytest.approx(expected, rel=1e-6)
+    distance = run.evaluate(data, lambda output, target: output[:, 0].detach())  # of 16 bits
+    assert distance == pytest.approx(float(output[:, 0].double().mean()), rel=1e-6)
+
+
+def test_a_loss_that_is_nan_names_the_samples_that_were_drawn():
+    """It named their places in the epoch, which are the numbers of other samples."""
+    inputs = torch.arange(40.0)[:, None].expand(-1, 6)
+    data = torch.utils.data.TensorDataset(inputs, torch.zeros(40).long())
+    sampler = torch.utils.data.WeightedRandomSampler(torch.arange(40.0), 24)
+    run, *_ = begin(nn.Linear(6, 3))
+    batch = next(iter(run.batches(torch.utils.data.DataLoader(data, sampler=sampler))))
+    drawn = [int(row[0]) for part in batch.micro_batches for row in part.data[0]]
+    assert [number for k in range(batch.plan.leaves) for number in batch.plan.numbers(k)] == drawn
+    assert drawn != [index for part in batch.plan.indices for index in part.tolist()]
+    with pytest.raises(NonFiniteError, match=f"in micro-batch 0 .samples {drawn[0]}, {drawn[1]}, {drawn[2]}"):
+        run.backward(batch, lambda output, target: cross_entropy(output, target) * torch.nan)

@@ -106,3 +106,15 @@ def test_a_schedule_may_step_once_per_epoch(tmp_path):
 
     by_epoch("", 1)
     assert by_epoch("auto", 3) == by_epoch("", 3)
+
+
+def test_a_schedule_whose_first_step_overflowed_is_not_told_of_a_wrong_order():
+    """torch's warning says that the loop steps the schedule before the optimizer; the step was skipped."""
+    run, _, optimizer, scheduler = begin(
+        precision="fp16", loss_scale=2.0**40, make_scheduler=lambda o: lr_scheduler.StepLR(o, 1, 0.5)
+    )
+    train_step(run, next(iter(run.batches(dataset()))), optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    assert run.skipped_steps == 1

@@ -130,6 +130,24 @@ def test_the_log_says_where_devices_begin(caplog):
     assert caplog.messages == ["Layers begin with: 0 on cpu, 3 on cpu, 5 on cpu."]
 
 
+class Functions(nn.Module):
+    """Two layers, and functions between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def test_a_device_may_have_functions_alone():
+    """A model of two layers on three devices ended in StopIteration."""
+    model = ModelParallel([CPU] * 3, 8, LayersOptions()).setup_model(Functions())
+    rows = torch.ones(2, 6)
+    assert torch.equal(model(rows), model.last(torch.tanh(model.first(rows))))
+
+
 @pytest.mark.parametrize(
     "devices, split, said",
     [

@@ -6,7 +6,7 @@ from tests.ranks import run_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config.job import CheckpointConfig
+from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.core.fingerprint import digest_tensor
 from lockstep.core.world import World
 from lockstep.errors import ConfigError
@@ -52,19 +52,7 @@ def train(world, folder, *, every, micro_batches=False, epochs=2, resume="", **o
     model, optimizer, scheduler = run.prepare(
         model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     )
-    settings = type(
-        "Settings",
-        (),
-        {
-            "epochs": epochs,
-            "max_steps": None,
-            "clip_norm": 0.1,
-            "drop_last": False,
-            "evaluate_every": 1,
-            "evaluate_every_steps": None,
-            "early_stop": 0,
-        },
-    )
+    settings = TrainingConfig(epochs=epochs, clip_norm=0.1)
     parts = TrainingParts(
         model=model,
         optimizer=optimizer,

@@ -55,3 +55,10 @@ def test_accuracy_counts_the_targets_that_the_loss_counts(loss, target, right, c
 
 def test_a_loss_of_numbers_has_no_accuracy():
     assert Accuracy.of(nn.MSELoss()) is None
+
+
+def test_any_number_is_better_than_nan():
+    """A first evaluation that was NaN stayed the best, and an early stop ended the run."""
+    better, progress = judged("validation_loss", [float("nan"), 2.0, 3.0])
+    assert better == [True, True, False]
+    assert progress.best == 2.0

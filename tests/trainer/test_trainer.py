@@ -1,4 +1,5 @@
 import json
+import time
 
 import torch
 from tests.ranks import run_ranks
@@ -26,6 +27,7 @@ def trainer(
     lr=0.1,
     resume="",
     save_every_steps=0,
+    save_every_epochs=1,
     log_every=2,
     groups=False,
     checks="first",
@@ -59,7 +61,7 @@ def trainer(
         validation_set=blobs(1),
         workers=0,
     )
-    saving = CheckpointConfig(every_steps=save_every_steps)
+    saving = CheckpointConfig(every_steps=save_every_steps, every_epochs=save_every_epochs)
     logger = open_loggers(world, folder, ["jsonl"], first_step=run.position.step)
     return Trainer(run, parts, settings, saving, log_every, logger)
 
@@ -128,6 +130,43 @@ def test_a_run_cut_off_within_an_epoch_ends_as_if_it_had_not_been(tmp_path):
     assert resumed == [whole] * 4
     steps = [record["step"] for record in records(tmp_path / "cut") if record["kind"] == "step"]
     assert steps == sorted(set(steps))
+
+
+def test_evaluations_and_checkpoints_every_n_steps_are_made_at_the_end_of_an_epoch_too(tmp_path):
+    """With 4 steps an epoch, every 4 steps was never, where the epochs had none of their own."""
+    options = {"evaluate_every": 9, "evaluate_every_steps": 4, "save_every_steps": 4, "save_every_epochs": 0}
+    run_ranks(outcome, 1, tmp_path, options)
+    evaluated = [record["step"] for record in records(tmp_path) if "validation_loss" in record]
+    assert evaluated == [4, 8, 12, 16]
+    assert len(list(tmp_path.glob("step-*"))) == 3  # checkpoint.keep, and the best may be among them
+
+
+def slow_evaluations(world, folder):
+    found = trainer(world, folder, evaluate_every_steps=1, epochs=1, log_every=1)
+    evaluate = found._evaluate
+
+    def slowly(**options):
+        time.sleep(0.5)
+        return evaluate(**options)
+
+    found._evaluate = slowly
+    return found.fit().seconds
+
+
+def test_the_time_of_evaluations_within_an_epoch_is_no_time_of_training(tmp_path):
+    """Samples per second, and the seconds of training, counted evaluations every n steps, and not those of epochs."""
+    (seconds,) = run_ranks(slow_evaluations, 1, tmp_path)
+    (epoch,) = [record for record in records(tmp_path) if record["kind"] == "epoch"]
+    speeds = [record["samples_per_second"] for record in records(tmp_path) if "samples_per_second" in record]
+    assert seconds < 0.5
+    assert epoch["samples_per_second"] > 60 / 0.5
+    assert min(speeds) > 16 / 0.5
+
+
+def test_a_run_that_ends_within_an_epoch_says_how_many_epochs_it_has_made(tmp_path):
+    run_ranks(outcome, 1, tmp_path, {"max_steps": 6})
+    ends = [record for record in records(tmp_path) if record["kind"] == "epoch"]
+    assert [(record["step"], record.get("epochs_done")) for record in ends] == [(4, None), (6, 1.5)]
 
 
 def exported(world, folder):

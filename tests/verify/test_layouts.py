@@ -1,7 +1,7 @@
 """The layouts of a job that are compared."""
 
 from lockstep.config.job_file import load_job
-from lockstep.verify.layouts import layouts
+from lockstep.verify.layouts import layouts, reason_of
 
 DIGITS = load_job("digits", [])
 
@@ -29,3 +29,15 @@ def test_one_device_is_compared_as_ddp_only_and_servers_in_both_modes():
         "parameter_server on 2",
         "parameter_server (asynchronous) on 2",
     ]
+
+
+def test_the_reason_of_a_failed_layout_is_its_error():
+    """A table said "rank 0 failed first, prepare (host a, pid 1):" and nothing more."""
+    report = [
+        "rank 0 failed first (host a, pid 1):",
+        "Traceback (most recent call last):",
+        "  File x",
+        "StopIteration",
+    ]
+    assert reason_of([*report, "Logs: /tmp/a"]) == "rank 0 failed first (host a, pid 1): StopIteration"
+    assert reason_of(["ConfigError: no."]) == "ConfigError: no."

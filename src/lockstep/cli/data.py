@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_train_options
+from lockstep.cli.shared_options import add_train_options, require_files
 from lockstep.cli.train import overrides, resolve_devices
 from lockstep.config.job_file import load_job
 from lockstep.core.world import World
@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     devices = resolve_devices(config)
     if arguments.epoch < 0:
         raise ConfigError(f"--epoch {arguments.epoch} should be 0 or more.")
+    require_files(arguments, ("json", "sheet"))
     from lockstep.data.naming import known_classes
     from lockstep.job import data_report
 

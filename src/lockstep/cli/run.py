@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_profile_argument(parser)
     parser.add_argument("script", metavar="SCRIPT", help="a Python script")
     rest = "all that follows is for the script"
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
+    more = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=rest)
+    more.required = False  # or a command without a script would ask for both
 
 
 def main(arguments: argparse.Namespace) -> int:

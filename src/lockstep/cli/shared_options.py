@@ -79,6 +79,10 @@ def require_files(arguments: argparse.Namespace, options: Iterable[str]) -> None
             )
         if path.is_dir():
             raise ConfigError(f"--{name} {given} is a folder. Name a file in it.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(
+                f"--{name} {given} cannot be written. Choose a file in a folder that you can write to."
+            )
 
 
 def require_positive(arguments: argparse.Namespace, *options: str) -> None:

@@ -367,7 +367,9 @@ def proof(config: JobConfig, arguments: argparse.Namespace, ranks: int, kind: st
     strategy, count = "single" if config.training.strategy not in ("single", "ddp") else "ddp", 1
     if ranks == 1 and strategy == "ddp":
         two = dataclasses.replace(
-            config, training=dataclasses.replace(config.training, strategy="ddp", mesh="")
+            config,
+            training=dataclasses.replace(config.training, strategy="ddp", mesh=""),
+            run=dataclasses.replace(config.run, name=""),  # whose folder is made by now
         )
         fits = (kind == "cpu" or len(visible_gpus()) > 1) and not machine_problems(two, 2, kind)
         strategy, count = ("ddp", 2) if fits else ("single", 1)

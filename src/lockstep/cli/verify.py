@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.cli.command_line import Parser
-from lockstep.cli.shared_options import add_options, add_train_options
+from lockstep.cli.shared_options import add_options, add_train_options, require_files
 from lockstep.cli.train import device_counts, job_on_one_device, strategy_names
 from lockstep.config.job import JobConfig
 from lockstep.config.strategy_options import STRATEGIES
@@ -25,7 +25,7 @@ from lockstep.launch import ScriptTarget
 from lockstep.launch.supervisor import run_sequentially
 from lockstep.text import comma_separated, plural
 from lockstep.verify import micro_batches
-from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, run_layout
+from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, reason_of, run_layout
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
@@ -68,6 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.steps < 1:
         raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
+    require_files(arguments, ("json",))
     if arguments.micro_batches:
         return _verify_micro_batches(arguments)
     if arguments.script is not None:
@@ -160,7 +161,7 @@ def _first_step(payload: dict[str, Any], threads: int | None, folder: Path) -> F
     outcome = run_sequentially(MICRO_BATCHES_ENTRY, payload, ranks=1, threads=threads, folder=folder)
     if (folder / "step.json").exists():
         return FirstStep.read(folder / "step.json")
-    sentence, reason = refusal(folder), _reason(outcome.lines)
+    sentence, reason = refusal(folder), reason_of(outcome.lines)
     if outcome.code == EXIT_DONE:
         reason = "it made no step with lockstep.init and run.backward"
     return FirstStep(payload["micro_batches"], refused=sentence or reason, in_training=bool(sentence))
@@ -276,7 +277,7 @@ def _run_script(
     if outcome.code != EXIT_DONE:
         report = [line for line in outcome.lines if not line.startswith("Logs: ")]
         print(*report, sep="\n", file=sys.stderr)
-        reason = _reason(outcome.lines) or f"exit code {outcome.code}"
+        reason = reason_of(outcome.lines) or f"exit code {outcome.code}"
     return Ran(dataclasses.replace(trace, refused=reason), folder)
 
 
@@ -287,15 +288,6 @@ def _records(ran: Ran) -> Recording:
             "every number of processes."
         )
     return ran.records
-
-
-def _reason(report: Sequence[str]) -> str:
-    """Shortens the report of a failed run to one line: the rank, and the last line of the traceback."""
-    first = report[0] if report else ""
-    if not first.endswith(":"):
-        return first
-    rest = [line for line in report[1:] if not line.startswith((" ", "Logs: "))]
-    return f"{first} {rest[-1]}" if rest else first
 
 
 def _label(count: int) -> str:

@@ -15,7 +15,7 @@ bijection on ``0 .. n-1``. It takes no memory, and sample ``p`` of a billion cos
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -204,7 +204,15 @@ class StepPlan:
     packed: bytes
     """All its sample indices, 64 bits each, in the order of the micro-batches: what a heartbeat notes of them."""
     indices: tuple[Indices, ...]
-    """Sample indices of micro-batch k, each of shape (size,)."""
+    """Sample indices of micro-batch k, each of shape (size,); places of the epoch where ``drawn`` is set."""
+    drawn: Callable[[Indices], Indices] | None = field(default=None, compare=False)
+    """Gives the numbers in the data set of what stands at places of the epoch, where samples are drawn by weight or
+    sorted by length."""
+
+    def numbers(self, k: int) -> list[int]:
+        """The numbers in the data set of the samples of micro-batch k."""
+        found = self.indices[k] if self.drawn is None else self.drawn(self.indices[k])
+        return [int(number) for number in found]
 
     @property
     def leaves(self) -> int:

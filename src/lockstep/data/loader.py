@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar, Unpack
 
@@ -21,6 +22,7 @@ from lockstep.data.naming import require_map_style, unwrap_subset
 from lockstep.data.reader import Request
 from lockstep.data.workers import Reading, ReadingOptions, open_reading
 from lockstep.data.wrappers.skipping import SkipBroken
+from lockstep.data.wrappers.wrapping import Wrapping, behind
 from lockstep.errors import ConfigError
 
 _SAMPLES_AT_ONCE = 8192
@@ -123,6 +125,7 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
         self.counts_skipped = isinstance(unwrap_subset(dataset)[0], SkipBroken)
         """True if broken samples are skipped and counted, epoch by epoch."""
         self._plan, self._share, self._planner = plan, share, Planner(plan)
+        self._wrapped = dataset if isinstance(dataset, Wrapping) else None
         count, rows = len(share.of(plan.shape.micro_batches)), plan.shape.micro_batch_size
         super().__init__(
             open_reading(dataset, prefetch=prefetch * count, per_step=max(1, count), rows=rows, **options)
@@ -141,7 +144,7 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
             at_end: called when the last step has been read and is about to be given: the workers are free.
         """
         if self._share.holder is None:
-            yield from (Batch(step, ()) for step in self._planner.steps(epoch, first))
+            yield from (Batch(self._named(step), ()) for step in self._planner.steps(epoch, first))
             return  # and start no workers
         steps, results = self._take((epoch, first))
         last = self._plan.steps_per_epoch - 1
@@ -149,7 +152,14 @@ class StepLoader(_Prefetching[tuple[int, int], tuple[Iterator[_Held], Iterator[A
             parts = tuple([MicroBatch(k, indices, next(results)) for k, indices in held])
             if at_end is not None and step.position == last:
                 at_end()
-            yield Batch(step, parts)
+            yield Batch(self._named(step), parts)
+
+    def _named(self, step: StepPlan) -> StepPlan:
+        """A step that knows the numbers of its samples where wrappers of the data set choose them."""
+        if self._wrapped is None:
+            return step
+        wrapped, seed = self._wrapped, self._plan.seed
+        return replace(step, drawn=lambda places: behind(wrapped, seed, step.epoch, places)[1])
 
     def begin(self, epoch: int, first: int = 0) -> None:
         """Lets the workers, which must be free, read the beginning of an epoch before it is asked for."""

@@ -52,6 +52,14 @@ class RunLog:
         """The records of finished epochs."""
         return [record for record in self.records if record.get("kind") == "epoch"]
 
+    @property
+    def epochs(self) -> float:
+        """Epochs up to the last end of one; the end of a run may lie within one."""
+        if not self.ends:
+            return 0
+        last = self.ends[-1]
+        return float(last.get("epochs_done") or last["epoch"] + 1)
+
     def values(self, metric: str) -> list[tuple[Mapping[str, Any], float]]:
         """Records and their values of a metric, without what is not finite.
 
@@ -81,7 +89,7 @@ class RunLog:
             return [(record["seconds"], y) for record, y in self.values(metric) if "seconds" in record]
         if not self.ends:
             return []
-        steps_per_epoch = self.ends[-1]["step"] / (self.ends[-1]["epoch"] + 1)
+        steps_per_epoch = self.ends[-1]["step"] / (self.epochs or 1)
         return [(record["step"] / steps_per_epoch, y) for record, y in self.values(metric)]
 
 
@@ -104,6 +112,8 @@ def read_logs(folders: Sequence[Path], labels: Sequence[str] = ()) -> list[RunLo
     logs = []
     for name, folder in zip(names, folders, strict=True):
         path = folder / FILE
+        if not folder.is_dir():
+            raise ConfigError(f"There is no run folder '{folder}'. Give one, such as runs/digits-001.")
         try:
             records = tuple(read_json_lines(path))
         except OSError as error:
@@ -141,7 +151,7 @@ def final_table(
         seconds = log.records[-1].get("seconds")
         cells = [
             log.name,
-            str(log.ends[-1]["epoch"] + 1 if log.ends else 0),
+            f"{log.epochs:.4g}",
             "-" if seconds is None else format_duration(seconds),
         ]
         finals = {metric: log.final(metric) for metric in metrics}

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import checkpoint
 from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.options import mention_unused_options
 from lockstep.config.strategy_options import Level
@@ -30,9 +29,8 @@ from lockstep.job.run_folder import (
     with_start,
 )
 from lockstep.run import Run
-from lockstep.runtime.control import Stopped
 from lockstep.runtime.output import log_to_terminal
-from lockstep.text import format_bytes
+from lockstep.text import format_bytes, plural
 from lockstep.trainer import Trainer, TrainingOutcome
 from lockstep.trainer.audit_record import AuditRecorder
 from lockstep.trainer.gradient_record import GradientRecorder
@@ -140,15 +138,7 @@ def train(config: JobConfig, world: World, *, proof: str = "", profile: str = ""
             logger.warning("A schedule of kind %r does not use %s.", config.schedule.kind, unused)
     recorder = record(trainer, config, run_folder(config))
     starts = read_starts(run_folder(config)) if world.is_main else []
-    try:
-        outcome = trainer.fit()
-    except Stopped:
-        if world.is_main and (saved := checkpoint.committed(run_folder(config))):
-            print(
-                f"Saved in {saved[-1]}. The same command with --resume auto goes on, on any number of devices.",
-                flush=True,
-            )
-        raise
+    outcome = trainer.fit()
     if recorder is not None:
         recorder.end(trainer.run.position.step, outcome.fingerprint, outcome.weights)
     if not world.is_main:
@@ -184,7 +174,7 @@ def report(outcome: TrainingOutcome, proof: str) -> str:
         rows.append(("memory", f"at most {format_bytes(outcome.peak_memory)} {where}"))
     rows += outcome.remarks.items()
     if outcome.skipped_steps:
-        rows.append(("skipped", f"{outcome.skipped_steps} steps whose scaled gradients overflowed"))
+        rows.append(("skipped", f"{plural(outcome.skipped_steps, 'step')} whose scaled gradients overflowed"))
     if outcome.weights is not None:
         path, here = outcome.weights, Path.cwd()
         rows.append(("weights", str(path.relative_to(here) if path.is_relative_to(here) else path)))

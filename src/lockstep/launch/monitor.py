@@ -37,6 +37,7 @@ from lockstep.runtime.control import Control, StopReason
 from lockstep.runtime.error_record import read_record
 from lockstep.runtime.heartbeat import Beat, Membership, read_beat
 from lockstep.runtime.output import say
+from lockstep.runtime.stack_dump import Mark
 from lockstep.runtime.stop_signals import REASONS, SignalInbox, drain
 from lockstep.text import printable
 
@@ -85,6 +86,7 @@ class TerminationSchedule:
 _LEFT_EARLY = 2.0
 _STUCK, _STUCK_KILL = 2.0, 1.0
 _FORCE = 3.0
+_EXCHANGES = (Mark.WAITS_FOR_EXCHANGE, Mark.WAITS_FOR_GRADIENTS)
 _TRAINING = ("forward", "backward", "reduce", "update", "wait")
 
 
@@ -107,20 +109,26 @@ class EarlyExitDetector:
             return 0.0, _FORCE
         if not elsewhere and not any(beat.membership is Membership.LEAVING for beat in beats):
             self._leaving_since, self._look_again = now, now + _STUCK
-        elif now > self._look_again and any(_is_stuck(beat, now) for beat in beats):
-            self._look_again = now + _STUCK
-            if self._is_awaited(running) or 0 < self._limit < now - self._leaving_since:
+        elif now > self._look_again and any(_is_silent(beat, now) for beat in beats):
+            waited = now - self._leaving_since
+            self._look_again = now + max(_STUCK, waited / 2)  # one may export a model for an hour meanwhile
+            trains = any(beat.phase in _TRAINING and _is_silent(beat, now) for beat in beats)
+            if self._is_awaited(running) or (trains and 0 < self._limit < waited):
                 return 0.0, _STUCK_KILL
         return None
 
     def _is_awaited(self, running: Mapping[int, int]) -> bool:
-        """True if a rank that still trains waits for those that leave."""
-        snapshots = take_snapshots(self._directory, running, {})
-        return any(each.waits_in and each.beat.membership is Membership.JOINED for each in snapshots)
+        """True if a rank waits for those that leave: one that trains, or one in an exchange of Lockstep's own."""
+        return any(
+            each.waits_in
+            and each.beat.membership is Membership.JOINED
+            and (each.beat.phase in _TRAINING or any(frame.kind in _EXCHANGES for frame in each.stack))
+            for each in take_snapshots(self._directory, running, {})
+        )
 
 
-def _is_stuck(beat: Beat, now: float) -> bool:
-    return beat.membership is Membership.JOINED and beat.phase in _TRAINING and now - beat.time > _STUCK
+def _is_silent(beat: Beat, now: float) -> bool:
+    return beat.membership is Membership.JOINED and now - beat.time > _STUCK
 
 
 _TICK = 0.5

@@ -183,6 +183,7 @@ def _cause(cause: RankEnd, verdict: Verdict, logs: Path) -> Iterator[str]:
     if verdict.left_early:
         step = f" at step {cause.beat.step}" if cause.beat and cause.beat.step >= 0 else ""
         yield f"rank {cause.rank} left{step} while the others continued ({_process(cause)}, exit code 0)."
+        yield "  All ranks make the same calls: look for one that is made, or a loop that is left, on some ranks only."
     elif record is None:
         killer = cause.killer or _signal_name(-cause.code)
         ended = f"killed by {killer}" if cause.code < 0 else f"ended with exit code {cause.code}"

@@ -27,16 +27,20 @@ class Console:
         self._epochs = 1
         self._start = 0
         self._began: float | None = None
-        self._skipped_epochs = 0.0
+        self._first = self._total = 0
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """Opens the bar of an epoch."""
         self._epochs, self._start = epochs, start
+        self._total = start + (epochs - epoch) * steps if total is None else total
         if self._began is None:
-            self._began, self._skipped_epochs = time.monotonic(), float(epoch)
+            self._began, self._first = time.monotonic(), start + done
         self.close()
         if self._stream.isatty():
-            self._bar = _open_bar(self._stream, f"epoch {epoch + 1}/{epochs}", steps)
+            here = min(steps, self._total - start)
+            self._bar = _open_bar(self._stream, f"epoch {epoch + 1}/{epochs}", here, done)
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Moves the bar to ``step``; beside it are the loss and accuracy of the epoch so far, and the latest speed."""
@@ -45,11 +49,11 @@ class Console:
             self._bar.set_postfix_str(", ".join(_shown({**values, **means})), refresh=False)
             self._bar.update(step - self._start - self._bar.n)
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Writes the epoch's line."""
         self.close()
         parts = [f"epoch {epoch + 1}/{self._epochs}", *_shown(values)]
-        if (left := self._seconds_left(epoch)) is not None:
+        if not is_last and (left := self._seconds_left(step)) is not None:
             parts.append(f"{format_duration(left)} left")
         self._stream.write("  ".join(parts) + "\n")
         self._stream.flush()
@@ -60,12 +64,12 @@ class Console:
             bar, self._bar = self._bar, None
             bar.close()
 
-    def _seconds_left(self, epoch: int) -> float | None:
-        """Time for the epochs to come, at the pace of those of this process; None after the last one."""
-        done = epoch + 1 - self._skipped_epochs
-        if self._began is None or done <= 0 or epoch + 1 >= self._epochs:
+    def _seconds_left(self, step: int) -> float | None:
+        """Time for the steps to come, at the pace of those of this process; None after the last one."""
+        done = step - self._first
+        if self._began is None or done <= 0 or step >= self._total:
             return None
-        return (time.monotonic() - self._began) / done * (self._epochs - epoch - 1)
+        return (time.monotonic() - self._began) / done * (self._total - step)
 
 
 def import_installed(name: str) -> ModuleType:
@@ -78,12 +82,13 @@ def import_installed(name: str) -> ModuleType:
         sys.path[:] = former
 
 
-def _open_bar(stream: TextIO, text: str, steps: int) -> Any:
+def _open_bar(stream: TextIO, text: str, steps: int, done: int) -> Any:
     tqdm = import_installed("tqdm").tqdm
     # No monitor thread: a process with threads should not fork, and data workers are forked.
     quiet = type("Bar", (tqdm,), {"monitor_interval": 0})
     return quiet(
         total=steps,
+        initial=done,
         desc=text,
         file=stream,
         leave=False,

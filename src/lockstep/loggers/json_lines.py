@@ -36,7 +36,9 @@ class MetricsFile(ABC):
         self._earlier = 0.0
         self._began: float | None = None
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """Remembers the epoch, for the records, and when the first one began."""
         self._epoch = epoch
         self._began = monotonic() if self._began is None else self._began
@@ -45,7 +47,7 @@ class MetricsFile(ABC):
         """Appends a record of kind ``step``."""
         self._append("step", step, self._epoch, values)
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Appends a record of kind ``epoch``."""
         self._append("epoch", step, epoch, values)
 

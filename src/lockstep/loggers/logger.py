@@ -23,7 +23,9 @@ class Logger(Protocol):
     Values are plain floats: the caller of ``log`` decides how often one is copied from the device.
     """
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """An epoch begins or goes on.
 
         Args:
@@ -31,13 +33,15 @@ class Logger(Protocol):
             epochs: of the whole run.
             start: steps done before this epoch.
             steps: steps of this epoch.
+            done: those of them that are done, where the run goes on within the epoch.
+            total: steps of the whole run; None: as many as its epochs have.
         """
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Metrics of the steps since the last call, such as ``loss``; ``so_far``, where known, those of the epoch."""
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
-        """The results of a finished epoch."""
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
+        """The results of a finished epoch; ``is_last`` where the run ends with it."""
 
     def close(self) -> None:
         """Ends the log; calling it twice is allowed."""
@@ -55,17 +59,20 @@ class MultiLogger:
     def __init__(self, loggers: Iterable[Logger] = ()) -> None:
         self._loggers = list(loggers)
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """Tells every logger that an epoch begins or goes on."""
-        self._each(lambda logger: logger.begin(epoch, epochs=epochs, start=start, steps=steps))
+        where = {"epochs": epochs, "start": start, "steps": steps, "done": done}
+        self._each(lambda logger: logger.begin(epoch, **where, total=total))
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Forwards metrics to every logger."""
         self._each(lambda logger: logger.log(step, values, so_far))
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Forwards the results of an epoch to every logger."""
-        self._each(lambda logger: logger.epoch(epoch, step, values))
+        self._each(lambda logger: logger.epoch(epoch, step, values, is_last=is_last))
 
     def close(self) -> None:
         """Closes every logger that still works."""

@@ -26,14 +26,16 @@ class TensorBoard:
         self._writer: Any = None
         self._missing = False
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """Does nothing: TensorBoard's axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Writes each metric under ``train/``."""
         self._write("train", step, values)
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Writes each result under ``epoch/``, and makes everything so far visible."""
         self._write("epoch", step, values)
         if self._writer is not None:

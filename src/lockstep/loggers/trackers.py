@@ -27,14 +27,16 @@ class _Tracker:
         self._project, self._directory, self._settings = project, directory, settings
         self._is_open = False
 
-    def begin(self, epoch: int, *, epochs: int, start: int, steps: int) -> None:
+    def begin(
+        self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
+    ) -> None:
         """Does nothing: the axis is the step."""
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Sends each metric under ``train/``."""
         self._write("train", step, values)
 
-    def epoch(self, epoch: int, step: int, values: Mapping[str, float]) -> None:
+    def epoch(self, epoch: int, step: int, values: Mapping[str, float], *, is_last: bool = False) -> None:
         """Sends each result under ``epoch/``."""
         self._write("epoch", step, values)
 

@@ -28,6 +28,7 @@ LANES = {
     "step": "steps",
     "data": "waiting for data",
     "copy": "copy to the device",
+    "rehearsal": "rehearsal",
     "compute": "compute",
     "forward": "forward",
     "backward": "backward",

@@ -32,12 +32,13 @@ from lockstep.core.fingerprint import Context, checksums, combine, differing, di
 from lockstep.core.plan import SamplePlan
 from lockstep.data.batch import map_leaves
 from lockstep.data.changes import CHOICE
-from lockstep.distributed.collectives import broadcast_tensors, gather_json
+from lockstep.distributed.collectives import broadcast_tensors
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.run.epoch_loop import Position
 from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
+from lockstep.run.same_call import by_rank, gather_agreed
 from lockstep.strategies import Strategy, gather_records, one_sided_writes
-from lockstep.text import numbered, shorten
+from lockstep.text import shorten
 
 if TYPE_CHECKING:
     from lockstep.run.state import RunState
@@ -78,7 +79,7 @@ def require_equal_settings(
 ) -> None:
     """Raises ``ConfigError`` on every rank where ranks were told different things. Collective."""
     found = _differences(settings, group, device, absent=None)
-    lines = [f"  {key}: {_by_rank(found[key])}" for key in sorted(found)]
+    lines = [f"  {key}: {by_rank(found[key])}" for key in sorted(found)]
     if lines:
         raise ConfigError("The ranks were started with different settings:\n" + "\n".join(lines))
 
@@ -93,7 +94,7 @@ def require_equal_data(digests: Mapping[str, str], group: dist.ProcessGroup, dev
             else "Files must be the same on every host."
         )
         raise ConfigError(
-            f"The ranks hold different data: {name} of the data set has the digest {_by_rank(values)}. Random numbers "
+            f"The ranks hold different data: {name} of the data set has the digest {by_rank(values)}. Random numbers "
             "in it need a seed that all ranks share: make the data set after lockstep.init(seed=...), or call "
             f"torch.manual_seed(0) and numpy.random.seed(0) before. {remedy}"
         )
@@ -107,7 +108,7 @@ def require_equal_structure(model: nn.Module, group: dist.ProcessGroup, device: 
     }
     for name, shapes in _differences(mine, group, device, absent="absent").items():
         raise ConfigError(
-            f"The ranks hold different models. The first difference is {name!r}: {_by_rank(shapes)}. "
+            f"The ranks hold different models. The first difference is {name!r}: {by_rank(shapes)}. "
             "Build the model alike on every rank."
         )
 
@@ -124,7 +125,7 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
     if _equal_everywhere(mine, group, device):
         return
     lines = [
-        f"  {key}: {_by_rank([_cut(value) for value in values])}"
+        f"  {key}: {by_rank([_cut(value) for value in values])}"
         for key, values in _differences(mine, group, device, absent="absent").items()
         # One rank alone may need more modules, for example to draw or to write.
         if not key.startswith(_SOURCE) or len({*values} - {"absent"}) > 1
@@ -229,7 +230,7 @@ def share_start(
     """
     tensors = {name: each for name, each in _named_tensors(model).items() if not each.is_meta}
     mine = digest_tensors(tensors)
-    everyone = gather_json(mine, group, device)
+    everyone = gather_agreed(mine, group, device)
     different = sorted({name for each in everyone for name in differing(each, everyone[0])})
     if different:
         source = dist.get_process_group_ranks(group)[0]
@@ -259,7 +260,7 @@ def require_equal_replicas(
     values = [value[:8] for value in found[names[0]]]
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "
-        f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {_by_rank(values)}. Something changed it on some ranks "
+        f"({shorten(names, _MOST_NAMES)}). {names[0]!r} is {by_rank(values)}. Something changed it on some ranks "
         "only: code under a rank condition, an update outside of optimizer.step(), or faulty memory."
     )
 
@@ -271,7 +272,7 @@ def require_equal_writes(strategy: Strategy, step: int, group: dist.ProcessGroup
         name = next(iter(found))
         raise ReplicaError(
             f"Before step {step} the loop changed {shorten(list(found), _MOST_NAMES)} on some ranks only: {name} is "
-            f"{_by_rank(found[name])}. Under strategy {strategy.name!r} each rank changes the part that it holds, so "
+            f"{by_rank(found[name])}. Under strategy {strategy.name!r} each rank changes the part that it holds, so "
             "every rank has to run that code: take it out of if run.is_main: and other conditions on the rank."
         )
 
@@ -309,7 +310,7 @@ def require_equal_models(
     name = min(found)
     raise ConfigError(
         f"The {type(model).__name__} that is evaluated as model= has other values on other ranks: {name!r} is "
-        f"{_by_rank([value[:8] for value in found[name]])}. Each rank evaluates some of the samples, so seed and "
+        f"{by_rank([value[:8] for value in found[name]])}. Each rank evaluates some of the samples, so seed and "
         "update it on every rank alike; run.state_dict() has the trained values on the main process only. A moving "
         "average that is given to run.prepare is kept equal."
     )
@@ -321,7 +322,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _equal_everywhere(mine: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
     """True if every rank has the same entries: compared by one digest, which is all that is sent. Collective."""
-    totals = gather_json(combine(mine), group, device)
+    totals = gather_agreed(combine(mine), group, device)
     return all(total == totals[0] for total in totals)
 
 
@@ -329,17 +330,10 @@ def _differences(
     mine: Mapping[str, Any], group: dist.ProcessGroup, device: torch.device, *, absent: Any
 ) -> dict[str, list[Any]]:
     """The values by rank of each entry that is not equal on all ranks. Collective."""
-    everyone = gather_json(dict(mine), group, device)
+    everyone = gather_agreed(dict(mine), group, device)
     keys = dict.fromkeys(key for each in everyone for key in each)
     values = {key: [each.get(key, absent) for each in everyone] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
-
-
-def _by_rank(values: list[Any]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(str(value), []).append(rank)
-    return "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in groups.items())
 
 
 def common_data(own: list[Any], strategy: Strategy, group: dist.ProcessGroup | None) -> list[Any] | None:
@@ -492,7 +486,7 @@ class AgreedData:
         name = min(found)
         raise ReplicaError(
             f"{shorten(sorted(found), _MOST_NAMES)} {'is' if len(found) == 1 else 'are'} frozen on some ranks only: "
-            f"{name!r} is {_by_rank(found[name])}. Freeze on every rank: take requires_grad_(False) out of "
+            f"{name!r} is {by_rank(found[name])}. Freeze on every rank: take requires_grad_(False) out of "
             "if run.is_main: and other conditions on the rank."
         )
 
@@ -506,7 +500,7 @@ class AgreedData:
 
     def _forget(self, number: int, has_changed: bool) -> None:
         if self._group is not None:
-            has_changed = any(gather_json(has_changed, self._group, self._device))
+            has_changed = any(gather_agreed(has_changed, self._group, self._device))
         if has_changed:
             self._agreed = {each for each in self._agreed if each[0] != number}
             self._known = {key: found for key, found in self._known.items() if key[0] != number}

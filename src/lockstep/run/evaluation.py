@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -32,8 +32,9 @@ from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
+from lockstep.run.save import save_and_stop
 from lockstep.run.step import evaluating, exact, sum_and_weight
-from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.strategies import Strategy, gather_records
 from lockstep.text import shorten
@@ -111,6 +112,8 @@ class OpenEvaluation:
     forward: Forward
     stop: EvaluationStop | None
     """How the ranks agree to stop early; None: they stay to the end."""
+    autocast: Callable[[], AbstractContextManager[object]]
+    """Gives the context of the metrics: that of a training's loss."""
     whole: bool
     """True if the user's own function gives outputs from whole micro-batches."""
     rehearse: Callable[[MicroBatch | None], None] | None = None
@@ -180,14 +183,18 @@ def evaluation(
         is_new = run.rehearsals.is_new_evaluation(evaluated, forward, resumed=resumed)
         with evaluating(evaluated):
             yield OpenEvaluation(
-                loader, output_and_target, stop, forward is not None, rehearse if is_new else None
+                loader=loader,
+                forward=output_and_target,
+                stop=stop,
+                autocast=compute.autocast,
+                whole=forward is not None,
+                rehearse=rehearse if is_new else None,
             )
         heartbeat.mark("script", epoch=epoch, step=step)
     except EvaluationStopped as stopped:
         if run.options.directory is not None:
             run._loop.go_back()
-            run.save(wait=True)
-        raise Stopped(stopped.reason) from None
+        save_and_stop(run, stopped.reason)
     finally:
         randomness.end_step(-1 - step)
 
@@ -261,7 +268,7 @@ def evaluate(
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
 
     for place, micro_batch in opened.rounds():
-        with strategy.joined_calls():  # a metric may call the model
+        with strategy.joined_calls(), opened.autocast():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
     if unchecked:

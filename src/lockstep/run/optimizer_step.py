@@ -18,10 +18,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.hooks import is_users
 from lockstep.numerics.precision import Precision
+from lockstep.run.same_call import gather_agreed
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.gradients import thawed
@@ -81,7 +81,7 @@ class GradientState:
 
     def anywhere(self, group: dist.ProcessGroup | None) -> bool:
         """The same for the optimizers of all ranks, which hold different parameters in a pipeline. Collective."""
-        return bool(self) if group is None else any(gather_json(bool(self), group, self._strategy.device))
+        return bool(self) if group is None else any(gather_agreed(bool(self), group, self._strategy.device))
 
     @property
     def left_over(self) -> list[Tensor]:
@@ -304,11 +304,10 @@ class GradientState:
             return
         self._scaler.update()
         if self.scale < _SMALLEST_SCALE:
-            skipped = self._precision.skipped_steps
             raise NonFiniteError(
-                f"The loss scale fell to {self.scale:g} after {skipped} skipped steps: gradients are NaN or "
-                "infinite at any scale, so this is not an overflow. Look for a division by zero or a logarithm of "
-                "zero, or try precision bf16 or fp32."
+                f"The loss scale fell to {self.scale:g} after {self._precision.skipped_steps} skipped steps: gradients "
+                "are NaN or infinite at any scale, so this is not an overflow. Look for a division by zero or a "
+                "logarithm of zero, or try precision bf16 or fp32."
             )
 
     def _step_scaled(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> bool:
@@ -318,6 +317,7 @@ class GradientState:
         handle.remove()
         if self._precision is not None:
             self._precision.skipped_steps += not taken
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler warns after a skipped first step
         return bool(taken)
 
     def _share_overflows(self, scaler: torch.amp.GradScaler) -> None:

@@ -49,7 +49,6 @@ from lockstep.run.step import (
 from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
-from lockstep.runtime.control import Stopped
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
@@ -169,7 +168,8 @@ class Run:
         self._loop.keep(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
         with gradients.setting_values():
-            resumes = save.resume(state, self.options, self.fingerprint, restarted=self.world.restart > 0)
+            how = {"restarted": self.world.restart > 0, "is_main": self.is_main}
+            resumes = save.resume(state, self.options, self.fingerprint, **how)
         if resumes:
             self.extra = state.extra
             gradients.resume()
@@ -314,7 +314,8 @@ class Run:
         try:
             if rehearse and self.rehearsals.done.get(code_of(loss), 0) < self.rehearsals.times:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
-                self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
+                with events.span("rehearsal"):
+                    self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
             if whole_batch:
                 opened.compute = surrogate(compute, batch, self.strategy, self._session.group)
             for begins in events.backward_begin:
@@ -521,14 +522,12 @@ class Run:
             compare_every, save_every = 0, strategy.save_every
         if compare_every and (position.step % compare_every == 0 or self.rehearsals.is_first_comparison()):
             self._compare_replicas(partial(checksums, device=self.device))
-        has_directory = self.options.directory is not None
-        if save_every and position.step % save_every == 0 and not gradients and has_directory:
+        is_due = save_every and position.step % save_every == 0
+        if is_due and not gradients and self.options.directory is not None:
             self.save()
             self._writer.last.forget()
         if self._results.stop and not gradients.anywhere(self._session.group):
-            if has_directory:
-                self.save(wait=True)
-            raise Stopped(self._results.stop)
+            save.save_and_stop(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)
 
     def synchronize(self) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,13 @@ from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
 from lockstep.run.session import returning_freed_memory
 from lockstep.run.state import RunState
+from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy
 from lockstep.text import shorten
+
+if TYPE_CHECKING:
+    from lockstep.run.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +169,27 @@ def clean_up(directory: Path | str | None) -> None:
         checkpoint.clean(Path(directory))
 
 
+def note(text: str, *arguments: object) -> None:
+    """Logs what somebody should see whose script has not set up logging, too."""
+    logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, text, *arguments)
+
+
+def save_and_stop(run: Run, reason: StopReason) -> NoReturn:
+    """Saves where there is a run folder, and ends this process because it was asked to. Collective."""
+    if run.options.directory is not None and (path := run.save(wait=True)) is not None:
+        note("Saved in %s. Go on with --resume auto, in a script with resume='auto'.", path)
+    raise Stopped(reason) from None
+
+
 def resume(
-    state: RunState, options: RunOptions, fingerprint: Callable[[], str], *, restarted: bool = False
+    state: RunState,
+    options: RunOptions,
+    fingerprint: Callable[[], str],
+    *,
+    restarted: bool = False,
+    is_main: bool = True,
 ) -> bool:
-    """Resumes as the options say; whether there was something to resume.
+    """Resumes as the options say; whether there was something to resume, which the main process notes.
 
     Where the launcher has ``restarted`` the run, its own newest checkpoint comes first.
     """
@@ -190,7 +212,8 @@ def resume(
             f"{path} was loaded, but its parameters do not have the fingerprint that it records. Use "
             "another checkpoint."
         )
-    logger.info("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
+    if is_main:
+        note("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
     return True
 
 

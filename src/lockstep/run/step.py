@@ -177,14 +177,20 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         weight = (
             value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
         )
-        return total.sum(), weight.detach().sum()
+        return _wide(total).sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
         raise no_value(value)
+    value = _wide(value)
     if value.dim() == 0:
         # torch.tensor would copy to the device, which waits for it.
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Numbers of 16 bits as float32: a sum of them has hardly more than two digits."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
 @contextmanager
@@ -426,10 +432,10 @@ def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> 
         k = bad[0]
         raise NonFiniteError(
             f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
-            f"{shorten(plan.indices[k].tolist())}). {update} Look at these samples, lower the learning rate, or "
+            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or "
             "clip gradients."
         )
-    samples = [index for part in plan.indices for index in part.tolist()]
+    samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
     raise NonFiniteError(
         f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
         f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "

@@ -50,6 +50,11 @@ class StepObserver(Callback):
         if threading.get_ident() == self._thread:
             self.clock.enter(phase, self._now())
 
+    def on_span_begin(self, name: str) -> None:
+        """Ends waiting for data where a step is rehearsed."""
+        if name == "rehearsal":
+            self.clock.enter(name, self._now())
+
     def on_backward_begin(self, batch: Any, scale: float) -> None:
         """Begins computing that is not divided into phases, until a phase begins."""
         self.clock.enter("compute", self._now())

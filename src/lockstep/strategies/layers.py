@@ -70,7 +70,8 @@ class ModelParallel(Replicated):
             for link in part:
                 link.module.to(device)
         for part, device in zip(parts[1:], self.devices[1:]):
-            _first_module(part).register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
+            if (first := _first_module(part)) is not None:  # functions alone compute where their input is
+                first.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
         model.register_forward_hook(partial(_move_output, self.device))
         begins = ", ".join(
             f"{part[0].name or 'model'} on {device}" for part, device in zip(parts, self.devices)
@@ -85,9 +86,9 @@ class ModelParallel(Replicated):
         return RunningBuffersOnDevices(model, self._declared)
 
 
-def _first_module(part: Sequence[ChainLink]) -> nn.Module:
+def _first_module(part: Sequence[ChainLink]) -> nn.Module | None:
     """The first module of a part that the model itself calls; what comes before it holds nothing."""
-    return next(link.module for link in part if not isinstance(link.module, FunctionLink))
+    return next((link.module for link in part if not isinstance(link.module, FunctionLink)), None)
 
 
 def _move_inputs(device: torch.device, module: nn.Module, arguments: Any, named: Any) -> Any:

@@ -120,6 +120,10 @@ class Meter(Callback):
             totals.add(right=right, answers=answers, samples=self._samples, seconds=now - self._since)
         self._losses, self._answers, self._samples, self._since = [], [], 0, now
 
+    def go_on(self) -> None:
+        """Leaves out the time since ``collect``, in which nothing was trained."""
+        self._since = time.monotonic()
+
     def wait_for_counts(self) -> None:
         """Adds what independent processes have counted in the epoch and not told yet. Collective."""
         if isinstance(self._strategy, IndependentStrategy):
@@ -217,6 +221,7 @@ class Progress:
         better = self.best is None or (
             value > self.best if self.metric.endswith("accuracy") else value < self.best
         )
+        better = better or (self.best != self.best and value == value)  # any number is better than NaN
         if better:
             self.best, self.best_epoch, self.best_step, self.since_best = value, epoch, step, 0
         else:

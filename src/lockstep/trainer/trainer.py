@@ -61,6 +61,8 @@ class Trainer(Callback):
         self._progress.load_state_dict(run.extra.get("trainer", {}))
         self._values: dict[str, float] = dict(run.extra.get("values", {}))
         self._samples, self._seconds = 0, 0.0
+        self._steps_began = 0.0
+        """When the steps of this epoch began, moved on by what was no training in between."""
         self._first_step = run.position.step
         self._saved_step = run.position.step or -1
         self._ends_within_epoch = False
@@ -86,10 +88,17 @@ class Trainer(Callback):
     def train_epoch(self, epoch: int) -> dict[str, float]:
         """The steps of one epoch; returns its means."""
         run, batches = self.run, self.batches()
-        start = run.position.step - run.position.done
-        self._logger.begin(epoch, epochs=self._settings.epochs, start=start, steps=self.steps_per_epoch)
+        done, settings = run.position.done, self._settings
+        self._logger.begin(
+            epoch,
+            epochs=settings.epochs,
+            start=run.position.step - done,
+            steps=self.steps_per_epoch,
+            done=done,
+            total=settings.steps(self.steps_per_epoch),
+        )
         self._meter.begin(epoch, run.extra.get("epoch"))
-        began = time.monotonic()
+        self._steps_began = time.monotonic()
         last = self.steps_per_epoch - 1
         for batch in batches:
             self.train_step(batch)
@@ -97,18 +106,36 @@ class Trainer(Callback):
             if (batch.plan.step + 1) % self._log_every == 0 or batch.plan.position == last:
                 with run.span("log"):
                     self._logger.log(batch.plan.step + 1, self._read(), self._meter.means())
-            every = self._saving.every_steps
-            best = batch.plan.position != last and self._evaluate_within(epoch, batch.plan.step + 1)
-            if best or (every and (batch.plan.step + 1) % every == 0 and batch.plan.position != last):
-                self._save(batch.plan.step + 1)
-            if best:
-                self._record_best()
-            if self._is_over(batch.plan.step + 1) and batch.plan.position != last:
+            if batch.plan.position != last and self._pause_within(epoch, batch.plan.step + 1):
                 self._ends_within_epoch = True
                 break
-        self._seconds += time.monotonic() - began
+        self._seconds += time.monotonic() - self._steps_began
         self._meter.wait_for_counts()
         return self._meter.means()
+
+    def _pause_within(self, epoch: int, step: int) -> bool:
+        """Evaluates and saves after a step within an epoch, where due; returns whether the run ends. Collective.
+
+        The time that this takes is no time of training.
+        """
+        settings = self._settings
+        evaluates = self._is_due(step, settings.evaluate_every_steps) and step != settings.max_steps
+        saves = self._is_due(step, self._saving.every_steps)
+        if evaluates or saves:
+            self._meter.collect()
+            began = time.monotonic()
+            best = evaluates and self._evaluate_within(epoch, step)
+            if best or saves:
+                self._save(step)
+            if best:
+                self._record_best()
+            self._steps_began += time.monotonic() - began
+            self._meter.go_on()
+        return self._is_over(step)
+
+    @staticmethod
+    def _is_due(step: int, every: int) -> bool:
+        return bool(every) and step % every == 0
 
     def train_step(self, batch: Batch) -> Tensor:
         """Forward, loss, backward and reduction; clip; update. Returns the mean loss over the global batch."""
@@ -152,26 +179,36 @@ class Trainer(Callback):
         return self.run.steps_per_epoch(self._parts.training_set, drop_last=self._settings.drop_last)
 
     def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:
-        last = epoch + 1 == self._settings.epochs
-        values = dict(trained)
-        best = False
-        if self._parts.validation_set is not None and (
-            (epoch + 1) % self._settings.evaluate_every == 0 or last
-        ):
+        step, settings = self.run.position.step, self._settings
+        last, best = epoch + 1 == settings.epochs, False
+        values = self._of_epoch(trained)
+        is_due = (epoch + 1) % settings.evaluate_every == 0 or self._is_due(
+            step, settings.evaluate_every_steps
+        )
+        if self._parts.validation_set is not None and (is_due or last):
             self._values = self._evaluate(repeatable=True)
-            best = self._progress.judge(epoch, self.run.position.step, self._values)
+            best = self._progress.judge(epoch, step, self._values)
             values |= self._values
+        self._log_epoch(epoch, values, is_last=last or self._is_over(step))
+        every = self._saving.every_epochs
+        is_due = (bool(every) and (epoch + 1) % every == 0) or self._is_due(step, self._saving.every_steps)
+        if is_due or best or last:
+            self._save(step)
+        if best:
+            self._record_best()
+
+    def _of_epoch(self, trained: dict[str, float]) -> dict[str, float]:
+        """What the record of an epoch has beside the evaluation."""
+        values = dict(trained)
         if isinstance(self.run.strategy, IndependentStrategy):
             values |= self.run.strategy.metrics()
         if (skipped := self.run.skipped_steps) > 0:
             values["skipped_steps"] = float(skipped)
+        return values
+
+    def _log_epoch(self, epoch: int, values: dict[str, float], *, is_last: bool) -> None:
         with self.run.span("log"):
-            self._logger.epoch(epoch, self.run.position.step, values)
-        every = self._saving.every_epochs
-        if (every and (epoch + 1) % every == 0) or best or last:
-            self._save(self.run.position.step)
-        if best:
-            self._record_best()
+            self._logger.epoch(epoch, self.run.position.step, values, is_last=is_last)
 
     def _record_best(self) -> None:
         """Names the best checkpoint in the run folder, which keeps it from then on."""
@@ -181,10 +218,7 @@ class Trainer(Callback):
             checkpoint.write_best(Path(directory), record)
 
     def _evaluate_within(self, epoch: int, step: int) -> bool:
-        """Evaluates within an epoch, if it is time; returns whether the results are the best so far. Collective."""
-        every = self._settings.evaluate_every_steps
-        if not every or step % every or step == self._settings.max_steps:
-            return False
+        """Evaluates within an epoch; returns whether the results are the best so far. Collective."""
         self._values = self._evaluate()
         with self.run.span("log"):
             self._logger.log(step, self._values)
@@ -192,12 +226,12 @@ class Trainer(Callback):
 
     def _finish_early(self, epoch: int, trained: dict[str, float]) -> None:
         """Ends the run within an epoch, after ``max_steps`` or where evaluation stopped improving. Collective."""
-        step, values, best = self.run.position.step, dict(trained), False
+        step, values, best = self.run.position.step, self._of_epoch(trained), False
         if self._parts.validation_set is not None and step == self._settings.max_steps:
             self._values = self._evaluate()
             best = self._progress.judge(epoch, step, self._values)
-        with self.run.span("log"):
-            self._logger.epoch(epoch, step, values | self._values)
+        values |= {**self._values, "epochs_done": step / self.steps_per_epoch}
+        self._log_epoch(epoch, values, is_last=True)
         self._save(step)
         if best:
             self._record_best()

@@ -109,4 +109,13 @@ def run_layout(layout: Layout, config: JobConfig, entry: str, folder: Path, **pa
     )
     if outcome.code == EXIT_DONE:
         return ""
-    return outcome.lines[0] if outcome.lines else f"exit code {outcome.code}"
+    return reason_of(outcome.lines) or f"exit code {outcome.code}"
+
+
+def reason_of(report: Sequence[str]) -> str:
+    """Shortens the report of a failed run to one line: the rank, and the last line of the traceback."""
+    first = report[0] if report else ""
+    if not first.endswith(":"):
+        return first
+    rest = [line for line in report[1:] if not line.startswith((" ", "Logs: "))]
+    return f"{first} {rest[-1]}" if rest else first

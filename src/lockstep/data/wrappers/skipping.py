@@ -22,7 +22,7 @@ from lockstep.core.seeding import derive_seed
 from lockstep.data.keyed import SampleKeys
 from lockstep.data.naming import known_labels, path_of, sample_name
 from lockstep.data.reader import BrokenSample
-from lockstep.data.wrappers.wrapping import Wrapping
+from lockstep.data.wrappers.wrapping import Wrapping, behind
 from lockstep.errors import ConfigError, DataError
 
 MOST_SKIPPED = 0.01
@@ -96,11 +96,7 @@ class SkipBroken(Wrapping):
 
     def named(self, seed: int, epoch: int, index: int) -> str:
         """The sample behind number ``index`` of an epoch, for people, through ``Weighted`` and ``Bucketed``."""
-        dataset, numbers = self.dataset, np.array([index])
-        while isinstance(dataset, Wrapping):
-            sample_at = getattr(dataset, "sample_at", None)
-            numbers = numbers if sample_at is None else sample_at(seed, epoch, numbers)
-            dataset = dataset.dataset
+        dataset, numbers = behind(self.dataset, seed, epoch, np.array([index]))
         return sample_name(dataset, int(numbers[0]))
 
     def skipped(self, indices: Indices) -> Indices:

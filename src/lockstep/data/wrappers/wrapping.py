@@ -87,3 +87,12 @@ class Wrapping(FinishAlias, Dataset[Any]):
     def _index_tensors(self, indices: Indices, keys: SampleKeys) -> Any:
         rows = torch.from_numpy(self.rows_of(indices))
         return tuple(tensor.index_select(0, rows) for tensor in self._inner.tensors)
+
+
+def behind(dataset: Any, seed: int, epoch: int, places: Indices) -> tuple[Any, Indices]:
+    """The set in all wrappers, and the numbers of its samples that stand at places of an epoch."""
+    while isinstance(dataset, Wrapping):
+        sample_at = getattr(dataset, "sample_at", None)
+        places = places if sample_at is None else sample_at(seed, epoch, places)
+        dataset = dataset.dataset
+    return dataset, places
