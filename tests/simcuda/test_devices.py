@@ -1,6 +1,8 @@
 """The simulated devices find the mistakes that they are made for, and nothing in code that has none."""
 
 import itertools
+import logging
+import os
 
 import pytest
 import torch
@@ -186,6 +188,28 @@ def test_dp_copies_a_micro_batch_straight_to_the_device_of_its_replica(machine):
     (found,) = machine.run(train, 1, "perceptron", "dp", {"dp": {"replicas": 2}}, True)
     for device in ("cuda:0", "cuda:1"):
         assert any(name.startswith(f"copy_ to the device on {device}") for name in found.order)
+
+
+def fused(world, everywhere):
+    """Trains with the fused kernel turned on, for which these devices have no memory; what came out, and the log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lockstep.reduce").addHandler(handler)
+    os.environ["LOCKSTEP_FUSED_REDUCTION"] = "1" if everywhere or world.rank else "0"
+    return train(world, "perceptron", "ddp", {}).fingerprint, lines
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_gradients_are_summed_by_collectives_where_the_fused_kernel_is_not_possible(
+    machine, trained, everywhere
+):
+    first, second = machine.run(fused, 2, everywhere)
+    (reference,) = trained("single", "perceptron")
+    assert first[0] == second[0] == reference.fingerprint
+    assert len(first[1]) == 1
+    assert first[1][0].startswith("Gradients are summed by collectives, not by the fused kernel: ")
+    assert second[1] == []
 
 
 class Pooled(torch.nn.Sequential):

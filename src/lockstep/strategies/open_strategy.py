@@ -68,7 +68,8 @@ def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Stra
     group = groups.along("data")
     if group is None or options.tensor.shards:
         return _open_single(options, groups, device)
-    reducer = _open_reducer(options, group, device)
+    # Beside the exchanges of BatchNorm, a kernel that waits could hold up another that is waited for.
+    reducer = _open_reducer(options, group, device, may_fuse=not options.sync_batch_norm)
     if options.sync_batch_norm:
         rows = RankRows.open(group, device, options.timeout, options.shared_memory)
         return SyncedDistributedDataParallel(
@@ -186,11 +187,21 @@ def _open_exchange(
 
 
 def _open_reducer(
-    options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device
+    options: RunOptions,
+    group: torch.distributed.ProcessGroup,
+    device: torch.device,
+    *,
+    may_fuse: bool = False,
 ) -> Reducer:
     rank = options.powersgd_rank
     return open_reducer(
-        options.reduce, group, device, options.timeout, options.shared_memory, powersgd_rank=rank
+        options.reduce,
+        group,
+        device,
+        options.timeout,
+        options.shared_memory,
+        powersgd_rank=rank,
+        may_fuse=may_fuse,
     )
 
 
