@@ -6,10 +6,11 @@
 
     a  what is there: versions, NCCL on one card, a training of every strategy
     b  bits: one fingerprint in all layouts, for each model and precision; clip norms; resume
-    c  speed: against a plain loop, of a ResNet-50 and a small net; sums of gradients; photos; CIFAR-10
+    c  speed: against a plain loop, of a ResNet-50 and a small net; sums of gradients; photos
     d  the host waits for nothing in a step; races
     e  faults: a rank killed or stuck, no memory, an assert on the device
     f  memory: what a step takes, and that a run gives it back
+    g  CIFAR-10, by one recipe in a plain loop and under Lockstep, and by the built-in job
 
 Ranks beyond the number of cards share them (``--devices 0,0``): NCCL takes them as of several hosts. Every check is a
 row; gpu.json is written after each, so that a kit that is cut short leaves what it has found. A part that is over its
@@ -38,6 +39,7 @@ PARTS = {
     "d": checks.waits_and_races,
     "e": checks.faults,
     "f": checks.memory,
+    "g": checks.cifar10,
 }
 
 
@@ -115,11 +117,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="abcdef", help="which parts, in which order")
+    parser.add_argument("--parts", default="abcdefg", help="which parts, in which order")
     parser.add_argument("--simulated", action="store_true", help="on simulated devices")
     parser.add_argument("--seconds", type=float, default=540.0, help="of each part")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
-    parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part c")
+    parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part g")
     arguments = parser.parse_args()
     kit = Kit(arguments.simulated, arguments.seconds, arguments.out, arguments.cifar10)
     try:

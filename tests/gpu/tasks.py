@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
+import shutil
 import signal
 import tempfile
 import time
@@ -60,6 +62,8 @@ def versions(world: Any) -> dict[str, str]:
         "cards": str(torch.cuda.device_count()),
         "cores": str(os.cpu_count()),
     }
+    if Path("/dev/shm").exists():
+        found["/dev/shm"] = f"{shutil.disk_usage('/dev/shm').free >> 20} MB free"
     try:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):
@@ -291,6 +295,62 @@ def fold_speed(world: Any, numbers: int = 1 << 26) -> float:
     return 10 * 3 * first.nbytes / (time.perf_counter() - began) / 1e9
 
 
+def sum_speeds(
+    world: Any, shared: dict[str, str], numbers: int, buckets: int = 8, steps: int = 10
+) -> tuple[float, float | None, bool, str]:
+    """GB/s that a rank sends by collectives and by the fused kernel, whether both gave the same bits, and the log.
+
+    Args:
+        world: this rank.
+        shared: variables of the ranks.
+        numbers: float32 numbers of a bucket.
+        buckets: of a step.
+        steps: that are timed.
+    """
+    from lockstep.distributed.process_group import connect, open_process_group
+    from lockstep.reduce import BucketShape, OrderedReducer, open_reducer
+    from lockstep.run.session import _choose_device
+
+    _share(shared)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a list is enough
+    logging.getLogger("lockstep.reduce").addHandler(handler)
+    device = _choose_device(world, 1)
+    with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=60):
+        group = dist.group.WORLD
+        assert group is not None
+        connect(group, device)
+        ranks = world.world_size
+        collectives = OrderedReducer(group, group, device)
+        chosen = open_reducer("ordered", group, device, 60.0, may_fuse=True)
+        shapes = [BucketShape(numbers, torch.float32)] * buckets
+        values = torch.randn(numbers, generator=torch.Generator().manual_seed(world.rank)).to(device)
+        speeds, totals = [], []
+        for reducer in [collectives, chosen][: 1 if type(chosen) is OrderedReducer else 2]:
+            reducer.allocate(shapes, 1, ranks)
+            header = torch.zeros(1, dtype=torch.float64, device=device)
+
+            def step(reducer: Any = reducer, header: torch.Tensor = header) -> None:
+                reducer.begin(ranks)
+                for bucket in range(buckets):
+                    reducer.staging(bucket, 0).copy_(values)
+                    reducer.start(bucket)
+                reducer.finish(header)
+
+            step()
+            dist.barrier()
+            torch.cuda.synchronize()
+            sent, began = reducer.bytes_sent, time.perf_counter()
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+            speeds.append((reducer.bytes_sent - sent) / (time.perf_counter() - began) / 1e9)
+            totals.append(reducer.total(buckets - 1).clone())
+        equal = all(torch.equal(totals[0], each) for each in totals)
+        return speeds[0], speeds[1] if len(speeds) > 1 else None, equal, " ".join(lines)
+
+
 def used_memory(world: Any) -> int:
     """Bytes that are in use on the first card, with those of this process."""
     torch.zeros(1, device="cuda")
@@ -333,4 +393,7 @@ def left_memory(world: Any, shared: dict[str, str], *arguments: Any) -> int:
     before = torch.cuda.memory_allocated()
     train(world, *arguments)
     gc.collect()
+    getattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: None
+    )()  # up to 32 MB for each stream, kept for the next
     return torch.cuda.memory_allocated() - before
