@@ -35,6 +35,13 @@ class Skip(Exception):
     """A check does not apply here, with the reason."""
 
 
+_NO_COMPILER = "torch.compile needs a C compiler, such as gcc"
+
+
+def _has_compiler() -> bool:
+    return any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+
+
 def count_cards(world: Any) -> int:
     """The number of CUDA devices."""
     import torch
@@ -154,6 +161,8 @@ def speed(kit: Kit) -> Iterator[Check]:
     def against_plain(model: str, batch: int, compiled: bool, k: int) -> tuple[str, str]:
         if kit.simulated and (compiled or model == "resnet50"):
             raise Skip("not on simulated devices")
+        if compiled and not _has_compiler():
+            raise Skip(_NO_COMPILER)
         plain, own = kit.machine.run(tasks.step_times, 1, model, batch, k, compiled, timeout=400.0)[0]
         ratio = own / plain
         words = f"{own * 1e3:.2f} ms against {plain * 1e3:.2f} ms, ratio {ratio:.3f}"
@@ -236,7 +245,7 @@ def cifar10(kit: Kit) -> Iterator[Check]:
         sizes = (
             ("", 32, 2, 4, False)
             if kit.simulated
-            else (str(kit.cifar10), cifar.BATCH, cifar.EPOCHS, 64, True)
+            else (str(kit.cifar10), cifar.BATCH, cifar.EPOCHS, 64, _has_compiler())
         )
         workers = (0 if kit.simulated else min(8, os.cpu_count() or 1),)
         body, more = (cifar.plain, ()) if name == "plain" else (cifar.lockstep, workers)
@@ -266,12 +275,15 @@ def _cifar10_job(kit: Kit) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lockstep", "train", "cifar10", "--data", str(kit.cifar10.resolve())]
         command += ["--precision", "bf16", "--devices", "1"]
-        command += ["--set", "training.compile=true", "--set", "training.micro_batches=1"]
+        compiled = str(_has_compiler()).lower()
+        command += ["--set", f"training.compile={compiled}", "--set", "training.micro_batches=1"]
         found = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
         }
-        done = subprocess.run(command, cwd=folder, env=found, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            command, cwd=folder, env=found, capture_output=True, text=True, timeout=kit.seconds_left(400.0)
+        )
         if done.returncode:
             raise RuntimeError((done.stdout + done.stderr)[-2000:])
         (log,) = Path(folder).glob("runs/*/log.jsonl")

@@ -40,6 +40,8 @@ class Machine:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
+        self.deadline: float | None = None
+        """The moment, of ``time.monotonic``, after which ranks are not waited for."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,6 +52,8 @@ class Machine:
 
     def run(self, body: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
         """What ``body(world, *args)`` returned on each rank; raises a rank's exception, with its traceback."""
+        if self.deadline is not None:
+            timeout = max(1.0, min(timeout, self.deadline - time.monotonic()))
         request = f"{body.__module__}:{body.__qualname__}", ranks, args, timeout
         assert self._process.stdin and self._process.stdout
         pickle.dump(request, self._process.stdin)
