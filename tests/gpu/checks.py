@@ -163,9 +163,11 @@ def speed(kit: Kit) -> Iterator[Check]:
             raise Skip("not on simulated devices")
         if compiled and not _has_compiler():
             raise Skip(_NO_COMPILER)
-        plain, own = kit.machine.run(tasks.step_times, 1, model, batch, k, compiled, timeout=400.0)[0]
+        times = kit.machine.run(tasks.step_times, 1, model, batch, k, compiled, timeout=400.0)[0]
+        own, plain, deterministic = times
         ratio = own / plain
         words = f"{own * 1e3:.2f} ms against {plain * 1e3:.2f} ms, ratio {ratio:.3f}"
+        words += "" if compiled else f"; deterministic too {own / deterministic:.3f}"
         return words, "measured" if kit.simulated or k > 1 else _verdict(ratio <= 1.02)
 
     def compared(model: str, batch: int, compiled: bool, k: int) -> Check:

@@ -139,6 +139,9 @@ def main() -> int:
     arguments = parser.parse_args()
     kit = Kit(arguments.simulated, arguments.seconds, arguments.out, arguments.cifar10)
     try:
+        if not kit.cards:
+            print("The torch of this Python sees no CUDA device.", file=sys.stderr)
+            return 2
         for part in arguments.parts:
             kit.run(part)
     finally:
