@@ -133,7 +133,7 @@ def main() -> int:
     )
     parser.add_argument("--parts", default="abcdefg", help="which parts, in which order")
     parser.add_argument("--simulated", action="store_true", help="on simulated devices")
-    parser.add_argument("--seconds", type=float, default=540.0, help="of each part")
+    parser.add_argument("--seconds", type=float, default=510.0, help="of each part")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
     parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part g")
     arguments = parser.parse_args()

@@ -143,6 +143,34 @@ def test_steps_give_the_sums_of_the_tree_for_every_number_of_leaves(world_size):
     assert run_ranks(reduced, world_size, leaves, 7, timeout=120) == [[]] * world_size
 
 
+def trained(world):
+    """The fingerprint of a short training on a CPU, whose gradients several ranks sum by the fused reducer."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.simcuda.trainings import train
+
+    from lockstep.reduce import fused
+    from lockstep.strategies import open_strategy
+
+    if world.world_size == 1:
+        return train(world, "convolutions", "single", {}).fingerprint
+    own, gather = (dist.new_group([*range(world.world_size)]) for _ in range(2))
+
+    def open_reducer(name, group, device, *given, **named):
+        made = fused.FusedReducer(group, device, lambda size: HostMemory(size, own, None, 0.0))
+        made._gather_group = gather
+        return made
+
+    open_strategy.open_reducer = open_reducer
+    return train(world, "convolutions", "ddp", {}).fingerprint
+
+
+@needs_triton
+def test_a_training_ends_in_the_bits_of_one_device():
+    (expected,) = run_ranks(trained, 1, timeout=120)
+    for ranks in (2, 3):
+        assert run_ranks(trained, ranks, timeout=120) == [expected] * ranks
+
+
 def opened(world, plant):
     """The name of the reducer that is opened after its trial, and what was logged."""
     os.environ["TRITON_INTERPRET"] = "1"
