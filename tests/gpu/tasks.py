@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import platform
+import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,8 @@ def versions(world: Any) -> dict[str, str]:
         "cards": str(torch.cuda.device_count()),
         "cores": str(os.cpu_count()),
     }
+    if Path("/dev/shm").exists():
+        found["/dev/shm"] = f"{shutil.disk_usage('/dev/shm').free >> 20} MB free"
     try:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     except (AttributeError, RuntimeError):
@@ -126,25 +131,42 @@ def _perceptron(batch: int) -> tuple[torch.nn.Module, torch.utils.data.TensorDat
     return torch.nn.Sequential(*layers, torch.nn.Linear(256, 10)), data
 
 
+@contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    """Lets operators take kernels that add in no fixed order, as torch does by itself, or forbids it."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if on else "default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 def step_times(
     world: Any, model: str, batch: int, micro_batches: int, compiled: bool, steps: int = 30, first: int = 8
-) -> tuple[float, float]:
-    """Seconds of a step of a plain loop and of Lockstep's, on data that is read anew in each step; medians of three."""
+) -> tuple[float, float, float]:
+    """Seconds of a step of Lockstep, of a plain loop, and of one that is deterministic as Lockstep is.
+
+    Data is read anew in each step. Medians of three. What is compiled takes long, and has no third loop.
+    """
     own_loop, data = _lockstep_loop(world, model, batch, micro_batches, compiled)
-    plain_loop = _plain_loop(model, data, batch, compiled)
-    found: dict[str, list[float]] = {"plain": [], "own": []}
-    for loop in (plain_loop, own_loop):
-        for _ in range(first):
-            loop()
-    for _ in range(3):
-        for name, loop in (("plain", plain_loop), ("own", own_loop)):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(steps):
-                loop()
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - began) / steps)
-    return sorted(found["plain"])[1], sorted(found["own"])[1]
+    loops = [(own_loop, True), (_plain_loop(model, data, batch, compiled), False)]
+    if not compiled:
+        loops.append((_plain_loop(model, data, batch, compiled), True))
+    found: list[list[float]] = [[] for _ in loops]
+    for turn in range(4):  # the first is not counted
+        for (loop, deterministic), times in zip(loops, found):
+            with _deterministic(deterministic):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                count = steps if turn else first
+                for _ in range(count):
+                    loop()
+                torch.cuda.synchronize()
+            if turn:
+                times.append((time.perf_counter() - began) / count)
+    own, plain, *others = (sorted(times)[1] for times in found)
+    return own, plain, others[0] if others else float("nan")
 
 
 def _workers(name: str) -> int:
@@ -212,16 +234,17 @@ def idle_shares(world: Any, model: str, batch: int, steps: int = 20, first: int 
     """The share of the time of steps in which the device runs nothing: of a plain loop, and of Lockstep's."""
     own_loop, data = _lockstep_loop(world, model, batch, 1, False)
     found = []
-    for loop in (_plain_loop(model, data, batch, False), own_loop):
-        for _ in range(first):
-            loop()
-        torch.cuda.synchronize()
-        trace = DeviceTrace()
-        trace.start()
-        for _ in range(steps):
-            loop()
-        torch.cuda.synchronize()
-        found.append(idle_share(trace.stop(unix=0)))
+    for loop, deterministic in ((_plain_loop(model, data, batch, False), False), (own_loop, True)):
+        with _deterministic(deterministic):
+            for _ in range(first):
+                loop()
+            torch.cuda.synchronize()
+            trace = DeviceTrace()
+            trace.start()
+            for _ in range(steps):
+                loop()
+            torch.cuda.synchronize()
+            found.append(idle_share(trace.stop(unix=0)))
     return found[0], found[1]
 
 
@@ -291,6 +314,62 @@ def fold_speed(world: Any, numbers: int = 1 << 26) -> float:
     return 10 * 3 * first.nbytes / (time.perf_counter() - began) / 1e9
 
 
+def sum_speeds(
+    world: Any, shared: dict[str, str], numbers: int, buckets: int = 8, steps: int = 10
+) -> tuple[float, float | None, bool, str]:
+    """GB/s that a rank sends by collectives and by the fused kernel, whether both gave the same bits, and the log.
+
+    Args:
+        world: this rank.
+        shared: variables of the ranks.
+        numbers: float32 numbers of a bucket.
+        buckets: of a step.
+        steps: that are timed.
+    """
+    from lockstep.distributed.process_group import connect, open_process_group
+    from lockstep.reduce import BucketShape, OrderedReducer, open_reducer
+    from lockstep.run.session import _choose_device
+
+    _share(shared)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a list is enough
+    logging.getLogger("lockstep.reduce").addHandler(handler)
+    device = _choose_device(world, 1)
+    with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=60):
+        group = dist.group.WORLD
+        assert group is not None
+        connect(group, device)
+        ranks = world.world_size
+        collectives = OrderedReducer(group, group, device)
+        chosen = open_reducer("ordered", group, device, 60.0, may_fuse=True)
+        shapes = [BucketShape(numbers, torch.float32)] * buckets
+        values = torch.randn(numbers, generator=torch.Generator().manual_seed(world.rank)).to(device)
+        speeds, totals = [], []
+        for reducer in [collectives, chosen][: 1 if type(chosen) is OrderedReducer else 2]:
+            reducer.allocate(shapes, 1, ranks)
+            header = torch.zeros(1, dtype=torch.float64, device=device)
+
+            def step(reducer: Any = reducer, header: torch.Tensor = header) -> None:
+                reducer.begin(ranks)
+                for bucket in range(buckets):
+                    reducer.staging(bucket, 0).copy_(values)
+                    reducer.start(bucket)
+                reducer.finish(header)
+
+            step()
+            dist.barrier()
+            torch.cuda.synchronize()
+            sent, began = reducer.bytes_sent, time.perf_counter()
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+            speeds.append((reducer.bytes_sent - sent) / (time.perf_counter() - began) / 1e9)
+            totals.append(reducer.total(buckets - 1).clone())
+        equal = all(torch.equal(totals[0], each) for each in totals)
+        return speeds[0], speeds[1] if len(speeds) > 1 else None, equal, " ".join(lines)
+
+
 def used_memory(world: Any) -> int:
     """Bytes that are in use on the first card, with those of this process."""
     torch.zeros(1, device="cuda")
@@ -333,4 +412,7 @@ def left_memory(world: Any, shared: dict[str, str], *arguments: Any) -> int:
     before = torch.cuda.memory_allocated()
     train(world, *arguments)
     gc.collect()
+    getattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: None
+    )()  # up to 32 MB for each stream, kept for the next
     return torch.cuda.memory_allocated() - before

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", ["ac", "d", "e", "f"])
+@pytest.mark.parametrize("parts", ["ac", "d", "e", "f", "g"])
 def test_a_part_ends_in_a_table_on_simulated_devices(machine, tmp_path, parts):
     command = [sys.executable, "-m", "tests.gpu.kit", "--simulated", "--parts", parts]
     done = subprocess.run(

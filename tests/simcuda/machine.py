@@ -40,6 +40,8 @@ class Machine:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
         )
+        self.deadline: float | None = None
+        """The moment, of ``time.monotonic``, after which ranks are not waited for."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,13 +52,20 @@ class Machine:
 
     def run(self, body: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
         """What ``body(world, *args)`` returned on each rank; raises a rank's exception, with its traceback."""
+        if self.deadline is not None:
+            timeout = max(1.0, min(timeout, self.deadline - time.monotonic()))
         request = f"{body.__module__}:{body.__qualname__}", ranks, args, timeout
         assert self._process.stdin and self._process.stdout
         pickle.dump(request, self._process.stdin)
         self._process.stdin.flush()
         results, failures, waiting = pickle.load(self._process.stdout)
         if failures:
-            _, rank, (error, text) = min(failures, key=lambda failure: failure[:2])
+            from lockstep.runtime.torch_internals import LOST_PEER
+
+            # A rank that loses another says so before the end of that one is noticed.
+            _, rank, (error, text) = min(
+                failures, key=lambda failed: (LOST_PEER.is_in(str(failed[2][0])), *failed[:2])
+            )
             error.add_note(f"raised on rank {rank} of {ranks}:\n{text}")
             raise error
         assert not waiting, f"ranks {waiting} had not ended after {timeout} s"

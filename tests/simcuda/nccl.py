@@ -3,7 +3,11 @@
 Each communicator has a stream of its own, which waits for the caller's; ``wait`` of the returned work lets the caller's
 stream wait for it, and the host for nothing. The first use of a communicator waits for all of its ranks, and that of a
 pair for both: ranks that first use two of them in different orders do not get any further, and after
-``FIRST_USE_SECONDS`` it is said which one hangs.
+``FIRST_USE_SECONDS`` it is said which one hangs. So do ranks that open groups in different orders.
+
+A group with a ``device_id`` has its communicator at once, and its ranks send to each other over that one. Where it is
+the default group that has one, each further group is split from it, as in torch 2.8 to 2.13: all ranks of the world
+take part, those that are not in the group too, but the members of a group without NCCL do not.
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ from torch.distributed import distributed_c10d as c10d
 
 FIRST_USE_SECONDS = 20.0
 _streams: dict[tuple[str, int], torch.cuda.Stream] = {}
-_opened: set[str] = set()
+_opened: list[str] = []
+_eager: set[str] = set()
+_groups = 0
 _sent = 0
 
 
@@ -30,18 +36,16 @@ def sent_bytes() -> int:
     return _sent
 
 
+def communicators() -> tuple[str, ...]:
+    """The communicators of this rank, in the order in which they were made: the group, and for a pair its ranks."""
+    return tuple(_opened)
+
+
 def install() -> None:
     """Puts the collectives on simulated devices."""
-    backend = dist.init_process_group
-
-    def init_process_group(name: str | None = None, *args: Any, **named: Any) -> None:
-        eager = named.pop("device_id", None)
-        backend("gloo" if name and "nccl" in name else name, *args, **named)
-        if eager is not None:
-            _stream("", None, eager)
-
     for module in (dist, c10d):
-        module.init_process_group = init_process_group  # type: ignore[attr-defined]  # in torch's place
+        module.init_process_group = _opening(c10d.init_process_group)  # type: ignore[attr-defined]  # in torch's place
+        module.new_group = _opening_another(c10d.new_group)  # type: ignore[attr-defined]  # in torch's place
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]  # in torch's place
         for name in (
             "all_gather_into_tensor",
@@ -65,6 +69,73 @@ def install() -> None:
             setattr(module, name, function)
 
 
+def _opening(over_gloo: Callable[..., None]) -> Callable[..., None]:
+    def init_process_group(name: str | None = None, *args: Any, **named: Any) -> None:
+        device = named.pop("device_id", None)
+        over_gloo("gloo" if name and "nccl" in name else name, *args, **named)
+        if device is not None:
+            _open_now(None, device)
+
+    return init_process_group
+
+
+def _opening_another(over_gloo: Callable[..., Any]) -> Callable[..., Any]:
+    def new_group(
+        ranks: list[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
+        global _groups
+        device = named.pop("device_id", None)
+        members = sorted(ranks) if ranks is not None else [*range(dist.get_world_size())]
+        has_nccl, splits = backend is None or "nccl" in backend, _group_name(None) in _eager
+        if named.get("use_local_synchronization"):
+            if dist.get_rank() not in members:
+                return over_gloo(ranks, timeout, None, *args, **named)
+        else:
+            _groups += 1
+            _require_order(_groups, members)
+        group = over_gloo(ranks, timeout, "gloo" if backend and has_nccl else backend, *args, **named)
+        is_member = dist.get_rank() in members
+        if splits and (has_nccl or not is_member):
+            _meet(f"split {_groups}", dist.get_world_size())
+        if is_member and has_nccl and (splits or device is not None):
+            _open_now(group, device or torch.device("cuda", torch.cuda.current_device()))
+        return group
+
+    return new_group
+
+
+def _open_now(group: Any, device: torch.device) -> None:
+    _eager.add(_group_name(group))
+    _stream("", group, device)
+
+
+def _require_order(number: int, members: list[int]) -> None:
+    """Raises where another rank opens other members as its group of this number."""
+    store, text = c10d._get_default_store(), str(members)
+    first = store.compare_set(f"simcuda/group {number}", "", text).decode()
+    if first != text:
+        raise RuntimeError(
+            f"Group {number} is opened here with ranks {text}, and elsewhere with {first}: deadlock"
+        )
+
+
+def _meet(name: str, ranks: int) -> None:
+    """Waits until so many ranks have come, as the host does where NCCL makes a communicator."""
+    store = c10d._get_default_store()
+    if store.add(f"simcuda/{name}/arrived", 1) == ranks:
+        store.set(f"simcuda/{name}/complete", "yes")
+    try:
+        store.wait([f"simcuda/{name}/complete"], datetime.timedelta(seconds=FIRST_USE_SECONDS))
+    except Exception as error:
+        raise RuntimeError(
+            f"NCCL communicator {name!r} is used first here, and not by its other ranks: deadlock"
+        ) from error
+
+
 def _group_name(group: Any) -> str:
     return str((group if group is not None else dist.group.WORLD).group_name)
 
@@ -73,17 +144,8 @@ def _stream(pair: str, group: Any, device: torch.device) -> torch.cuda.Stream:
     """The stream of a communicator; waits for all of its ranks when it is used first, as ncclCommInitRank does."""
     name = f"{_group_name(group)}{pair}"
     if name not in _opened:
-        _opened.add(name)
-        ranks = 2 if pair else dist.get_world_size(group)
-        store = c10d._get_default_store()
-        if store.add(f"simcuda/{name}/arrived", 1) == ranks:
-            store.set(f"simcuda/{name}/complete", "yes")
-        try:
-            store.wait([f"simcuda/{name}/complete"], datetime.timedelta(seconds=FIRST_USE_SECONDS))
-        except Exception as error:
-            raise RuntimeError(
-                f"NCCL communicator {name!r} is used first here, and not by its other ranks: deadlock"
-            ) from error
+        _opened.append(name)
+        _meet(name, 2 if pair else dist.get_world_size(group))
     number = device.index if device.index is not None else torch.cuda.current_device()
     if (name, number) not in _streams:
         _streams[name, number] = torch.cuda.Stream(number)  # type: ignore[no-untyped-call]  # torch's stub
@@ -168,8 +230,9 @@ def _in_place(name: str, over_gloo: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
-def _pair(peer: int) -> str:
-    return "/{}:{}".format(*sorted((peer, dist.get_rank())))
+def _pair(group: Any, peer: int) -> str:
+    """The part of a communicator's name that is of two ranks, if they do not send over that of the group."""
+    return "" if _group_name(group) in _eager else "/{}:{}".format(*sorted((peer, dist.get_rank())))
 
 
 _under_way: deque[tuple[Any, Tensor]] = deque()
@@ -179,7 +242,7 @@ def _sending(over_gloo: Callable[..., Any]) -> Callable[..., Any]:
     def isend(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
         if not tensor.is_cuda:
             return over_gloo(tensor, dst, group, tag)
-        stream = _stream(_pair(dst), group, tensor.device)
+        stream = _stream(_pair(group, dst), group, tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         torch.ops.simcuda.note_access(tensor.detach(), False, stream.stream_id, "nccl:send", True)
         global _sent
@@ -197,7 +260,7 @@ def _receiving(over_gloo: Callable[..., Any]) -> Callable[..., Any]:
     def irecv(tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
         if not tensor.is_cuda:
             return over_gloo(tensor, src, group, tag)
-        stream = _stream(_pair(src), group, tensor.device)
+        stream = _stream(_pair(group, src), group, tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         received = torch.empty(tensor.shape, dtype=tensor.dtype)
         work = over_gloo(received, src, group, tag)

@@ -1,6 +1,9 @@
 """The simulated devices find the mistakes that they are made for, and nothing in code that has none."""
 
+import importlib.util
 import itertools
+import logging
+import os
 
 import pytest
 import torch
@@ -186,6 +189,77 @@ def test_dp_copies_a_micro_batch_straight_to_the_device_of_its_replica(machine):
     (found,) = machine.run(train, 1, "perceptron", "dp", {"dp": {"replicas": 2}}, True)
     for device in ("cuda:0", "cuda:1"):
         assert any(name.startswith(f"copy_ to the device on {device}") for name in found.order)
+
+
+def fused(world, everywhere):
+    """Trains with the fused kernel turned on, for which these devices have no memory; what came out, and the log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("lockstep.reduce").addHandler(handler)
+    os.environ["LOCKSTEP_FUSED_REDUCTION"] = "1" if everywhere or world.rank else "0"
+    return train(world, "perceptron", "ddp", {}).fingerprint, lines
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_gradients_are_summed_by_collectives_where_the_fused_kernel_is_not_possible(
+    machine, trained, everywhere
+):
+    first, second = machine.run(fused, 2, everywhere)
+    (reference,) = trained("single", "perceptron")
+    assert first[0] == second[0] == reference.fingerprint
+    assert len(first[1]) == 1
+    assert first[1][0].startswith("Gradients are summed by collectives, not by the fused kernel: ")
+    assert second[1] == []
+
+
+def fused_streams(world, waits):
+    """Sums buckets by the fused reducer, with an operator in the place of its kernel; returns the races."""
+    import torch.distributed as dist
+
+    from lockstep.distributed.process_group import open_process_group
+    from lockstep.reduce import BucketShape, NodeLayout, fused
+
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+
+    class Memory:
+        def __init__(self, size):
+            self.own, self.addresses = torch.zeros(size, dtype=torch.uint8, device=device), [0, 0]
+
+        def barrier(self):
+            pass
+
+    def add_shard(table, *given):
+        next(turns)._outgoing.add_(table[0] * 0)
+
+    fused.add_shard = add_shard
+    if not waits:
+        torch.cuda.Stream.wait_event = lambda stream, event: None
+    shapes = [BucketShape(numel, torch.float32) for numel in (5, 100, 3000)]
+    with cuda.observed() as seen, open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=20):
+        reducer = fused.FusedReducer(dist.group.WORLD, device, Memory)
+        reducer.allocate(shapes, 1, 5)
+        turns = itertools.cycle(reducer._buckets)
+        for leaves in (4, 5, 4):
+            reducer.begin(leaves)
+            for bucket in range(len(shapes)):
+                for slot in range(len(NodeLayout.of(leaves, 2).ranks[world.rank])):
+                    reducer.staging(bucket, slot).fill_(1.0)
+                reducer.start(bucket)
+            reducer.finish(torch.zeros(1, dtype=torch.float64, device=device))
+            for bucket in range(len(shapes)):
+                reducer.total(bucket).mul_(2.0)
+                reducer.renew(bucket)
+        return sorted(what for what, _ in seen.races), sorted(what for what, _ in seen.waits)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_fused_reducer_orders_its_streams(machine):
+    for races, waits in machine.run(fused_streams, 2, True):
+        assert races == []
+        assert waits == []
+    assert all(races for races, _ in machine.run(fused_streams, 2, False))
 
 
 class Pooled(torch.nn.Sequential):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tests.simcuda.cuda import Seen, observed
+from tests.simcuda.nccl import communicators
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -38,6 +39,10 @@ class Trained:
     """Bytes of device memory within those steps."""
     held: int = 0
     """Bytes of device memory before them."""
+    wired: tuple[str, ...] = ()
+    """The communicators that were there before the first step."""
+    added: tuple[str, ...] = ()
+    """Those that were made within steps."""
 
 
 class Convolutions(nn.Sequential):
@@ -163,6 +168,7 @@ def train(
         model, data, loss_fn = job_of(name)
         made: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, stepped = run.prepare(model, made)
+        wired = communicators()
         losses: list[Tensor] = []
         norms: list[Any] = []
         later: Seen | None = None
@@ -185,6 +191,7 @@ def train(
         found = Trained("", {}, dict(later.waits), launches=later.launches, order=later.order)
         found.held, found.peak = held, torch.cuda.max_memory_allocated()
         context.__exit__(None, None, None)
+        found.wired, found.added = wired, communicators()[len(wired) :]
         found.fingerprint = run.fingerprint()
         found.losses = [float(each) for each in losses]
         found.norms = [float(each) for each in norms]

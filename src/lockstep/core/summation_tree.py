@@ -137,6 +137,18 @@ def merges_after_leaf(start: int, stop: int, leaves: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def merges_after_nodes(nodes: Iterable[Node], leaves: int) -> tuple[int, ...]:
+    """For whoever stacks nodes that tile the tree, left to right: how often the two topmost values merge after each."""
+    parents, stack, counts = _parents(leaves), list[Node](), list[int]()
+    for node in nodes:
+        stack.append(node)
+        counts.append(0)
+        while len(stack) > 1 and parents.get(stack[-1]) == parents.get(stack[-2]) is not None:
+            stack[-2:] = [parents[stack[-1]]]
+            counts[-1] += 1
+    return tuple(counts)
+
+
 def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int, out: Tensor | None = None) -> None:
     """Puts a leaf on a stack of nodes, and merges the two topmost ones in place as ``merges_after_leaf`` says.
 

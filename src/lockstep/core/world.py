@@ -74,6 +74,15 @@ SHARED_DEVICES = "LOCKSTEP_DEVICES"
 """Variable with the GPU of each rank of a host, where ranks share one, as 0,0,1; places in CUDA_VISIBLE_DEVICES."""
 
 
+_FUSED_REDUCTION = "LOCKSTEP_FUSED_REDUCTION"
+"""Variable that turns on summing gradients by one kernel on GPUs (docs/decisions/0043)."""
+
+
+def wants_fused_reduction() -> bool:
+    """True where the user has turned on the fused kernel."""
+    return os.environ.get(_FUSED_REDUCTION, "0") not in ("", "0")
+
+
 def shared_devices() -> tuple[int, ...]:
     """The GPU of each rank of this host, where ranks share one; else empty."""
     return tuple(int(place) for place in os.environ.get(SHARED_DEVICES, "").split(",") if place)

@@ -7,6 +7,9 @@ The roll-call comes first because gloo waits five times its timeout for a missin
 whoever connects to its port with the right number for the rank that it waits for, so the ends of each connection prove
 to each other that they know a secret from the store, before a group is used. ``Groups`` are the process groups of a
 mesh.
+
+NCCL makes the communicator of a group when the group is first used, and there waits for all of its ranks. ``connect``
+uses a group at once, so that all ranks make theirs in one order before the first step (docs/decisions/0042).
 """
 
 from __future__ import annotations
@@ -133,14 +136,40 @@ def open_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
     use_local_synchronization: bool = False,
+    device: torch.device | None = None,
 ) -> dist.ProcessGroup:
-    """Opens a further group with ``torch.distributed.new_group`` and checks its peers; the arguments are that one's."""
+    """Opens a further group with ``torch.distributed.new_group``, and checks its peers. Collective, as that is.
+
+    The arguments are that one's but ``device``: where the group's collectives will be, so that it is connected now.
+    """
     group: dist.ProcessGroup = dist.new_group(
         ranks, timeout, backend, use_local_synchronization=use_local_synchronization
     )
     if dist.get_rank(group) >= 0:
         check_peers(group)
+        connect(group, device)
     return group
+
+
+def connect(group: dist.ProcessGroup, device: torch.device | None) -> None:
+    """Makes the NCCL communicator of a group now, with a sum of one number. Collective; does nothing on a CPU."""
+    if device is not None and device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def connect_pair(source: int, target: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sends a number from one global rank to another; other ranks, and a CPU, do nothing.
+
+    NCCL has a communicator for each pair of ranks that send and receive, which it makes when they first do.
+    """
+    me = dist.get_rank()
+    if device.type != "cuda" or me not in (source, target):
+        return
+    number = torch.zeros(1, device=device)
+    if me == source:
+        dist.send(number, target, group=group)
+    else:
+        dist.recv(number, source, group=group)
 
 
 def check_peers(group: dist.ProcessGroup | None = None, limit: float = ARRIVAL_LIMIT) -> None:
@@ -237,25 +266,30 @@ class Groups:
         self.rank = dist.get_rank(world) if world is not None else 0
 
     @classmethod
-    def open(cls, mesh: Mesh, world: dist.ProcessGroup | None) -> Groups:
-        """Makes the groups. Collective: every rank of the world must call this, with the same mesh.
+    def open(cls, mesh: Mesh, world: dist.ProcessGroup | None, device: torch.device) -> Groups:
+        """Makes the groups, and their communicators for tensors on ``device``: of the world first, then by axis.
+
+        Collective: every rank of the world must call this, with the same mesh.
 
         ``ConfigError`` if the mesh does not take exactly the ranks of the world.
         """
         mesh.check_world(dist.get_world_size(world) if world is not None else 1)
         axes: dict[str, dist.ProcessGroup] = {}
+        if world is not None:
+            connect(world, device)
         for name, size in mesh.axes:
             if name in OF_DEVICES or size == 1 or world is None:
                 continue
             if size == mesh.ranks:
                 axes[name] = world
                 continue
-            everyone = dist.get_process_group_ranks(world)
-            for line in mesh.lines(name):
-                group = open_group([everyone[rank] for rank in line])
-                if dist.get_rank(world) in line:
-                    axes[name] = group
+            axes[name] = _open_lines(mesh, name, world, device)
         return cls(mesh, world, axes)
+
+    def another(self, axis: str, device: torch.device) -> dist.ProcessGroup:
+        """One more group of this rank's line of an axis. Collective over the world."""
+        assert self.world is not None
+        return _open_lines(self.mesh, axis, self.world, device)
 
     def along(self, axis: str) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that differ from this one only along ``axis``; None if there is no other."""
@@ -272,3 +306,13 @@ class Groups:
     def release(self) -> None:
         """Drops the references to the groups."""
         self.world, self._axes = None, {}
+
+
+def _open_lines(mesh: Mesh, axis: str, world: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group for each line of an axis, one after another; gives this rank's."""
+    everyone, mine = dist.get_process_group_ranks(world), None
+    for line in mesh.lines(axis):
+        group = open_group([everyone[rank] for rank in line], device=device)
+        mine = group if dist.get_rank(world) in line else mine
+    assert mine is not None, "every rank is in one line"
+    return mine

@@ -100,7 +100,7 @@ def can_share_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Returns whether all ranks are on one host and can share memory. Collective."""
     if device.type != "cpu":
         return False
-    seen = gather_json(_host_identity(), group, device)
+    seen = gather_json(host_identity(), group, device)
     if not all(host and host == seen[0] for host in seen):
         return False
     first = dist.get_rank(group) == 0
@@ -136,7 +136,7 @@ def _can_open(owner: int, descriptor: int) -> bool:
     return True
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """Equal for two processes of one host, that see each other under /proc; empty where memory cannot be shared.
 
     What has a network of its own counts as a host of its own.

@@ -74,7 +74,7 @@ class RankRows:
         It may be ``shared`` memory, where all ranks are CPU ranks of one host; there a rank waits ``timeout`` seconds
         before it names the missing ones (``StallError``).
         """
-        own = open_group(dist.get_process_group_ranks(group))
+        own = open_group(dist.get_process_group_ranks(group), device=device)
         possible = shared and can_share_memory(own, device)
         return cls(own, SharedMemoryReducer(own, timeout) if possible else None)
 

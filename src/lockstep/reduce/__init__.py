@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.distributed as dist
 
 from lockstep.config.strategy_options import REDUCERS
+from lockstep.core.world import wants_fused_reduction
+from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_group
 from lockstep.distributed.shared_memory import can_share_memory
 from lockstep.errors import ConfigError, nearest
@@ -16,6 +20,8 @@ from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer
 from lockstep.reduce.ring import RingReducer
 from lockstep.reduce.shared_memory import SharedMemoryReducer
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "REDUCERS",
@@ -41,6 +47,7 @@ def open_reducer(
     shared: bool = True,
     *,
     powersgd_rank: int = 4,
+    may_fuse: bool = False,
 ) -> Reducer:
     """The reducer of that name for the ranks of ``group``. Collective.
 
@@ -54,6 +61,7 @@ def open_reducer(
         timeout: seconds a rank waits for another's numbers in shared memory.
         shared: whether shared memory may be used.
         powersgd_rank: columns of the factors of ``powersgd``.
+        may_fuse: whether ``ordered`` may be one kernel on CUDA, if the user has turned that on; same bits.
     """
     if name == "ring":
         return RingReducer(group, device)
@@ -66,7 +74,34 @@ def open_reducer(
         raise ConfigError(f"reduce {name!r} is not known.{nearest(name, REDUCERS)}")
     if shared and can_share_memory(group, device):
         return SharedMemoryReducer(group, timeout)
-    return OrderedReducer(group, _gather_group(group, device), device)
+    ordered = OrderedReducer(group, _gather_group(group, device), device)
+    return _fused(ordered, group, device, timeout) if may_fuse and device.type == "cuda" else ordered
+
+
+def _fused(
+    ordered: OrderedReducer, group: dist.ProcessGroup, device: torch.device, timeout: float
+) -> OrderedReducer:
+    """The fused kernel, if it is turned on; ``ordered`` where it is not possible or not equal, with a line in the log.
+
+    Collective.
+    """
+    wanted, reason = wants_fused_reduction(), ""
+    if wanted:
+        try:
+            from lockstep.reduce.fused import open_fused
+        except Exception as error:  # Triton also looks for a driver when it is imported
+            reason = str(error)
+    said = gather_json([wanted, reason], group, device)
+    if not any(wants for wants, _ in said):
+        return ordered
+    if not all(wants for wants, _ in said):
+        reason = "it is turned on for some ranks only"
+    reason = reason or next(filter(None, (each for _, each in said)), "")
+    if not reason:
+        return open_fused(ordered, group, device, timeout)
+    if dist.get_rank(group) == 0:
+        logger.warning("Gradients are summed by collectives, not by the fused kernel: %s.", reason)
+    return ordered
 
 
 def _gather_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

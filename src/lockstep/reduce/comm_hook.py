@@ -13,7 +13,8 @@ Lockstep's own ``ddp`` (K = W). A world of another size gives other bits here, b
 
 Nothing is chained with ``Future.then``: on gloo such a callback runs when the data arrives, so two ranks could issue
 the second collectives in different orders and wait for each other for ever. Here a hook call moves earlier buckets on,
-in bucket order, and the second collectives have a process group of their own.
+in bucket order, and the second collectives have a process group of their own. On CUDA every rank issues all of them in
+one order, and they share the group of the first.
 
 There is no ``from __future__ import annotations`` here: DDP compares the hook's annotations with the classes.
 """
@@ -69,7 +70,8 @@ class OrderedHookState:
     def _advance(self, *, everything: bool) -> None:
         while self._sent and (everything or self._sent[0].has_arrived()):
             exchange = self._sent.pop(0)
-            exchange.fold_and_gather(self._layout, self._gather_group)
+            group = self.group if exchange.device.type == "cuda" else self._gather_group
+            exchange.fold_and_gather(self._layout, group)
             self._gathering.append(exchange)
         while self._gathering and (everything or self._gathering[0].has_arrived()):
             self._gathering.pop(0).complete()

@@ -23,7 +23,6 @@ from lockstep.strategies.hybrid import OrderedRowReducer, ShardedPipeline
 from lockstep.strategies.layers import ModelParallel
 from lockstep.strategies.parameter_server import ParameterServer
 from lockstep.strategies.pipeline import Pipeline
-from lockstep.strategies.pipeline.stage import another_group
 from lockstep.strategies.strategy import Strategy
 from lockstep.strategies.tensor import TensorParallel
 
@@ -51,7 +50,7 @@ def open_strategy(
     count = None if options.strategy in ONE_PROCESS else world_size * devices_per_process(options.mesh)
     require_rules(options, AvailableDevices(world_size, count, device.type))
     mesh = mesh_of(options.strategy, options.mesh, world_size)
-    strategy = _OPEN[options.strategy](options, Groups.open(mesh, group), device)
+    strategy = _OPEN[options.strategy](options, Groups.open(mesh, group, device), device)
     strategy.events = events
     if device.type == "cuda" and not options.deterministic:
         strategy.level = Level.STATISTICAL
@@ -69,7 +68,8 @@ def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Stra
     group = groups.along("data")
     if group is None or options.tensor.shards:
         return _open_single(options, groups, device)
-    reducer = _open_reducer(options, group, device)
+    # Beside the exchanges of BatchNorm, a kernel that waits could hold up another that is waited for.
+    reducer = _open_reducer(options, group, device, may_fuse=not options.sync_batch_norm)
     if options.sync_batch_norm:
         rows = RankRows.open(group, device, options.timeout, options.shared_memory)
         return SyncedDistributedDataParallel(
@@ -149,7 +149,7 @@ def _open_pipeline(
     if holders is not None:
         # Stages finish in another order on every holder, so each has a group of its own.
         more = range(1, options.pipeline.stages_of_a_rank)
-        lines = [holders, *(another_group(groups, kind.axis) for _ in more)]
+        lines = [holders, *(groups.another(kind.axis, device) for _ in more)]
     reducers: list[Reducer] = [
         OrderedRowReducer(line, device) if kind is ShardedPipeline else _open_reducer(options, line, device)
         for line in lines
@@ -187,11 +187,21 @@ def _open_exchange(
 
 
 def _open_reducer(
-    options: RunOptions, group: torch.distributed.ProcessGroup, device: torch.device
+    options: RunOptions,
+    group: torch.distributed.ProcessGroup,
+    device: torch.device,
+    *,
+    may_fuse: bool = False,
 ) -> Reducer:
     rank = options.powersgd_rank
     return open_reducer(
-        options.reduce, group, device, options.timeout, options.shared_memory, powersgd_rank=rank
+        options.reduce,
+        group,
+        device,
+        options.timeout,
+        options.shared_memory,
+        powersgd_rank=rank,
+        may_fuse=may_fuse,
     )
 
 

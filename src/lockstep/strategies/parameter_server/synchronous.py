@@ -30,6 +30,7 @@ from lockstep.distributed.collectives import (
     exchange_device,
     gather_json,
 )
+from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.absent import Absence, GradientElsewhere
 from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
@@ -74,6 +75,9 @@ class ParameterServer(Strategy):
         self._bytes_sent = 0
         self._micro_batches = micro_batches
         self._declared = running_buffers
+        for worker in range(workers):
+            for server in range(servers):
+                connect_pair(self._ranks[worker], self._rank_of(server), group, device)
 
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Spreads the parameters over the servers; every rank keeps the model, the servers their keys. Collective."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
-from lockstep.distributed.process_group import Groups, open_group
+from lockstep.distributed.process_group import Groups, connect_pair, open_group
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
@@ -267,7 +267,7 @@ _ON, _BACK, _ON_AROUND, _BACK_AROUND, _ANSWER = range(5)
 
 
 class PipelineChannels:
-    """The groups that the ranks of one pipeline talk over.
+    """The groups that the ranks of one pipeline talk over: on CUDA one for each channel, of its two ranks.
 
     Args:
         groups: of the mesh, with an axis ``pipeline``.
@@ -283,24 +283,30 @@ class PipelineChannels:
         self.ranks: list[int] = dist.get_process_group_ranks(line)
         self._device = device
         tags = (_ON, _BACK, *((_ON_AROUND, _BACK_AROUND) if around else ()), _ANSWER)
-        self._groups = dict.fromkeys(range(5), line)
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._channels: list[PipelineChannel] = []
         if device.type == "cuda":
-            self._groups |= {tag: another_group(groups, "pipeline") for tag in tags}
-        self._open(tags)
+            self._open(groups, tags)
 
-    def _open(self, tags: Sequence[int]) -> None:
-        """Sends a number through every channel, in one order on all ranks.
+    def _open(self, groups: Groups, tags: Sequence[int]) -> None:
+        """Opens a group for every channel of every pipeline, and uses it, in one order on all ranks.
 
-        NCCL opens a connection of two ranks at its first use, and blocks both until the other is there. A schedule uses
-        its channels in another order on each rank, so that two ranks would wait for each other for ever.
+        NCCL connects two ranks at their first exchange, and blocks both until the other is there. A schedule uses its
+        channels in another order on each rank, so that two ranks would wait for each other for ever. What goes through
+        one group may also be run one after another, so no two channels share one.
         """
-        number = torch.zeros(1, device=self._device)
+        everyone = dist.get_process_group_ranks(groups.world)
+        lines = [[everyone[rank] for rank in line] for line in groups.mesh.lines("pipeline")]
         for tag, source, target in first_uses(tags, self.length):
-            if self.place == source:
-                dist.send(number, self.ranks[target], group=self._groups[tag], tag=tag)
-            elif self.place == target:
-                dist.recv(number, self.ranks[source], group=self._groups[tag], tag=tag)
+            for line in lines:
+                group = open_group([line[source], line[target]])
+                if line == self.ranks and self.place in (source, target):
+                    self._groups[tag, line[source + target - self.place]] = group
+                    connect_pair(line[source], line[target], group, self._device)
+
+    def _group(self, tag: int, peer: int) -> dist.ProcessGroup:
+        """The group of a channel of this rank."""
+        return self._groups.get((tag, peer), self.group)
 
     def neighbours(self, stage: int, names: list[str]) -> Neighbours:
         """The channels of a stage of this rank."""
@@ -334,7 +340,8 @@ class PipelineChannels:
         self._groups.clear()
 
     def _channel(self, tag: int, peer: int, name: str) -> PipelineChannel:
-        channel = PipelineChannel(self._groups[tag], self.ranks[peer], tag, self._device, name)
+        rank = self.ranks[peer]
+        channel = PipelineChannel(self._group(tag, rank), rank, tag, self._device, name)
         self._channels.append(channel)
         return channel
 
@@ -349,14 +356,3 @@ def first_uses(tags: Sequence[int], length: int) -> Iterator[tuple[int, int, int
             yield tag, last, 0
         else:
             yield from ((tag, place, place + 1) for place in range(last))
-
-
-def another_group(groups: Groups, axis: str) -> dist.ProcessGroup:
-    """One more group of this rank's line of an axis. Collective over the world."""
-    everyone = dist.get_process_group_ranks(groups.world)
-    mine: dist.ProcessGroup | None = None
-    for line in groups.mesh.lines(axis):
-        group = open_group([everyone[rank] for rank in line])
-        mine = group if groups.rank in line else mine
-    assert mine is not None, "every rank is in one line"
-    return mine
