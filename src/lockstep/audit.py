@@ -254,6 +254,7 @@ def recompute(
     except CheckpointError as error:
         return AuditFinding(where=origin.label, what=f"it cannot be loaded: {error}")
     try:
+        trainer.run._agreed_data.refuses_others = False
         if not force_context:
             require_context(trainer.run, origin)
         comparer = _Comparer(trainer.run, chain)

@@ -181,6 +181,7 @@ def replay(request: ReplayRequest, origin: Origin) -> ReplayReport:
     trainer = assemble(config, World.alone())
     try:
         run = trainer.run
+        run._agreed_data.refuses_others = False
         if not request.force_context:
             require_context(run, origin)
         _require_step(trainer, request, config.training.steps(trainer.steps_per_epoch))

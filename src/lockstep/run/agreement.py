@@ -411,6 +411,8 @@ class AgreedData:
         self._agreed: set[tuple[int, SamplePlan | int]] = set()
         self._known: dict[tuple[int, SamplePlan], dict[str, str]] = {}
         self._resumed_samples, self._resumed_digests = 0, dict[str, str]()
+        self.refuses_others = True
+        """False in tools that look for what differs: other samples than those of the checkpoint are named only."""
         self.digests: dict[str, str] = {}
         """Of some samples of the current set; empty where no checkpoint is written."""
 
@@ -464,7 +466,7 @@ class AgreedData:
         if not (names and stored and self.digests) or self._options.force_context:
             return
         found = f"{shorten(names, _MOST_NAMES)} of the data set {'is' if len(names) == 1 else 'are'} not what"
-        if self._position.done:
+        if self._position.done and self.refuses_others:
             raise CheckpointMismatch(
                 f"{found} the checkpoint was reading in this epoch, so the bits would not continue. Resume with the "
                 "same samples in the same order: sort what a folder lists, and split or shuffle with a seed, after "
