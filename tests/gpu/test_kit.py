@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,20 @@ def test_a_part_ends_in_a_table_on_simulated_devices(machine, tmp_path, parts):
     assert {row["part"] for row in rows} == set(parts)
     assert {row["verdict"] for row in rows} <= {"met", "measured", "skipped"}
     assert " 0 not met" in done.stdout.splitlines()[-1]
+
+
+def sleeps(world):
+    """Takes long."""
+    time.sleep(30)
+
+
+def test_a_check_is_not_waited_for_beyond_the_time_of_its_part(machine):
+    machine.deadline = time.monotonic() + 1.5
+    try:
+        with pytest.raises(AssertionError, match="had not ended after 1"):
+            machine.run(sleeps, 1)
+    finally:
+        machine.deadline = None
 
 
 def test_the_idle_share_counts_what_no_span_covers():

@@ -83,6 +83,10 @@ class SymmetricMemory:
             self._handle.get_buffer(rank, (size,), torch.uint8).data_ptr()
             for rank in range(dist.get_world_size(group))
         ]
+        if self.addresses[dist.get_rank(group)] != self.own.data_ptr():
+            raise RuntimeError(
+                "torch gives another address of this rank's own symmetric memory than the tensor's"
+            )
         self._milliseconds = int(min(timeout, _LONGEST_SECONDS) * 1000)
 
     def barrier(self) -> None:
