@@ -370,9 +370,7 @@ def describe(report: AuditReport) -> str:
     )
     if chain.entries:
         steps, kept = len(chain.last("step")), len({i.checkpoint for i in every if i.checkpoint})
-        rows.append(
-            ("chain", f"unbroken: {plural(steps, 'step')}, {plural(kept, 'checkpoint')} left to start from")
-        )
+        rows.append(("chain", f"unbroken: {plural(steps, 'step')}, {plural(kept, 'checkpoint')} left"))
         rows.append(("head", chain.head))
     if chain.entries and chain.end is None:
         rows.append(("end", "not recorded: the run was stopped, or its last lines were removed"))

@@ -31,3 +31,19 @@ def test_a_strategy_lays_out_the_whole_world(strategy):
 def test_an_unknown_strategy_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match=r"'fspd' is not known\. Did you mean 'fsdp'"):
         mesh_of("fspd", "", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("device", "no option 'device'. Devices belong to the command, lockstep run --devices 2"),
+        ("batch_size", "no option 'batch_size'. Give global_batch,"),
+        ("mixed_precision", "no option 'mixed_precision'. Give precision='bf16' or 'fp16'."),
+        ("sed", "no option 'sed'. Did you mean 'seed'?"),
+    ],
+)
+def test_an_option_of_another_library_is_answered_with_what_is_here(name, said):
+    """Who gave device= was asked whether reduce= was meant."""
+    with pytest.raises(ConfigError) as caught:
+        RunOptions.of(global_batch=8, **{name: "x"})
+    assert said in str(caught.value)

@@ -57,3 +57,15 @@ def test_a_proof_is_offered_where_there_is_one():
 @pytest.mark.parametrize(("skipped", "shown"), [(1, "1 step whose"), (2, "2 steps whose")])
 def test_skipped_steps_are_counted(skipped, shown):
     assert f"skipped      {shown} scaled gradients overflowed" in report(outcome(skipped_steps=skipped), "")
+
+
+@pytest.mark.parametrize(
+    ("metric", "shown"),
+    [
+        ("validation_accuracy", "accuracy     50.00 % (best 75.00 %, epoch 2)"),
+        ("validation_loss", "loss         0.5 in the validation (best 0.75, epoch 2)"),
+    ],
+)
+def test_the_last_evaluation_and_the_best_are_shown(metric, shown):
+    lines = report(outcome(metric=metric, values={metric: 0.5}, best=0.75, best_epoch=1), "").splitlines()
+    assert shown in lines

@@ -126,6 +126,19 @@ def test_a_run_that_goes_on_within_an_epoch_counts_only_the_steps_it_has_made(mo
     assert lines_of(monkeypatch, (0, 3, 4, False)) == ["epoch 1/4  loss 1  2 min 00 s left"]
 
 
+def test_evaluations_count_once_for_each_epoch_to_come(monkeypatch):
+    """The rest of an epoch has a whole evaluation after it."""
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr("lockstep.loggers.console.time", clock)
+    console = Console(stream)
+    console.begin(0, epochs=3, start=0, steps=4, done=3)
+    clock.now += 10.0
+    console.log(4, {"loss": 1.0})
+    clock.now += 7.0
+    console.epoch(0, 4, {"loss": 1.0})
+    assert stream.getvalue() == "epoch 1/3  loss 1  1 min 34 s left\n"  # 8 steps and two evaluations
+
+
 def test_a_run_that_ends_within_its_epochs_has_no_time_left(monkeypatch):
     """It told the time of epochs that max_steps, or an early stop, leaves out."""
     lines = lines_of(monkeypatch, (0, 0, 4, False), (1, 0, 6, False), total=6)

@@ -117,3 +117,21 @@ def test_without_a_heartbeat_it_is_noted_where_nothing_of_lockstep_was_called():
     noted = len(getattr(raised.value, "__notes__", []))
     note_own_backward(raised.value, None)
     assert len(getattr(raised.value, "__notes__", [])) == noted
+
+
+@pytest.mark.parametrize(
+    ("phase", "samples"), [("forward", (7, 8)), ("evaluate", (7, 8)), ("save", ()), ("script", ())]
+)
+def test_samples_belong_to_the_phases_that_read_them(phase, samples):
+    """A disk that was full while it saved was reported with the last samples of the evaluation."""
+    beat = Beat(
+        phase=phase,
+        epoch=0,
+        step=3,
+        micro_batch=0,
+        time=0.0,
+        pid=1,
+        membership=Membership.JOINED,
+        samples=(7, 8),
+    )
+    assert record_of(raised(ValueError("no")), rank=0, beat=beat).samples == samples

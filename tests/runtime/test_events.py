@@ -94,6 +94,7 @@ def test_a_rank_of_ddp_is_told_of_buckets_and_the_exchange():
         assert told == [
             "phase data 0 0 -1",
             "step_begin",
+            *("span_begin rehearsal", "span_end rehearsal"),
             "backward_begin",
             *(
                 "micro_batch_begin",

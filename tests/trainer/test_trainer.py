@@ -1,6 +1,7 @@
 import json
 import time
 
+import pytest
 import torch
 from tests.ranks import run_ranks
 from torch import nn
@@ -139,6 +140,18 @@ def test_evaluations_and_checkpoints_every_n_steps_are_made_at_the_end_of_an_epo
     evaluated = [record["step"] for record in records(tmp_path) if "validation_loss" in record]
     assert evaluated == [4, 8, 12, 16]
     assert len(list(tmp_path.glob("step-*"))) == 3  # checkpoint.keep, and the best may be among them
+
+
+@pytest.mark.parametrize(
+    ("options", "end"), [({"max_steps": 8, "evaluate_every": 3}, 8), ({"lr": 0.0, "early_stop": 1}, 8)]
+)
+def test_a_run_that_ends_early_at_the_end_of_an_epoch_is_evaluated_and_saved(options, end, tmp_path):
+    """max_steps that ended an epoch left out the evaluation, and both left out the checkpoint at the end of the run."""
+    run_ranks(outcome, 1, tmp_path, {"save_every_epochs": 0, **options})
+    last = records(tmp_path)[-1]
+    assert (last["step"], last["kind"]) == (end, "epoch")
+    assert "validation_loss" in last
+    assert (tmp_path / f"step-{end:08}").is_dir()
 
 
 def slow_evaluations(world, folder):

@@ -250,7 +250,7 @@ class LogConfig(CheckedOptions):
     mlflow: str = ""
     """Experiment of MLflow that the same is sent to; `MLFLOW_TRACKING_URI` says where that is."""
     progress: bool = True
-    """Shows a progress bar where the terminal can."""
+    """Shows a line for each epoch, and a progress bar where the terminal can."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,8 @@ class RunOptions(RunSettings):
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                raise ConfigError(f"lockstep.init has no option {name!r}.{nearest(name, known)}")
+                hint = _ELSEWHERE.get(name) or nearest(name, known)
+                raise ConfigError(f"lockstep.init has no option {name!r}.{hint}")
         if "global_batch" not in options:
             raise ConfigError(
                 "lockstep.init needs global_batch, the samples per optimizer step over all devices together: for a "
@@ -138,6 +139,14 @@ class RunOptions(RunSettings):
         return cls(**{name: _read(name, value) for name, value in options.items()})
 
 
+_DEVICES = " Devices belong to the command, lockstep run --devices 2 train.py."
+_ELSEWHERE = {
+    **dict.fromkeys(("device", "devices", "world_size", "num_processes"), _DEVICES),
+    "batch_size": " Give global_batch, the samples of an optimizer step over all devices together.",
+    "gradient_accumulation_steps": " Give a larger global_batch, and more micro_batches.",
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), " Give precision='bf16' or 'fp16'."),
+}
+"""What is said of options that other libraries have."""
 _WHOLE = ("global_batch", "micro_batches", "seed", "threads", "evaluation_batch", "fingerprint_every", "keep")
 
 

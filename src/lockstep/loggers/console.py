@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -27,13 +28,17 @@ class Console:
         self._epochs = 1
         self._start = 0
         self._began: float | None = None
-        self._first = self._total = 0
+        self._first = self._total = self._ends = 0
+        self._steps = 1
+        self._logged: float | None = None
+        self._between = 0.0
+        """Seconds after the last steps of epochs, in which nothing was trained."""
 
     def begin(
         self, epoch: int, *, epochs: int, start: int, steps: int, done: int = 0, total: int | None = None
     ) -> None:
         """Opens the bar of an epoch."""
-        self._epochs, self._start = epochs, start
+        self._epochs, self._start, self._steps, self._logged = epochs, start, steps, None
         self._total = start + (epochs - epoch) * steps if total is None else total
         if self._began is None:
             self._began, self._first = time.monotonic(), start + done
@@ -44,6 +49,7 @@ class Console:
 
     def log(self, step: int, values: Mapping[str, float], so_far: Mapping[str, float] | None = None) -> None:
         """Moves the bar to ``step``; beside it are the loss and accuracy of the epoch so far, and the latest speed."""
+        self._logged = time.monotonic()
         if self._bar is not None:
             means = {name: value for name, value in (so_far or {}).items() if name in ("loss", "accuracy")}
             self._bar.set_postfix_str(", ".join(_shown({**values, **means})), refresh=False)
@@ -65,11 +71,16 @@ class Console:
             bar.close()
 
     def _seconds_left(self, step: int) -> float | None:
-        """Time for the steps to come, at the pace of those of this process; None after the last one."""
-        done = step - self._first
-        if self._began is None or done <= 0 or step >= self._total:
+        """Time for the steps to come, and for what follows epochs, at the pace of this process; None after the last."""
+        now, done, to_come = time.monotonic(), step - self._first, self._total - step
+        if self._began is None or done <= 0:
             return None
-        return (time.monotonic() - self._began) / done * (self._total - step)
+        self._between += 0.0 if self._logged is None else now - self._logged
+        self._ends += 1
+        if to_come <= 0:
+            return None
+        pace = (now - self._began - self._between) / done
+        return pace * to_come + self._between / self._ends * math.ceil(to_come / self._steps)
 
 
 def import_installed(name: str) -> ModuleType:

@@ -81,6 +81,10 @@ def note_own_backward(error: BaseException, beat: Beat | None) -> None:
         )
 
 
+_WITHOUT_SAMPLES = ("prepare", "data", "save", "load", "wait", "end", "script")
+"""Phases in which the samples of a heartbeat are those of an earlier one."""
+
+
 def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
     """Describes an exception that reached the top of a rank."""
     note_own_backward(error, beat)
@@ -91,7 +95,7 @@ def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRec
         phase=beat.phase if beat else "start",
         epoch=beat.epoch if beat else -1,
         step=beat.step if beat else -1,
-        samples=beat.samples if beat else (),
+        samples=beat.samples if beat and beat.phase not in _WITHOUT_SAMPLES else (),
         kind=type(error).__name__,
         message=str(error),
         on_purpose=isinstance(error, LockstepError),

@@ -133,8 +133,8 @@ def _advice(cause: str, part: str, many: Row, machine: Resources) -> str:
         k, rounds = machine.micro_batches, -(-machine.micro_batches // many.computing)
         return (
             f"that {many.computing} devices do not divide micro_batches = {k}: some compute {rounds} while others wait "
-            f"({part}). Choose micro_batches = {rounds * many.computing}, which is another recipe, or a number of "
-            f"devices that divides {k}."
+            f"({part}). Choose a number of devices that divides {k}, or micro_batches = {rounds * many.computing} "
+            "and a global_batch that it divides, which is another recipe."
         )
     if cause == "imbalance":
         return (

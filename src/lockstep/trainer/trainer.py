@@ -180,7 +180,7 @@ class Trainer(Callback):
 
     def _finish_epoch(self, epoch: int, trained: dict[str, float]) -> None:
         step, settings = self.run.position.step, self._settings
-        last, best = epoch + 1 == settings.epochs, False
+        last, best = step == settings.steps(self.steps_per_epoch), False
         values = self._of_epoch(trained)
         is_due = (epoch + 1) % settings.evaluate_every == 0 or self._is_due(
             step, settings.evaluate_every_steps
@@ -189,7 +189,8 @@ class Trainer(Callback):
             self._values = self._evaluate(repeatable=True)
             best = self._progress.judge(epoch, step, self._values)
             values |= self._values
-        self._log_epoch(epoch, values, is_last=last or self._is_over(step))
+        last = last or self._is_over(step)
+        self._log_epoch(epoch, values, is_last=last)
         every = self._saving.every_epochs
         is_due = (bool(every) and (epoch + 1) % every == 0) or self._is_due(step, self._saving.every_steps)
         if is_due or best or last:
