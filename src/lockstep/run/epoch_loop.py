@@ -122,7 +122,7 @@ class EpochLoop:
         self._require_first_pass()
         if self.is_resumed and position.epoch and not self._in_epochs:
             logger.warning(
-                "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 again and "
+                "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
                 "trains %d epochs more than it would have: write for epoch in run.epochs(N).",
                 *(position.epoch + 1, position.epoch),
             )
