@@ -100,6 +100,18 @@ def test_a_sampler_of_a_part_becomes_a_subset():
     assert source.shuffle is True
 
 
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+def test_a_sampler_of_fewer_samples_than_there_are_narrows_the_data_set(kind):
+    """A loader with ``RandomSampler(range(10))`` was read in all of its forty samples."""
+    source = adopt(DataLoader(DATA, batch_size=4, sampler=kind(range(10))))
+    assert [int(source.dataset[number][0]) for number in range(len(source.dataset))] == list(range(10))
+    assert source.shuffle == (kind is RandomSampler)
+    heavy = adopt(
+        DataLoader(DATA, sampler=RandomSampler(range(10), replacement=True, num_samples=50))
+    ).dataset
+    assert heavy.samples == 50 and len(heavy.dataset) == 10
+
+
 def test_samplers_that_draw_with_replacement_become_weights():
     loader = DataLoader(
         DATA, 4, sampler=RandomSampler(DATA, replacement=True, num_samples=9), collate_fn=collate

@@ -40,6 +40,20 @@ def test_without_epochs_every_loop_is_the_next_epoch():
     assert seen == [(epoch, position) for epoch in range(2) for position in range(STEPS)]
 
 
+@pytest.mark.parametrize(("epoch", "warnings"), [(0, 0), (2, 1)])
+def test_a_loop_of_its_own_is_warned_where_it_was_resumed_after_an_epoch(caplog, epoch, warnings):
+    """``for epoch in range(3)`` trains three more epochs then."""
+    course = EpochLoop()
+    course.position.epoch, course.is_resumed = epoch, True
+    for _ in range(3):
+        list(steps(course))
+    assert caplog.text.count("write for epoch in run.epochs(N)") == warnings
+    caplog.clear()
+    course.is_resumed = True
+    assert [step for _ in course.epochs(epoch + 4) for step in steps(course)]
+    assert not caplog.text
+
+
 def test_a_step_counts_as_done_once_its_backward_has_run():
     course = EpochLoop()
     for _ in steps(course):

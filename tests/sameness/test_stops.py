@@ -212,3 +212,40 @@ EVALUATED = "run.evaluate(data, F.cross_entropy); run.evaluate(data, F.cross_ent
 def test_a_loop_may_evaluate_and_print_after_a_save(layout):
     ended = saved(f"optimizer.zero_grad(); run.save(); {EVALUATED}", f"run.save(); {EVALUATED}", layout)
     assert ended.how == "ran", ended
+
+
+STARTING = """
+def make():
+    return layers(nn.BatchNorm1d(40))
+def started(model, optimizer, epoch):
+    START
+"""
+STARTS = {
+    "for group in optimizer.param_groups: group['lr'] *= 0.5": "lr of optimizer 0, group 0",
+    "optimizer.state.clear()": "the state of optimizer 0",
+    "[each.data.mul_(0.99) for each in model.parameters()]": "parameters",
+    "model.train()": "which modules are in evaluation mode",
+    "for group in optimizer.param_groups: group['lr'] = 0.1 / (1 + epoch)": "",
+    "model.train(); model[2].eval()": "",
+}
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(each, marks=() if "lr" in each else pytest.mark.slow) for each in STARTS]
+)
+def test_what_a_loop_does_at_the_start_of_an_epoch_is_not_done_twice(start):
+    """It enters the epoch again after a stop: a rate that was multiplied there was multiplied once more."""
+    train = TRAIN.replace(
+        "        for batch", "        started(model, optimizer, epoch)\n        for batch", 1
+    )
+    text = BEGIN + STARTING.replace("START", start) + train
+    if "model.train()" in start:
+        text = text.replace("            ended(model, step)", "            model[2].eval()")
+    with Worlds() as worlds:
+        expected = run_trial(text, [SINGLE], 40, worlds)
+        found = run_trial(text, [stopped(SINGLE, 3), DDP], 40, worlds)
+    if STARTS[start]:
+        assert found.how == "refused" and "Do it under 'if not run.position.done:'" in found.message, found
+        assert f"has changed {STARTS[start]}" in found.message, found.message
+    else:
+        assert compare(expected, found, DDP).what == "equal", found

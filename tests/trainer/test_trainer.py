@@ -11,6 +11,8 @@ from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
+from lockstep.runtime.control import Stopped, StopReason
+from lockstep.runtime.events import Callback
 from lockstep.trainer import Accuracy, Trainer, TrainingParts
 
 
@@ -194,3 +196,31 @@ def test_the_exported_weights_load_into_the_plain_model(tmp_path):
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     newest = checkpoint.read_newest(tmp_path).state
     assert all(torch.equal(newest.model[name], value) for name, value in model.state_dict().items())
+
+
+def stopped_at(world, folder, step, options):
+    job = trainer(world, folder, **options)
+
+    class Stopping(Callback):
+        def on_step_begin(self, batch):
+            if batch.plan.step == step:
+                job.run._session.heartbeat.control.request_stop(StopReason.PREEMPTED)
+
+    job.run.add_callback(Stopping())
+    try:
+        job.fit()
+    except Stopped:
+        job._logger.close()
+        job.run.close()
+        return True
+    return False
+
+
+def test_a_run_that_was_stopped_at_the_last_of_max_steps_evaluates_when_it_is_resumed(tmp_path):
+    """Four steps are an epoch. It ended with the results of the epoch before, and without the last record."""
+    options = {"max_steps": 8}
+    (whole,) = run_ranks(outcome, 1, tmp_path / "whole", options)
+    assert run_ranks(stopped_at, 1, tmp_path / "cut", 7, options) == [True]
+    assert run_ranks(outcome, 2, tmp_path / "cut", {**options, "resume": "auto"}) == [whole] * 2
+    ends = [record["step"] for record in records(tmp_path / "cut") if record["kind"] == "epoch"]
+    assert ends == [4, 8]

@@ -337,14 +337,16 @@ def _adopt_loader(loader: DataLoader[Any]) -> Source:
 
 def _adopt_sampler(sampler: Any, dataset: Any, collate: Collate | None) -> tuple[Any, bool, tuple[str, ...]]:
     """The data set, narrowed to what the sampler visits; True if it is shuffled; notes for the log."""
-    if type(sampler) is SequentialSampler:
-        return dataset, False, ()
-    if type(sampler) is RandomSampler:
+    if type(sampler) in (SequentialSampler, RandomSampler):
+        count = len(sampler.data_source)  # it may be of something else, as RandomSampler(range(100)) is
+        visited = dataset if count == len(dataset) else Subset(dataset, list(range(count)))
+        if type(sampler) is SequentialSampler:
+            return visited, False, ()
         if sampler.replacement:
-            return Weighted(dataset, np.ones(len(dataset)), sampler.num_samples, collate=collate), True, ()
-        if sampler.num_samples != len(sampler.data_source):
+            return Weighted(visited, np.ones(count), sampler.num_samples, collate=collate), True, ()
+        if sampler.num_samples != count:
             raise _refused(sampler, "draws another number of samples than there are", _ONCE)
-        return dataset, True, ()
+        return visited, True, ()
     if type(sampler) is SubsetRandomSampler:
         return Subset(dataset, list(map(int, sampler.indices))), True, ()
     if type(sampler) is DistributedSampler:

@@ -11,6 +11,7 @@ where a resumed run repeats it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run.loop_variables import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 
+logger = logging.getLogger(__name__)
 Read = Callable[[int, int], Iterator[Batch]]
 """The steps of an epoch from a position on."""
 
@@ -88,6 +90,8 @@ class EpochLoop:
         self._current: Batch | None = None
         self.backward_passes = 0
         """How many over the current step are done."""
+        self.is_resumed = False
+        """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = 0
         self._in_epochs = self._left_early = False
         self._last_epoch = self._finished_epoch = -1
@@ -136,6 +140,13 @@ class EpochLoop:
         position = self.position
         self.count_step()
         self._require_first_pass()
+        if self.is_resumed and position.epoch and not self._in_epochs:
+            logger.warning(
+                "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
+                "trains %d epochs more than it would have: write for epoch in run.epochs(N).",
+                *(position.epoch + 1, position.epoch),
+            )
+        self.is_resumed = False
         self._walk += 1
         walk = self._walk
         position.inside, self._left_early, self._back = True, False, None

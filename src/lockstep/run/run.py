@@ -173,6 +173,7 @@ class Run:
         if resumes:
             self.extra = state.extra
             gradients.resume()
+            self._loop.is_resumed = True
             self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)
@@ -191,7 +192,8 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
-        return self._loop.epochs(count, partial(self._writer.last.require_nothing_since, "epoch"))
+        self._writer.resumption.begin_epochs(self._prepared, self._loop)
+        return self._loop.epochs(count, partial(self._writer.resumption.require_nothing_since, "epoch"))
 
     def batches(
         self, data: Any, *, shuffle: bool = True, drop_last: bool = False, workers: int | None = None
@@ -210,7 +212,7 @@ class Run:
             An iterator. Its ``len()`` is the number of steps, without those that a resumed run has done.
         """
         prepared, has_changed = self.require_prepared(), self._loaders.refresh(data)
-        self._writer.last.forget()
+        self._writer.resumption.begin_steps()
         source = self._loaders.source(data)
         fix_graphs()
         smallest, photos = prepared.state.model.smallest_micro_batch, decoded_as(source.dataset)
@@ -445,7 +447,7 @@ class Run:
             fingerprint, prepared.state.extra = self.fingerprint(), self.extra
             prepared.state.data = self._agreed_data.digests
             folder = self._writer.write(directory, prepared.state, fingerprint, wait=wait)
-            self._writer.last.note(prepared.state, self._loop)
+            self._writer.resumption.note(prepared.state, self._loop)
         for call in self._events.save:
             call(self.position.step, folder)
         return folder
@@ -512,7 +514,7 @@ class Run:
     def _between_steps(self) -> None:
         """Compares the replicas now and then, and stops if all ranks agreed to and no gradient would be lost."""
         gradients = self.require_prepared().gradients
-        self._writer.last.require_nothing_since("body")
+        self._writer.resumption.require_nothing_since("body")
         gradients.begin_batch()
         gradients.update_scale()
         self._writer.background.check()
@@ -525,7 +527,7 @@ class Run:
         is_due = save_every and position.step % save_every == 0
         if is_due and not gradients and self.options.directory is not None:
             self.save()
-            self._writer.last.forget()
+            self._writer.resumption.forget()
         if self._results.stop and not gradients.anywhere(self._session.group):
             save.save_and_stop(self, self._results.stop)
         self._session.heartbeat.await_data(position.epoch, position.step)

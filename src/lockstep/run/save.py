@@ -18,14 +18,16 @@ from lockstep import checkpoint
 from lockstep.checkpoint import CheckpointState
 from lockstep.checkpoint.sharded import prepare_sharded
 from lockstep.config.options import RunOptions
+from lockstep.core.fingerprint import sum_of_bits
 from lockstep.core.world import World
 from lockstep.distributed.collectives import drop_process_groups, gather_json
 from lockstep.distributed.process_group import open_group
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.run.epoch_loop import EpochLoop
 from lockstep.run.optimizer_step import has_gradients
+from lockstep.run.prepare import frozen_parameters, hyperparameters
 from lockstep.run.session import returning_freed_memory
-from lockstep.run.state import RunState
+from lockstep.run.state import PreparedRun, RunState
 from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.stop_signals import wait_for_critical_threads
 from lockstep.strategies import IndependentStrategy
@@ -40,16 +42,37 @@ _TIMEOUT = timedelta(hours=2)
 """The time that the quickest rank waits for the slowest disk, at most."""
 
 
-class LastSave:
-    """The last save, and whether the loop has done something since that a resumed run would not do again.
+class Resumption:
+    """Whether a resumed run does what the loop has done since the last save, once: neither never nor again.
 
-    in the body of the loop over steps    the rest of that body is not repeated: compared at its end
-    after the steps                       the rest of the epoch is not repeated: compared at its end
+    save in the body of the loop over steps    the rest of that body is not repeated: compared at its end
+    save after the steps                       the rest of the epoch is not repeated: compared at its end
+    resumed within an epoch                    what comes before the steps is repeated: compared there
     """
 
     def __init__(self) -> None:
         self._place, self._held = "", dict[str, str]()
         self._run: tuple[RunState, EpochLoop] | None = None
+        self._at_start: dict[str, str] = {}
+
+    def begin_epochs(self, prepared: PreparedRun | None, loop: EpochLoop) -> None:
+        """Notes the run as the loop over epochs finds it, where that goes on within one."""
+        if prepared is not None and loop.is_resumed and loop.position.done:
+            self._run, self._at_start = (prepared.state, loop), _set(prepared.state)
+
+    def begin_steps(self) -> None:
+        """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
+        before, self._at_start, self._place = self._at_start, {}, ""
+        if not before or self._run is None:
+            return
+        run, _ = self._run
+        now = {words: value for words, value in _set(run).items() if before.get(words)}
+        if changed := [words for words, value in now.items() if value != before[words]]:
+            raise ConfigError(
+                f"The run goes on within epoch {run.position.epoch + 1}, and before run.batches the body of the loop "
+                f"over epochs has changed {shorten(changed, 3)}. Without the stop it would have done that at the "
+                "start of the epoch only, so the bits would not continue. Do it under 'if not run.position.done:'."
+            )
 
     def note(self, run: RunState, loop: EpochLoop) -> None:
         """Says that a checkpoint has the run as it stands."""
@@ -91,9 +114,33 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
         "parameters": str([parameter._version for parameter in run.strategy.trainable().values()]),
         "modules beside the model": str(beside),
         "run.extra": str(run.extra),
+        "which parameters are frozen": str(frozen_parameters(run.model.module)),
+        **hyperparameters(parts.optimizers),
     }
     for number, optimizer in enumerate(parts.optimizers):
         found[f"the gradients of optimizer {number}, as by zero_grad()"] = str(has_gradients(optimizer))
+    for number, scheduler in enumerate(parts.schedulers):
+        found[f"scheduler {number} ({type(scheduler).__name__})"] = str(scheduler.state_dict())
+    return found
+
+
+def _set(run: RunState) -> dict[str, str]:
+    """What a loop sets at the start of an epoch, as texts by the words for it; empty where that cannot be compared."""
+    parts, model = run.parts, run.model.module
+    modes = str([name for name, each in model.named_modules() if not each.training])
+    found = {
+        "parameters": str([int(sum_of_bits(parameter)) for parameter in run.strategy.trainable().values()]),
+        "which parameters are frozen": str(frozen_parameters(model)),
+        "which modules are in evaluation mode": modes if model.training else "",
+        **hyperparameters(parts.optimizers),
+    }
+    for number, optimizer in enumerate(parts.optimizers):
+        states = [
+            (key, getattr(value, "_version", value))
+            for each in optimizer.state.values()
+            for key, value in each.items()
+        ]
+        found[f"the state of optimizer {number}"] = str(states)
     for number, scheduler in enumerate(parts.schedulers):
         found[f"scheduler {number} ({type(scheduler).__name__})"] = str(scheduler.state_dict())
     return found
@@ -104,7 +151,7 @@ class Writer:
 
     def __init__(self, options: RunOptions, world: World) -> None:
         self._options, self._world = options, world
-        self.background, self.last = checkpoint.BackgroundWriter(), LastSave()
+        self.background, self.resumption = checkpoint.BackgroundWriter(), Resumption()
         self._group: dist.ProcessGroup | None = None
 
     def join(self, run: RunState) -> None:

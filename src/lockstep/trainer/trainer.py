@@ -73,7 +73,9 @@ class Trainer(Callback):
     def fit(self) -> TrainingOutcome:
         """Trains to the end, or until evaluation stops improving. Collective."""
         self._record_best()  # a run that was killed between a save and its record had not come to it
-        if not self._is_over(self.run.position.step):
+        position = self.run.position
+        is_before_evaluation = position.inside and position.done == self.steps_per_epoch
+        if is_before_evaluation or not self._is_over(position.step):
             for epoch in self.run.epochs(self._settings.epochs):
                 trained = self.train_epoch(epoch)
                 if self._ends_within_epoch:
