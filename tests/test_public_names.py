@@ -357,8 +357,11 @@ weights.freeze_statistics = False
 weights.path = ''
 """
 SEED_PURPOSES = [
+    "batch",
     "bucketed",
     "buckets",
+    "epoch",
+    "epoch end",
     "erasing",
     "initial",
     "loop",
@@ -487,8 +490,9 @@ def seed_purposes():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and len(node.args) > 1:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                if name in ("derive_seed", "_begin") and isinstance(node.args[1], ast.Constant):
-                    found.add(node.args[1].value)
+                place = {"derive_seed": 1, "_begin": 1, "key_loop": 0, "_key": 0}.get(name)
+                if place is not None and isinstance(node.args[place], ast.Constant):
+                    found.add(node.args[place].value)
     return sorted(found)
 
 

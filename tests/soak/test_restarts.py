@@ -18,11 +18,12 @@ def test_a_run_that_lost_a_rank_goes_on_without_it_to_the_same_fingerprint(soak,
     soak.start(3, "ddp", "--once", "1:9", "--new", options=options)
     code, output, errors = soak.end()
     assert (code, output.split()) == (0, [undisturbed]), errors
-    first, second = errors.splitlines()
+    first, second, third = errors.splitlines()
     logs = soak.place / "logs"
     assert first.startswith("rank 1 killed by SIGKILL, step ")
     assert first.endswith(f". Logs: {logs}")
     assert second == "Restart 1 of 2: 2 ranks of 3 resume from the last checkpoint."
+    assert third.startswith("Resumed from ")
     assert {path.name for path in logs.iterdir()} >= {"rank-001.log", "rank-002.log", "restart-1"}
     assert {path.name for path in (logs / "restart-1").glob("[!.]*")} == {"rank-001.log"}
     assert [path.name for path in committed(soak.place / "run")] == ["step-00000023", "step-00000024"]

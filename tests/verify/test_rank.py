@@ -87,7 +87,7 @@ def test_a_run_is_observed_for_the_steps_that_are_wanted(watched, tmp_path, caps
 
 
 def test_a_script_that_ends_before_is_observed_so_far(watched):
-    short = OWN_LOOP.replace("print(", "break; print(").replace("run.epochs(3)", "run.epochs(2)")
+    short = OWN_LOOP.replace("print(", "break; print(").replace("run.epochs(3)", "run.epochs(1)")
     assert not (watched(short, "broken", steps=9) / "trace.json").exists(), "no step was asked to end"
     closing = OWN_LOOP.replace("run.epochs(3)", "run.epochs(1)") + "run.close()\n"
     trace = Trace.read(watched(closing, "closed", steps=99) / "trace.json")

@@ -130,7 +130,7 @@ class Variables:
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
         is_read = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not is_read or tensor.is_meta or tensor.is_quantized:
+        if not is_read or not tensor.is_cpu or tensor.is_quantized:  # the host would wait for another device
             return version
         if tensor.numel() == 1:
             return f"tensor({tensor.item()!r})"

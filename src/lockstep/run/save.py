@@ -90,6 +90,8 @@ class Resumption:
         if not saved or self._run is None:
             return
         run, loop = self._run
+        if saved != place and loop.next_epoch is None:
+            return  # the training ends here
         lost = ["the end of the loop over its batches, by break"]
         if saved == place:
             now = _held(run, loop)
