@@ -33,6 +33,7 @@ def sleeps(world):
     time.sleep(30)
 
 
+@pytest.mark.slow
 def test_a_check_is_not_waited_for_beyond_the_time_of_its_part(machine):
     machine.deadline = time.monotonic() + 1.5
     try:

@@ -255,7 +255,14 @@ PRESENT = "found[f'{at} present %s'] = [n for n, p in model.named_parameters() i
 
 
 @pytest.mark.parametrize(
-    "layout", [PIPELINE, Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"})]
+    "layout",
+    [
+        PIPELINE,
+        pytest.param(
+            Layout("fsdp x pipeline", 4, {"strategy": "hybrid", "mesh": "fsdp=2,pipeline=2"}),
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_parameters_that_a_step_did_not_use_have_no_gradient_in_any_process(layout):
     """Those of other stages seemed to have one once there had been a step."""

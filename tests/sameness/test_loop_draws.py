@@ -70,8 +70,10 @@ class Numbers:
     .replace("numpy.random.beta(", "numbers.rngs[0].beta(")
     .replace("* random.random()", "* own.random()")
 )
-QUICK = [[DDP], [dataclasses.replace(SINGLE, stop=1), DDP], [dataclasses.replace(DDP, stop=3), SINGLE]]
+QUICK = [[dataclasses.replace(DDP, stop=3), SINGLE]]
 SLOW = [
+    [DDP],
+    [dataclasses.replace(SINGLE, stop=1), DDP],
     *([each] for each in (FSDP, PIPELINE, SERVERS, BOTH)),
     [dataclasses.replace(PIPELINE, stop=2), SINGLE],
     [dataclasses.replace(SINGLE, stop=4), SERVERS],
@@ -136,7 +138,11 @@ RANK_DRAWS = DRAWING.replace(
 
 @pytest.mark.parametrize(
     ("draw", "named"),
-    [("torch.randperm(5)", "torch"), ("numpy.random.rand()", "NumPy"), ("random.choice([1, 2])", "random")],
+    [
+        ("torch.randperm(5)", "torch"),
+        pytest.param("numpy.random.rand()", "NumPy", marks=pytest.mark.slow),
+        pytest.param("random.choice([1, 2])", "random", marks=pytest.mark.slow),
+    ],
 )
 def test_a_draw_on_one_rank_only_is_refused_before_the_first_step(draw, named):
     with Worlds() as worlds:
@@ -165,7 +171,9 @@ def train(run, epochs):
 )
 
 
-@pytest.mark.parametrize("layout", [SINGLE, DDP], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "layout", [SINGLE, pytest.param(DDP, marks=pytest.mark.slow)], ids=["single", "ddp 3"]
+)
 def test_a_tensor_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_values(layout):
     text = CENTERED.replace("GIVE_BACK", "pass")
     with Worlds() as worlds:

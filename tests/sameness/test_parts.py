@@ -197,7 +197,7 @@ def crowds(layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [FSDP, pytest.param(DDP, marks=pytest.mark.slow), pytest.param(SERVER, marks=pytest.mark.slow)],
+    [pytest.param(each, marks=pytest.mark.slow) for each in (FSDP, DDP, SERVER)],
     ids=lambda layout: layout.name,
 )
 def test_many_parts_in_one_program_have_the_bits_of_one_device(layout):

@@ -104,7 +104,7 @@ def stopped(layout, step):
 
 RESTARTS = [
     pytest.param([stopped(SINGLE, 3), SINGLE], id="single"),
-    pytest.param([stopped(PIPELINE, 2), FSDP], id="pipeline, fsdp"),
+    pytest.param([stopped(PIPELINE, 2), FSDP], id="pipeline, fsdp", marks=pytest.mark.slow),
     pytest.param([stopped(DDP, 1), SERVERS], id="ddp, servers", marks=pytest.mark.slow),
     pytest.param([stopped(BOTH, 5), PIPELINE], id="fsdp x pipeline, pipeline", marks=pytest.mark.slow),
     pytest.param([stopped(SERVERS, 4), BOTH], id="servers, fsdp x pipeline", marks=pytest.mark.slow),

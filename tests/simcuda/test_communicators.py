@@ -25,7 +25,7 @@ MOST = {
     "fsdp x pipeline": 6,
 }
 """The communicators of the rank that has most of them, by layout."""
-QUICK = ("ddp 2", "pipeline 3", "parameter_server 4, two servers", "data x pipeline")
+QUICK = ("ddp 2", "pipeline 3")
 OTHERS = {"ddp 2, sync_batch_norm": (2, "ddp", {"sync_batch_norm": True})}
 
 
