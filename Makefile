@@ -26,7 +26,7 @@ train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)

@@ -426,7 +426,7 @@ def alone():
         pytest.param(
             DP, tuple(each for each in CHAINS + WHOLE if each is not penalty), id="dp", marks=pytest.mark.slow
         ),
-        pytest.param(FSDP, CHAINS + WHOLE, id="fsdp"),
+        pytest.param(FSDP, CHAINS + WHOLE, id="fsdp", marks=pytest.mark.slow),
         pytest.param(PIPELINE, CHAINS, id="pipeline", marks=pytest.mark.slow),
         pytest.param(SERVERS, CHAINS + WHOLE, id="parameter_server", marks=pytest.mark.slow),
         pytest.param(SHARDED_PIPELINE, CHAINS, id="fsdp-pipeline", marks=pytest.mark.slow),

@@ -286,7 +286,6 @@ EQUAL = (
     scheduled_first,
     scheduled_after_prepare,
 )
-QUICK = ("fsdp-3",)
 
 
 @functools.cache
@@ -296,11 +295,7 @@ def alone():
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in LAYOUTS
-        if name not in ("single", "tensor")
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("single", "tensor")],
 )
 def test_habits_have_the_bits_of_one_device(layout):
     for program, expected, found in zip(EQUAL, alone(), outcomes(EQUAL, layout)):

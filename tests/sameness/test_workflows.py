@@ -467,7 +467,7 @@ def test_one_process_has_the_numbers_of_a_plain_loop(workflow):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(each, marks=pytest.mark.slow if each != "fsdp" else ()) for each in REFUSED],
+    [pytest.param(each, marks=pytest.mark.slow) for each in REFUSED],
 )
 def test_every_layout_has_the_numbers_of_one_process_or_refuses(layout):
     chosen = LAYOUTS[layout]

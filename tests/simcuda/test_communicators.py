@@ -10,6 +10,7 @@ from tests.simcuda.trainings import train
 from lockstep.distributed import process_group
 from lockstep.distributed.process_group import open_group, open_process_group
 
+pytestmark = pytest.mark.slow
 MOST = {
     "ddp 2": 1,
     "ddp 2, sync_batch_norm": 2,
@@ -25,7 +26,6 @@ MOST = {
     "fsdp x pipeline": 6,
 }
 """The communicators of the rank that has most of them, by layout."""
-QUICK = ("ddp 2", "pipeline 3")
 OTHERS = {"ddp 2, sync_batch_norm": (2, "ddp", {"sync_batch_norm": True})}
 
 
@@ -34,9 +34,7 @@ def options_of(layout):
     return {**LAYOUTS, **OTHERS}[layout]
 
 
-@pytest.mark.parametrize(
-    "layout", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in MOST]
-)
+@pytest.mark.parametrize("layout", MOST)
 def test_communicators_are_made_before_the_first_step(machine, layout):
     ranks, strategy, options = options_of(layout)
     model = "convolutions" if "batch_norm" in layout else "perceptron"
@@ -79,10 +77,7 @@ def trained_in_bound_group(world, strategy, options):
     [
         "ddp 2",
         "pipeline 3",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("fsdp 2", "parameter_server 4, two servers", "data x pipeline", "data x tensor")
-        ),
+        *("fsdp 2", "parameter_server 4, two servers", "data x pipeline", "data x tensor"),
     ],
 )
 def test_a_script_may_have_given_its_device(machine, trained, layout):

@@ -29,6 +29,7 @@ def train_together(world_size, quick):
     return run_ranks(train_ways, world_size, names, timeout=120)[0]
 
 
+@pytest.mark.slow
 def test_one_device_takes_the_steps_of_a_plain_loop_over_the_global_batch():
     distance, where = furthest(trained(1, "sgd")[0], run_ranks(by_hand, 1)[0])
     assert 0 < distance < 1e-5, where
