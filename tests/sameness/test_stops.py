@@ -214,6 +214,29 @@ def test_a_loop_may_evaluate_and_print_after_a_save(layout):
     assert ended.how == "ran", ended
 
 
+PREPARED = {
+    "model.load_state_dict(layers(nn.BatchNorm1d(40)).state_dict())": "parameters",
+    "model[0].requires_grad_(False)": "which parameters are frozen",
+    "model[0].requires_grad_(False); model[0].requires_grad_(True)": "",
+}
+
+
+@pytest.mark.parametrize("line", PREPARED)
+def test_what_a_script_does_after_prepare_does_not_undo_what_was_restored(line):
+    """Weights that it loads there were those that the resumed run went on with."""
+    train = TRAIN.replace("    for epoch", f"    {line}\n    for epoch", 1)
+    thawed = "        if epoch == 1 and not run.position.done: model.requires_grad_(True)\n        for batch"
+    text = BEGIN + STARTING.replace("START", "pass") + train.replace("        for batch", thawed, 1)
+    with Worlds() as worlds:
+        expected = run_trial(text, [SINGLE], 40, worlds)
+        found = run_trial(text, [stopped(SINGLE, 4), SINGLE], 40, worlds)
+    if PREPARED[line]:
+        assert found.how == "refused", found
+        assert f"After run.prepare the script has changed {PREPARED[line]}" in found.message, found.message
+    else:
+        assert compare(expected, found, SINGLE).what == "equal", found
+
+
 STARTING = """
 def make():
     return layers(nn.BatchNorm1d(40))

@@ -93,7 +93,9 @@ class EpochLoop:
         self.is_resumed = False
         """True where the position comes from a checkpoint, until the first loop over steps."""
         self._walk = 0
-        self._in_epochs = self._left_early = False
+        self.in_epochs = False
+        """True within a loop over epochs."""
+        self._left_early = False
         self._last_epoch = self._finished_epoch = -1
         self._back: Position | None = None
 
@@ -108,7 +110,7 @@ class EpochLoop:
 
     def epochs(self, count: int, at_end: Callable[[], None] = lambda: None) -> Iterator[int]:
         """The epochs from where the run stands up to ``count``; ``at_end`` is called when the loop's body is over."""
-        self._in_epochs, self._last_epoch = True, count - 1
+        self.in_epochs, self._last_epoch = True, count - 1
         try:
             while self.position.epoch < count:
                 self._key("epoch", self.position.epoch)
@@ -123,7 +125,7 @@ class EpochLoop:
             self.position.inside = self.position.inside or self._left_early
             raise
         finally:
-            self._in_epochs = False
+            self.in_epochs = False
 
     def steps_left(self, steps_per_epoch: int) -> int:
         """How many steps of the epoch a loop that begins now will walk."""
@@ -140,7 +142,7 @@ class EpochLoop:
         position = self.position
         self.count_step()
         self._require_first_pass()
-        if self.is_resumed and position.epoch and not self._in_epochs:
+        if self.is_resumed and position.epoch and not self.in_epochs:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
                 "trains %d epochs more than it would have: write for epoch in run.epochs(N).",
@@ -170,12 +172,12 @@ class EpochLoop:
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
-        if not self._in_epochs:
+        if not self.in_epochs:
             self._next_epoch()
 
     def end_epoch(self) -> None:
         """Ends an epoch whose steps were left early, unless a loop over ``epochs`` does so."""
-        if not self._in_epochs:
+        if not self.in_epochs:
             self._next_epoch()
 
     @property
@@ -193,13 +195,13 @@ class EpochLoop:
         """The loop whose body a resumed run would not finish: "body" of the steps, "epoch", or none."""
         if self.position.inside or self._left_early:
             return "body" if self._current is None else ""
-        return "epoch" if self._in_epochs and self.position.done else ""
+        return "epoch" if self.in_epochs and self.position.done else ""
 
     @property
     def next_epoch(self) -> int | None:
         """The epoch after this one, where it is known that it will come."""
         following = self.position.epoch + 1
-        return following if self._in_epochs and following <= self._last_epoch else None
+        return following if self.in_epochs and following <= self._last_epoch else None
 
     def count_step(self, *, even_if_unused: bool = False) -> None:
         """Counts the current step as done, once; before its backward pass it is still to be done."""
@@ -216,11 +218,11 @@ class EpochLoop:
 
     def _leave_early(self) -> None:
         self.count_step()
-        if self._in_epochs:
+        if self.in_epochs:
             self.position.inside, self._left_early = False, True
 
     def _require_first_pass(self) -> None:
-        if self._in_epochs and self._finished_epoch == self.position.epoch:
+        if self.in_epochs and self._finished_epoch == self.position.epoch:
             raise ConfigError(
                 f"run.batches was called again in epoch {self.position.epoch}, whose steps are all done. Call it once "
                 "per epoch; join several data sets with torch.utils.data.ConcatDataset."

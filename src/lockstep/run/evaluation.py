@@ -11,6 +11,7 @@ collective. An evaluation with a single round has no agreement.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,7 @@ from lockstep.text import shorten
 if TYPE_CHECKING:
     from lockstep.run.run import Run
 
+logger = logging.getLogger(__name__)
 _ROUNDS_CHECKED = 3
 AGREE_EVERY = 1.0
 """Seconds, about."""
@@ -163,6 +165,12 @@ def evaluation(
         given = None if micro_batch is None else partial(output_of, micro_batch)
         run.rehearsals.rehearse_evaluation(evaluated, forward, given)
 
+    if run._loop.is_resumed and run._loop.in_epochs and run.position.done and run.is_main:
+        logger.warning(
+            "This evaluation, before the steps of epoch %d, is of the parameters after %d steps of it: the run was "
+            "resumed within the epoch. Do it under 'if not run.position.done:'.",
+            *(epoch + 1, run.position.done),
+        )
     run.synchronize()
     run.strategy.require_no_calls()
     heartbeat.mark("evaluate", epoch=epoch, step=step)

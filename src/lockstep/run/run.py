@@ -173,7 +173,7 @@ class Run:
         if resumes:
             self.extra = state.extra
             gradients.resume()
-            self._loop.is_resumed = True
+            self._writer.resumption.begin(state, self._loop)
             self._agreed_data.resume(state.data)
         elif self.is_main:
             warn_if_unseeded(parts.model, self._unseeded)

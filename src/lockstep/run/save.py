@@ -47,6 +47,7 @@ class Resumption:
 
     save in the body of the loop over steps    the rest of that body is not repeated: compared at its end
     save after the steps                       the rest of the epoch is not repeated: compared at its end
+    resumed                                    what comes before the loop is repeated: compared where that begins
     resumed within an epoch                    what comes before the steps is repeated: compared there
     """
 
@@ -54,14 +55,35 @@ class Resumption:
         self._place, self._held = "", dict[str, str]()
         self._run: tuple[RunState, EpochLoop] | None = None
         self._at_start: dict[str, str] = {}
+        self._restored: dict[str, str] = {}
+
+    def begin(self, run: RunState, loop: EpochLoop) -> None:
+        """Notes the run as a checkpoint has restored it."""
+        loop.is_resumed = True
+        self._run, self._restored = (run, loop), _parameters(run)
+
+    def _require_restored(self) -> None:
+        """Raises ``ConfigError`` where the script has changed what was restored, before its loop."""
+        before, self._restored = self._restored, {}
+        if not before or self._run is None:
+            return
+        run, _ = self._run
+        if changed := [words for words, value in _parameters(run).items() if value != before[words]]:
+            raise ConfigError(
+                f"After run.prepare the script has changed {shorten(changed, 3)}, which this resumed run has from its "
+                "checkpoint: what was trained would be lost. Do it before run.prepare, as loading weights and "
+                "freezing layers; or under 'if not run.position.step:'."
+            )
 
     def begin_epochs(self, prepared: PreparedRun | None, loop: EpochLoop) -> None:
         """Notes the run as the loop over epochs finds it, where that goes on within one."""
+        self._require_restored()
         if prepared is not None and loop.is_resumed and loop.position.done:
             self._run, self._at_start = (prepared.state, loop), _set(prepared.state)
 
     def begin_steps(self) -> None:
         """Raises ``ConfigError`` where what comes before the steps of an epoch has changed the run once more."""
+        self._require_restored()
         before, self._at_start, self._place = self._at_start, {}, ""
         if not before or self._run is None:
             return
@@ -126,13 +148,21 @@ def _held(run: RunState, loop: EpochLoop) -> dict[str, str]:
     return found
 
 
+def _parameters(run: RunState) -> dict[str, str]:
+    """Those of this process, and which are frozen, as texts by the words for it."""
+    held = run.strategy.trainable().values()
+    return {
+        "parameters": str([int(sum_of_bits(parameter)) for parameter in held]),
+        "which parameters are frozen": str(frozen_parameters(run.model.module)),
+    }
+
+
 def _set(run: RunState) -> dict[str, str]:
     """What a loop sets at the start of an epoch, as texts by the words for it; empty where that cannot be compared."""
     parts, model = run.parts, run.model.module
     modes = str([name for name, each in model.named_modules() if not each.training])
     found = {
-        "parameters": str([int(sum_of_bits(parameter)) for parameter in run.strategy.trainable().values()]),
-        "which parameters are frozen": str(frozen_parameters(model)),
+        **_parameters(run),
         "which modules are in evaluation mode": modes if model.training else "",
         **hyperparameters(parts.optimizers),
     }
