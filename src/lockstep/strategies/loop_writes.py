@@ -88,9 +88,13 @@ class LoopWrites:
         written, everything = self._written, self._seen
         self._written, self._seen = set(), {}
         found: dict[str, bool | None] = {}
-        for compared, seen in everything.items():
-            parts = torch.split(seen.cpu(), [size for _, size in compared], dim=1)
-            for (name, _), (differs, is_set) in zip(compared, parts):
+        if everything:
+            tensors = [each for compared in everything for each in compared]
+            read = torch.cat(
+                [*everything.values()], dim=1
+            ).cpu()  # all at once: the host waits for the device
+            parts = torch.split(read, [size for _, size in tensors], dim=1)
+            for (name, _), (differs, is_set) in zip(tensors, parts):
                 found[name] = False if is_set.any() else found.get(name)
                 if differs.any():
                     written.add(name)
