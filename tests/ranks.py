@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 
 PRELOAD = [
     "__main__",
-    "numpy",
+    "numpy.random",
     "torch",
     "torch.distributed",
     "pytest",
@@ -54,19 +54,18 @@ def run_ranks(body, world_size, *args, threads=1, timeout=60):
 
 
 @contextlib.contextmanager
-def forked(target, tasks, preload=()):
+def forked(target, tasks):
     """Forks ``target(*task, sender)`` for each task, from the process that has torch imported; kills them at the end.
 
     Args:
         target: sends one answer, (moment, whether it is a result, content), pickled.
         tasks: arguments of each rank.
-        preload: further modules to import before the first fork of a test session.
 
     Yields:
         The processes, and the pipe of each.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
+    context.set_forkserver_preload(PRELOAD)
     processes, pipes = [], []
     try:
         for rank, task in enumerate(tasks):

@@ -56,6 +56,13 @@ def test_help_ends_well(command, name):
         ),
         (("train", "--epohcs=3"), "Did you mean '--epochs'?"),
         (("train", "digits", "--dat", "x"), "Did you mean '--data'?"),
+        (
+            ("run", "--nproc_per_node=2", "x.py"),
+            "--nproc_per_node is not an argument of 'lockstep run'. Use --devices.",
+        ),
+        (("run", "-np", "2", "x.py"), "-np is not an argument of 'lockstep run'. Use --devices."),
+        (("train", "digits", "--num-machines", "2"), "Use --nnodes."),
+        (("lint", "-n", "2", "x.py"), "-n is not an argument of 'lockstep lint'."),
         (("train", "digits", "more"), "more is not an argument of 'lockstep train'."),
         (("train", "--epochs"), "expected one argument."),
     ],

@@ -65,9 +65,9 @@ run.close()
     ("devices", "script", "is_warned"),
     [
         ("cpu:2", _TRAINS, True),
-        ("cpu:2", "print('trained')", False),
+        pytest.param("cpu:2", "print('trained')", False, marks=pytest.mark.slow),
         ("cpu:1", _TRAINS, False),
-        ("cpu:2", _MEETS + _TRAINS, False),
+        pytest.param("cpu:2", _MEETS + _TRAINS, False, marks=pytest.mark.slow),
         ("cpu:2", _SETS_UP + _TRAINS, False),
     ],
     ids=["alone on each", "no training", "one process", "a group of its own", "lockstep.init"],

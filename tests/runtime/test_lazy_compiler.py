@@ -3,6 +3,14 @@
 import subprocess
 import sys
 
+import pytest
+import torch
+from tests.ranks import run_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lockstep.run import Run, RunOptions
+
 TRAIN = """
 import sys, torch
 from lockstep.runtime.lazy_compiler import postpone_compiler
@@ -55,3 +63,40 @@ def test_a_step_that_fails_puts_the_grad_mode_back():
         + "try:\n    optimizer.step(closure)\nexcept ValueError as error:\n    print(error, torch.is_grad_enabled())\n"
     )
     assert done.stdout == "closure True\n"
+
+
+def test_a_script_without_a_launcher_does_not_import_the_compiler():
+    done = run(
+        "import sys, torch, lockstep\n"
+        "run = lockstep.init(global_batch=4, micro_batches=2)\n"
+        "net = torch.nn.Linear(3, 3)\n"
+        "run.prepare(net, torch.optim.AdamW(net.parameters()))\n"
+        "print('torch._dynamo' in sys.modules, 'sympy' in sys.modules)"
+    )
+    assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "fsdp"},
+        {"strategy": "pipeline"},
+        {"strategy": "parameter_server", "parameter_server": {"servers": 1}},
+    ],
+    ids=lambda options: options["strategy"],
+)
+def test_no_rank_imports_the_compiler_or_sympy(options):
+    assert run_ranks(imported_by_training, 2, options) == [[], []]
+
+
+def imported_by_training(world, options):
+    run = Run(RunOptions.of(global_batch=4, micro_batches=2, **options), world)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters()))
+    for batch in run.batches(TensorDataset(torch.ones(8, 3), torch.zeros(8, dtype=torch.long))):
+        run.backward(batch, nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return [name for name in ("torch._dynamo", "sympy") if name in sys.modules]

@@ -26,8 +26,6 @@ _AFTER_FAILURE = 0.7
 _MOST_RUNS = 40
 """Programs that a world runs; what they leave behind is not kept for longer."""
 PROGRAM = "program.py"
-_PRELOAD = ["torch._dynamo", "lockstep.strategies.fsdp", "tests.sameness.trials"]
-"""torch's checkpoint imports its compiler."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class _World:
         pairs = [context.Pipe(duplex=False) for _ in range(ranks)]
         tasks = [(rank, ranks, inbox) for rank, (inbox, _) in enumerate(pairs)]
         self._outboxes = [outbox for _, outbox in pairs]
-        self._processes, self._pipes = self._stack.enter_context(forked(_rank, tasks, _PRELOAD))
+        self._processes, self._pipes = self._stack.enter_context(forked(_rank, tasks))
         for inbox, _ in pairs:
             inbox.close()
 
@@ -172,10 +170,12 @@ def _wait(processes, pipes, timeout):
 
 
 def _rank(rank, ranks, inbox, sender):
+    from lockstep.runtime.lazy_compiler import postpone_compiler
     from lockstep.runtime.parent_death import arm_future_children, die_with_parent
 
     die_with_parent()
     arm_future_children()
+    postpone_compiler()
     gc.freeze()  # a collection at the end would touch, and so copy, all that torch made
     ended = None
     while ended is None or ended.how == "ran":
@@ -229,13 +229,12 @@ def _call(rank, ranks, folder, text, options, stop):
     from lockstep.core.world import World
     from lockstep.run import Run, RunOptions
     from lockstep.runtime.control import Stopped
-    from lockstep.runtime.lazy_compiler import postpone_compiler
 
     logging.disable()
     warnings.simplefilter("ignore")
-    postpone_compiler()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports torch._inductor
+        torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(ranks))
     os.chdir(folder)

@@ -116,7 +116,9 @@ def _train(world, options, keep):
 
 
 WORLDS = pytest.mark.parametrize(
-    ("world_size", "ways"), [(2, tuple(WAYS)[:-1]), (4, tuple(WAYS)[-1:])], ids=["2 ranks", "4 ranks"]
+    ("world_size", "ways"),
+    [(2, tuple(WAYS)[:-1]), pytest.param(4, tuple(WAYS)[-1:], marks=pytest.mark.slow)],
+    ids=["2 ranks", "4 ranks"],
 )
 
 

@@ -27,6 +27,15 @@ from lockstep.runtime.output import lasting_stderr, open_standard_streams
 from lockstep.text import printable
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)'")
+_OF_OTHER_LAUNCHERS = {
+    "--devices": "nproc-per-node nproc n np num-processes num-gpus gpus ntasks-per-node",
+    "--nnodes": "num-machines num-nodes",
+    "--node-rank": "machine-rank",
+    "--master": "master-addr master-port main-process-ip main-process-port rdzv-endpoint",
+    "--restarts": "max-restarts",
+    "--threads": "num-cpu-threads-per-process",
+}
+"""Options by what torchrun, accelerate, deepspeed, mpirun and srun call them, with ``-`` for ``_``."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,9 +49,16 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             asked = unknown[0].partition("=")[0]
-            close = nearest(asked, self._option_string_actions).partition(" Known:")[0]
-            self.error(f"{asked} is not an argument of '{self.prog}'.{close}")
+            self.error(f"{asked} is not an argument of '{self.prog}'.{self._own_name(asked)}")
         return found, unknown
+
+    def _own_name(self, asked: str) -> str:
+        """A sentence that names the option that an unknown one may mean."""
+        name = asked.lstrip("-").replace("_", "-")
+        for option, others in _OF_OTHER_LAUNCHERS.items():
+            if name in others.split() and option in self._option_string_actions:
+                return f" Use {option}."
+        return nearest(asked, self._option_string_actions).partition(" Known:")[0]
 
     def error(self, message: str) -> NoReturn:
         """Raises a ``ConfigError`` instead of printing the usage and exiting."""

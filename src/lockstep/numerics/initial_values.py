@@ -280,6 +280,17 @@ class _AsOnDevice(TorchFunctionMode):
         return func(*args, **{**kwargs, "device": "cpu"}).to("meta").requires_grad_(trained)
 
 
+def without_values(tensor: Tensor) -> Tensor:
+    """A tensor of the same form on the device "meta".
+
+    ``torch.empty_like`` computes that form in Python there, and imports sympy for it: half a second of each process.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return torch.empty_like(tensor, device="meta", requires_grad=False)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def empty_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model that have no values, by name: parameters, buffers, and attributes of modules."""
     for prefix, module in model.named_modules():

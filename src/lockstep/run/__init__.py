@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.config.options import RunOptions, mention_unused_options
 from lockstep.run.run import Run
+from lockstep.runtime.lazy_compiler import postpone_compiler
 
 __all__ = ["Run", "RunOptions", "init"]
 
@@ -25,6 +26,7 @@ def init(*, global_batch: int | None = None, micro_batches: int = 8, seed: int =
     """
     if global_batch is not None:
         options["global_batch"] = global_batch
+    postpone_compiler()  # for scripts under python or torchrun: over a second of each process
     run = Run(RunOptions.of(micro_batches=micro_batches, seed=seed, **options))
     if run.is_main:
         mention_unused_options(run.options)

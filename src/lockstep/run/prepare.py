@@ -25,7 +25,7 @@ from lockstep.core.fingerprint import Context, cpu_of, device_model, digest_tens
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import compile_blocks
 from lockstep.numerics.hidden_state import draws_globally
-from lockstep.numerics.initial_values import InitialValues, empty_tensors
+from lockstep.numerics.initial_values import InitialValues, empty_tensors, without_values
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness
 from lockstep.numerics.running_buffers import explain_single_values
@@ -358,7 +358,7 @@ def prepare_model(
     explain_single_values(model, options.global_batch, options.micro_batches, in_training=in_training)
     encoded_extra_states(model, {})  # refuses what no checkpoint could hold
     whole, aliases = model_state(model)
-    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in whole.items()}
+    tensors = {name: without_values(tensor) for name, tensor in whole.items()}
     members = [
         [[names[p] for p in group["params"]] for group in optimizer.param_groups]
         for optimizer in parts.optimizers

@@ -4,7 +4,7 @@ The first optimizer imports ``torch._dynamo``, sympy and 800 other modules (over
 only to tell the compiler "do not trace this" and "break the graph here". Without a compiler both have no
 effect, so the functions concerned run without their wrappers, and an import of ``torch._dynamo`` first restores them.
 
-    torch imported ──> postpone_compiler() ──> optimizer.step() runs bare
+    torch imported ──> postpone_compiler() ──> optimizer.step() runs bare     by the launcher, else by lockstep.init
                                           └──> import torch._dynamo: everything restored, then imported
 """
 
@@ -21,23 +21,26 @@ _MARK = "__dynamo_disable"
 
 
 def postpone_compiler() -> bool:
-    """Removes torch's compiler wrappers until the compiler is imported.
+    """Removes torch's compiler wrappers until the compiler is imported; a second call does nothing.
 
-    Returns False, and changes nothing, if the compiler is imported already or torch is not built like versions 2.8 to
-    2.13.
+    Returns False, and changes nothing, if the compiler is imported already, torch is not built like versions 2.8 to
+    2.13, or ``gc.freeze`` has hidden its functions.
     """
     import torch._compile
     import torch.optim.optimizer as optimizer
 
     if _COMPILER in sys.modules:
         return False
+    if any(isinstance(finder, _RestoreBeforeImport) for finder in sys.meta_path):
+        return True
     hiding = torch._compile._disable_dynamo(_nothing)
     breaking = optimizer._use_grad_for_differentiable(_nothing)
     if not (_closes_over(hiding, "fn") and _closes_over(breaking, "func")):
         return False
-    undo: list[Callable[[], None]] = []
-    for function in _sharing(hiding.__code__):
-        undo.extend(_leave_bare(_captured(function, "fn")))
+    hidden = [each for each in _sharing(hiding.__code__) if each is not hiding]
+    if not hidden:
+        return False
+    undo = [undone for each in hidden for undone in _leave_bare(_captured(each, "fn"))]
     bare = _bare_step(_nothing).__code__
     undo.extend(_swap_code(function, bare) for function in _sharing(breaking.__code__))
     sys.meta_path.insert(0, _RestoreBeforeImport(undo))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import ConfigError
+from lockstep.numerics.initial_values import without_values
 from lockstep.runtime.torch_internals import NO_VALUES_HERE
 
 _METADATA = frozenset(
@@ -281,8 +282,7 @@ class AbsentGradient(AbsentTensor):
 
     def __new__(cls, parameter: AbsentParameter) -> AbsentGradient:
         """Makes one like ``parameter``."""
-        values = torch.empty_like(parameter, device="meta", requires_grad=False)
-        made = torch.Tensor._make_subclass(cls, values, False)
+        made = torch.Tensor._make_subclass(cls, without_values(parameter), False)
         made.parameter, made.parameter_name = parameter, parameter.parameter_name
         made.part_of = parameter.part_of
         made.parameter_device, made.absence = parameter.parameter_device, parameter.absence
@@ -320,9 +320,7 @@ class AbsentData(AbsentTensor):
 
     def __new__(cls, of: AbsentTensor) -> AbsentData:
         """Makes one like ``of``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            values = torch.empty_like(of, device="meta", requires_grad=False)
-        made = torch.Tensor._make_subclass(cls, values, False)
+        made = torch.Tensor._make_subclass(cls, without_values(of), False)
         made.of, made.parameter_name, made.part_of = of, of.parameter_name, of.part_of
         made.parameter_device, made.absence = of.parameter_device, of.absence
         return made
@@ -363,7 +361,7 @@ class AbsentBuffer(AbsentTensor):
 
     def __new__(cls, whole: Tensor, name: str, absence: Absence) -> AbsentBuffer:
         """Makes one like ``whole``."""
-        made = torch.Tensor._make_subclass(cls, torch.empty_like(whole, device="meta"), False)
+        made = torch.Tensor._make_subclass(cls, without_values(whole), False)
         made.parameter_name, made.parameter_device, made.absence = name, whole.device, absence
         return made
 

@@ -31,7 +31,7 @@ from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
 from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, hooked_globally, hooks_made, is_hooked
-from lockstep.numerics.initial_values import empty_tensors, give_values
+from lockstep.numerics.initial_values import empty_tensors, give_values, without_values
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import Reducer
 from lockstep.strategies.absent import (
@@ -471,7 +471,7 @@ class Pipeline(Strategy):
         state, first = tensor_state(model), dict[int, str]()
         self._first_names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
         self._keeper = {n: stage_of[id(tensor)] % self._channels.length for n, tensor in state.items()}
-        self._specs = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+        self._specs = {name: without_values(tensor) for name, tensor in state.items()}
         self._trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
         self._held: dict[str, Tensor] = {}
 
