@@ -144,8 +144,8 @@ def read_arguments() -> Arguments:
     parser.add_argument("--strategy", default="ddp", help="only Lockstep reads it")
     parser.add_argument("--mesh", default="", help="only Lockstep reads it")
     parser.add_argument("--shards", type=int, default=0, help="tensor.shards; only Lockstep reads it")
-    how = "DDP with several micro-batches a rank: reduces after the last, or after every one"
-    parser.add_argument("--accumulate", choices=["no_sync", "every"], default="no_sync", help=how)
+    how = "DDP with several micro-batches a rank: reduces after the last, after every one, or never"
+    parser.add_argument("--accumulate", choices=["no_sync", "every", "alone"], default="no_sync", help=how)
     given = parser.parse_args()
     torch.set_num_threads(1)
     return Arguments(

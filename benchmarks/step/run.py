@@ -50,7 +50,7 @@ def main() -> None:
             print(sections[-1], flush=True)
     if not given.quick:
         report.write(
-            HERE / "RESULTS.md",
+            HERE / given.output,
             title="Milliseconds per step",
             claim=CLAIM,
             sections=[*sections, report.LEGEND],
@@ -62,6 +62,7 @@ def read_command_line() -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", default=["perceptron", "resnet"])
     parser.add_argument("--sides", nargs="+", default=[OURS, *THEIRS], choices=[OURS, *THEIRS])
     parser.add_argument("--fetch", choices=["rows", "items"], default="rows")
+    parser.add_argument("--output", default="RESULTS.md", help="file beside this one")
     parser.add_argument("--skip-price", action="store_true", help="leave out the price of K")
     return options.read(parser)
 

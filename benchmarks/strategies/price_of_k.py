@@ -38,10 +38,13 @@ PLAIN = {
     "fsdp": {"FSDP2, reduces each": "every"},
 }
 """torch's own sides of each strategy, and how they accumulate."""
+ALONE = "computing alone"
+"""The side of ranks that compute as many micro-batches and exchange nothing."""
 NOTES = (
     "The model is a decoder of 6 blocks (4.9 million parameters), 16 sequences of 32 tokens a step, whatever K is; SGD "
     "with momentum, one thread a process. All sides of a table are alive at once and run in turn. Partial sums are "
-    "counted before every forward pass, in whole gradients of the model."
+    "counted before every forward pass, in whole gradients of the model. What more and smaller micro-batches cost "
+    "where ranks exchange nothing at all is in the column 'computing alone': no strategy can go below it."
 )
 
 
@@ -94,7 +97,7 @@ def measure(strategy: str, processes: int, given: argparse.Namespace) -> str:
     times = alternate(commands, processes, alternations=given.alternations, seconds=given.seconds)
     rows = [row(k, strategy, processes, times) for k in counts]
     own = [f"ratio to {name}" for name in PLAIN[strategy]]
-    head = ["K", "ms per step", "ratio to K = W", *own, "partial sums held", "by formula"]
+    head = ["K", "ms per step", "ratio to K = W", ALONE, *own, "partial sums held", "by formula"]
     return f"## {strategy}, {processes} processes, {given.alternations} alternations\n\n{report.table(head, rows)}"
 
 
@@ -108,6 +111,8 @@ def sides(strategy: str, processes: int, k: int) -> dict[str, Command]:
     for name, way in PLAIN[strategy].items():
         theirs = [*common, "--accumulate", way]
         commands[name] = partial(side, torchrun, processes, f"plain_{strategy}.py", theirs)
+    alone = [*common, "--accumulate", "alone"]
+    commands[ALONE] = partial(side, torchrun, processes, "plain_ddp.py", alone)
     return commands
 
 
@@ -118,6 +123,7 @@ def row(k: int, strategy: str, processes: int, times: Rounds) -> list[str]:
         str(k),
         Spread(tuple(ours)).text(1),
         ratios(ours, times[f"{strategy}, K = {processes}"]).text(),
+        ratios(times[f"{ALONE}, K = {k}"], times[f"{ALONE}, K = {processes}"]).text(),
         *(ratios(ours, times[f"{name}, K = {k}"]).text() for name in PLAIN[strategy]),
         f"{found.gradients:.2f} ({found.bytes / 1e6:.1f} MB)",
         f"{partial_sums(k, processes) / (processes if strategy == 'fsdp' else 1):.2f}",

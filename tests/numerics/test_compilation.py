@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.compilation import CompiledForward, explain_limit, fix_graphs
+from lockstep.numerics.compilation import CompiledForward, explain_compiler, fix_graphs
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,4 +46,19 @@ def test_more_graphs_than_torch_keeps_are_explained():
 
 
 def test_other_errors_are_left_as_they_are():
-    assert explain_limit(ValueError("x")) is None
+    assert explain_compiler(ValueError("x")) is None
+
+
+def test_a_refusal_while_the_compiler_traces_is_told_as_such():
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise ConfigError("The gradient is elsewhere.")
+
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2).as_subclass(Refusing)
+    function = torch.compile(lambda x: x @ weight, backend="eager")
+    with pytest.raises(torch._dynamo.exc.InternalTorchDynamoError) as raised:
+        function(torch.ones(2, 2))
+    with pytest.raises(ConfigError, match="The gradient is elsewhere"):
+        explain_compiler(raised.value)

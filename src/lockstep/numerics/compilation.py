@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 
 _COMPILER = "torch._dynamo"
 _SETTINGS = {
@@ -34,10 +34,19 @@ def fix_graphs() -> None:
             setattr(config, name, value)
 
 
-def explain_limit(error: Exception) -> None:
-    """Raises ``ConfigError`` in place of the compiler's error about too many graphs; else nothing."""
+def explain_compiler(error: Exception) -> None:
+    """Raises ``ConfigError`` in place of the compiler's error about too many graphs, and an error of ours for itself.
+
+    The compiler wraps what is raised while it traces, and says that its own code has failed.
+    """
     compiler: Any = sys.modules.get(_COMPILER)
-    if compiler is None or not isinstance(error, compiler.exc.FailOnRecompileLimitHit):
+    if compiler is None:
+        return
+    if isinstance(error, compiler.exc.InternalTorchDynamoError) and isinstance(
+        error.__context__, LockstepError
+    ):
+        raise error.__context__ from None
+    if not isinstance(error, compiler.exc.FailOnRecompileLimitHit):
         return
     raise ConfigError(
         "One compiled graph is kept for each shape of input, each number that the code uses and each mode, and more "
@@ -84,7 +93,7 @@ class CompiledForward:
             with config.patch(recompile_limit=limit, accumulated_recompile_limit=total):
                 return self._static(*args, **kwargs)
         except Exception as error:
-            explain_limit(error)
+            explain_compiler(error)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:

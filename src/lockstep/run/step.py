@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.errors import ConfigError, NonFiniteError
-from lockstep.numerics.compilation import explain_limit
+from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
@@ -247,7 +247,7 @@ class ForwardPass:
             try:
                 return model(*inputs, **named), target
             except Exception as error:
-                explain_limit(error)
+                explain_compiler(error)
                 raise
 
     def inputs(

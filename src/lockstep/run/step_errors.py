@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError, LockstepError
-from lockstep.numerics.compilation import explain_limit
+from lockstep.numerics.compilation import explain_compiler
 from lockstep.runtime.torch_internals import NOT_DETERMINISTIC
 from lockstep.text import shorten
 
@@ -91,7 +91,7 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
         ConfigError: instead, for an operator that adds in no fixed order, and for too many compiled graphs.
     """
     explain_operator(error, model)
-    explain_limit(error)
+    explain_compiler(error)
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
     data = batch.micro_batches[0].data
