@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,4 +40,4 @@ def write(path: Path, *, title: str, claim: str, sections: Sequence[str], comman
 
 def _command() -> str:
     script = Path(sys.argv[0]).resolve().relative_to(HERE.parent)
-    return " ".join(["python", str(script), *sys.argv[1:]])
+    return shlex.join(["python", str(script), *sys.argv[1:]])

@@ -33,6 +33,13 @@ from lockstep.errors import ConfigError
         ),
         (["data.train.net={deep=[{object='torch.nn:Linaer'}]}"], "data.train.net.deep.0.object is"),
         (["model.target=torch.nn.functional:relu.x"], None),
+        (
+            ["optimizer.nesterov=False"],
+            "optimizer.nesterov is the text 'False', which Python takes as true. ",
+        ),
+        (["optimizer.nesterov=no"], "Write false, in lower case and without quotes."),
+        (["optimizer.foreach=True"], "optimizer.foreach is the text 'True'"),
+        (["optimizer.nesterov=false"], None),
     ],
 )
 def test_what_is_certainly_wrong_is_said(load, options, expected):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from lockstep.config.job import JobConfig
@@ -47,3 +48,28 @@ def test_an_option_of_another_library_is_answered_with_what_is_here(name, said):
     with pytest.raises(ConfigError) as caught:
         RunOptions.of(global_batch=8, **{name: "x"})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compile": "False"}, "compile should be true or false and is 'False'."),
+        ({"deterministic": None}, "deterministic should be true or false and is None."),
+        ({"global_batch": True}, "global_batch should be an integer and is True."),
+        ({"loss_scale": "1024"}, "loss_scale should be a number and is '1024'."),
+        ({"strategy": None}, "strategy should be a string and is None."),
+        ({"fsdp": {"cpu_offload": "False"}}, "fsdp.cpu_offload should be true or false and is 'False'."),
+        ({"pipeline": {"split": "layer2"}}, "pipeline.split should be a list of strings and is 'layer2'."),
+        ({"compile": "no", "timeout": "60"}, "'no'. timeout should be a number and is '60'."),
+    ],
+)
+def test_a_value_of_another_type_is_refused(options, said):
+    """compile="False" compiled, as Python takes the text as true; a timeout that is a text ended in a TypeError."""
+    with pytest.raises(ConfigError) as caught:
+        RunOptions.of(**{"global_batch": 8, **options})
+    assert said in str(caught.value)
+
+
+def test_numbers_of_numpy_and_whole_numbers_for_others_are_taken():
+    options = RunOptions.of(global_batch=np.int64(8), timeout=np.float32(60), loader_timeout=9, keep=None)
+    assert (options.global_batch, options.timeout, options.loader_timeout, options.keep) == (8, 60, 9, None)

@@ -64,6 +64,10 @@ def test_the_part_of_the_path_that_failed_is_named_with_its_nearest_name(target,
         ),
         (part("textwrap:shorten", text="a"), "width is missing: textwrap:shorten needs it."),
         (part("textwrap:shorten"), "text is missing: textwrap:shorten needs it. textwrap:shorten.width is"),
+        (
+            part("textwrap:TextWrapper", tabsize=4, expand_tabs="off"),
+            "expand_tabs is the text 'off', which Python",
+        ),
         (part("fractions:Fraction", numerator="x"), "Fraction(numerator='x') failed: Invalid literal"),
     ],
 )

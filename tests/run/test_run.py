@@ -44,6 +44,21 @@ def test_a_script_that_is_stopped_or_resumed_says_so(tmp_path, caplog, monkeypat
     assert f"Resumed from {tmp_path}/step-00000001: epoch 1, step 1." in caplog.text
 
 
+def test_a_run_that_is_resumed_after_an_epoch_says_so(tmp_path, caplog, monkeypatch):
+    """A finished run of 3 epochs went on from "epoch 4"."""
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
+    run, _, optimizer = begin(directory=tmp_path)
+    for _ in run.epochs(1):
+        for batch in run.batches(dataset()):
+            train_step(run, batch, optimizer)
+    run.save()
+    steps = run.position.step
+    run.close()
+    caplog.clear()
+    begin(directory=tmp_path, resume="auto")
+    assert f"step-0000000{steps}: after epoch 1, step {steps}." in caplog.text
+
+
 def test_saving_needs_a_run_folder():
     run, *_ = begin()
     with pytest.raises(ConfigError, match="directory="):

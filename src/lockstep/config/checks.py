@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import re
-from collections.abc import Callable, Iterable
+import typing
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError, nearest
@@ -153,6 +157,43 @@ def absent_module(asked: str, known: Iterable[str]) -> str:
         else "Install the package that provides it, or correct the name."
     )
     return f"there is no module {asked!r}. {advice}"
+
+
+@cache
+def field_types(cls: Hashable) -> dict[str, Any]:
+    """The types of a dataclass's fields, by their names."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
+
+
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
+def spell_types(kinds: tuple[Any, ...]) -> str:
+    """Plain types in words, as in "a number or a string"."""
+    return " or ".join(_NAMES[kind] for kind in kinds if kind in _NAMES)
+
+
+def python_type_problem(kind: Any, value: Any) -> str | None:
+    """The problem with a value that a script gives for a field, where it is no number, string or boolean as asked for.
+
+    Numbers of NumPy are numbers. Fields of other types are not looked at.
+    """
+    wanted = typing.get_args(kind) or (kind,)
+    if kind == tuple[str, ...]:
+        fits = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        return None if fits else f"should be a list of strings and is {value!r}."
+    if not set(wanted) <= {*_NAMES, Path, type(None)}:
+        return None
+    if isinstance(value, bool):
+        fits = bool in wanted
+    elif isinstance(value, numbers.Integral):
+        fits = int in wanted or float in wanted
+    elif isinstance(value, numbers.Real):
+        fits = float in wanted
+    else:
+        fits = isinstance(value, wanted)
+    return None if fits else f"should be {spell_types(wanted)} and is {value!r}."
 
 
 def field_problem(field: dataclasses.Field[Any], value: Any) -> str | None:

@@ -208,9 +208,32 @@ def argument_problems(
             yield Problem((*path, key), f"is given to {target} by Lockstep; leave it out.")
         elif key not in names and not takes_any:
             yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
+        elif problem := _boolean_as_text(
+            args[key], next((p.default for p in by_name if p.name == key), None)
+        ):
+            yield Problem((*path, key), problem)
     for each in by_name:
         if each.default is each.empty and each.name in names and each.name not in args:
             yield Problem((*path, each.name), f"is missing: {target} needs it.")
+
+
+def _boolean_as_text(value: Any, default: Any) -> str | None:
+    """The problem with a text that stands for true or false: Python takes every text but the empty one as true.
+
+    Args:
+        value: an argument of a component.
+        default: that of its parameter, or the expression of it in the source.
+    """
+    if not isinstance(value, str):
+        return None
+    is_flag = isinstance(default.value if isinstance(default, ast.Constant) else default, bool)
+    spelled = ("true", "false", "yes", "no", "on", "off")
+    if value not in ("True", "False") and not (is_flag and value.lower() in spelled):
+        return None
+    meant = "true" if value.lower() in ("true", "yes", "on") else "false"
+    return (
+        f"is the text {value!r}, which Python takes as true. Write {meant}, in lower case and without quotes."
+    )
 
 
 def _absence(absent: Absent) -> str:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from lockstep.config.checks import CheckedOptions, at_least, between, check_fields, more_than, one_of, seed
+from lockstep.config.checks import (
+    CheckedOptions,
+    KeyPath,
+    Problem,
+    at_least,
+    between,
+    check_fields,
+    field_types,
+    more_than,
+    one_of,
+    python_type_problem,
+    refuse,
+    seed,
+)
 from lockstep.config.rules import require_rules
 from lockstep.config.strategy_options import OPTIONS, PRECISIONS, REDUCERS, STRATEGIES, StrategyOptions
 from lockstep.core.mesh import Mesh
@@ -136,7 +149,9 @@ class RunOptions(RunSettings):
                 "lockstep.init needs global_batch, the samples per optimizer step over all devices together: for a "
                 "script that reads DataLoader(dataset, batch_size=32) on one device, lockstep.init(global_batch=32)."
             )
-        return cls(**{name: _read(name, value) for name, value in options.items()})
+        values = {name: _read(name, value) for name, value in options.items()}
+        refuse(_wrong_types(cls, values, ()))
+        return cls(**values)
 
 
 _DEVICES = " Devices belong to the command, lockstep run --devices 2 train.py."
@@ -147,15 +162,12 @@ _ELSEWHERE = {
     **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), " Give precision='bf16' or 'fp16'."),
 }
 """What is said of options that other libraries have."""
-_WHOLE = ("global_batch", "micro_batches", "seed", "threads", "evaluation_batch", "fingerprint_every", "keep")
 
 
 def _read(name: str, value: Any) -> Any:
     """The options of a strategy from a dict, one pattern as a tuple of it; anything else as it is."""
     if name == "running_buffers" and isinstance(value, str):
         return (value,)
-    if name in _WHOLE and (isinstance(value, float | str) or (value is None and name == "seed")):
-        raise ConfigError(f"lockstep.init takes a whole number for {name}, and was given {value!r}.")
     kind = OPTIONS.get(name)
     if kind is None or isinstance(value, kind):
         return value
@@ -165,7 +177,17 @@ def _read(name: str, value: Any) -> Any:
     for key in value:
         if key not in known:
             raise ConfigError(f"{name} has no option {key!r}.{nearest(str(key), known)}")
-    return kind(**{key: tuple(item) if isinstance(item, list) else item for key, item in value.items()})
+    values = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+    refuse(_wrong_types(kind, values, (name,)))
+    return kind(**values)
+
+
+def _wrong_types(cls: type, values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+    """The values that are not of their field's type, as the text "False" for true or false."""
+    known = field_types(cast(Hashable, cls))
+    for name, value in values.items():
+        if problem := python_type_problem(known[name], value):
+            yield Problem((*path, name), problem)
 
 
 def unused_options(options: RunSettings) -> list[str]:

@@ -14,10 +14,18 @@ import tomllib
 import types
 import typing
 from collections.abc import Hashable, Iterator, Mapping
-from functools import cache
 from typing import Any, TypeVar
 
-from lockstep.config.checks import KeyPath, Problem, field_problem, import_path, nearest_name, spell
+from lockstep.config.checks import (
+    KeyPath,
+    Problem,
+    field_problem,
+    field_types,
+    import_path,
+    nearest_name,
+    spell,
+    spell_types,
+)
 from lockstep.config.components import Component
 
 _UNFINISHED = [
@@ -72,7 +80,7 @@ def to_table(config: Any) -> dict[str, Any]:
     """The nested table that `read_table` reads back as an equal dataclass; None is left out."""
     if isinstance(config, Component):
         return {"target": config.target, **config.args}
-    values = {name: getattr(config, name) for name in _types(typing.cast(Hashable, type(config)))}
+    values = {name: getattr(config, name) for name in field_types(typing.cast(Hashable, type(config)))}
     return {name: _plain(value) for name, value in values.items() if value is not None}
 
 
@@ -96,7 +104,7 @@ class _TableReader:
         if not isinstance(table, Mapping):
             self._type(path, "a table", table)
             return None
-        known, values, sound = _types(typing.cast(Hashable, cls)), {}, True
+        known, values, sound = field_types(typing.cast(Hashable, cls)), {}, True
         for key in table:
             if key not in known:
                 self._unknown((*path, key), known)
@@ -178,10 +186,10 @@ class _TableReader:
     def _scalar(self, kind: Any, value: Any, path: KeyPath) -> Any:
         wanted = typing.get_args(kind) or (kind,)
         if isinstance(value, bool):
-            return value if bool in wanted else self._type(path, _named(wanted), value)
+            return value if bool in wanted else self._type(path, spell_types(wanted), value)
         if isinstance(value, int) and float in wanted and int not in wanted and abs(value) < 1 << 53:
             return float(value)
-        return value if isinstance(value, wanted) else self._type(path, _named(wanted), value)
+        return value if isinstance(value, wanted) else self._type(path, spell_types(wanted), value)
 
     def _type(self, path: KeyPath, wanted: str, value: Any) -> None:
         message = f"should be {wanted} and is {_found(value)}."
@@ -197,28 +205,15 @@ class _TableReader:
         self._problems.append(Problem(path, f"is not a known setting.{hint}"))
 
 
-@cache
-def _types(cls: Hashable) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
-
-
 def _settings(cls: type, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
     """Every setting's name with the path where it belongs; of a name in two tables the last comes last."""
-    for name, kind in _types(cls).items():
+    for name, kind in field_types(cls).items():
         options = [option for option in (typing.get_args(kind) or (kind,)) if option is not Component]
         inner = next((option for option in options if dataclasses.is_dataclass(option)), None)
         if inner is not None:
             yield from _settings(typing.cast(type, inner), (*path, name))
         elif path:
             yield name, (*path, name)
-
-
-_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-
-
-def _named(kinds: tuple[Any, ...]) -> str:
-    return " or ".join(_NAMES[kind] for kind in kinds if kind in _NAMES)
 
 
 def _found(value: Any) -> str:

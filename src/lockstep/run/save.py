@@ -292,7 +292,9 @@ def resume(
             "another checkpoint."
         )
     if is_main:
-        note("Resumed from %s: epoch %d, step %d.", path, position.epoch + 1, position.step)
+        between = position.epoch and not position.inside
+        epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
+        note("Resumed from %s: %s, step %d.", path, epoch, position.step)
     return True
 
 
