@@ -11,9 +11,10 @@ workers of a parameter server get the servers' after each step, so what one rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +33,8 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Values:
-    """What tensors had at a moment."""
+    """What tensors have at a moment."""
 
-    tensors: Mapping[str, TensorWeakRef]
     versions: Sequence[tuple[int, int]]
     """How often each was written to, and its address."""
     samples: Tensor
@@ -47,6 +47,7 @@ class LoopWrites:
     """Notices writes of the loop to tensors of this process. The host waits for a device in ``take`` only."""
 
     def __init__(self) -> None:
+        self._tensors: dict[str, TensorWeakRef] = {}
         self._noted: _Values | None = None
         self._views: dict[int, tuple[int, Tensor]] = {}
         self._written: set[str] = set()
@@ -55,28 +56,28 @@ class LoopWrites:
 
     def note(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes what tensors have now, by name, for what the run has set."""
-        self._noted = None
-        if tensors:
-            views = [self._view(tensor) for tensor in tensors.values()]
-            versions = [(tensor._version, _address(tensor)) for tensor in tensors.values()]
-            held = {name: TensorWeakRef(each) for name, each in tensors.items()}
-            self._noted = _Values(held, versions, torch.cat(views), [view.numel() for view in views])
+        self._tensors = {name: TensorWeakRef(tensor) for name, tensor in tensors.items()}
+        self._noted = self._values(tensors.values()) if tensors else None
 
     def look(self) -> None:
         """Remembers which of the tensors have changed since, and notes them; those that are gone are forgotten."""
         if (before := self._noted) is None:
             return
-        alive = {name: tensor for name, each in before.tensors.items() if (tensor := each()) is not None}
-        self.note(alive)
-        if (now := self._noted) is None:
+        names, versions, samples = list(self._tensors), before.versions, before.samples
+        alive = {name: tensor for name, each in self._tensors.items() if (tensor := each()) is not None}
+        if len(alive) < len(names):
+            kept = [name in alive for name in names]
+            versions = [*compress(versions, kept)]
+            parts = [*compress(torch.split(samples, list(before.sizes)), kept)]
+            samples = torch.cat(parts) if parts else samples
+            self._tensors = {name: self._tensors[name] for name in alive}
+        self._noted = now = self._values(alive.values()) if alive else None
+        if now is None:
             return
-        versions, samples = dict(zip(before.tensors, before.versions)), before.samples
-        if len(alive) < len(before.tensors):
-            parts = zip(before.tensors, torch.split(samples, list(before.sizes)))
-            samples = torch.cat([part for name, part in parts if name in alive])
         if samples.shape != now.samples.shape:
             samples = now.samples  # some have got other values, which lie at another address
-        self._written |= {name for name, version in zip(alive, now.versions) if version != versions[name]}
+        if versions != now.versions:
+            self._written |= {name for name, old, new in zip(alive, versions, now.versions) if old != new}
         seen = torch.stack((samples != now.samples, now.samples != 0))
         compared = tuple(zip(alive, now.sizes))
         known = self._seen.get(compared)
@@ -100,18 +101,19 @@ class LoopWrites:
                     written.add(name)
         return found | dict.fromkeys(written, True)
 
-    def _view(self, tensor: Tensor) -> Tensor:
-        """Some bytes of a tensor; of a parameter the view is kept, as making one takes longer than reading it."""
-        known = self._views.get(id(tensor))
-        if known is None or known[0] != _address(tensor):
-            known = _address(tensor), _middle(tensor)
-            if isinstance(tensor, nn.Parameter):
-                self._views[id(tensor)] = known
-        return known[1]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
+    def _values(self, tensors: Iterable[Tensor]) -> _Values:
+        """What tensors have now. Of a parameter the view is kept, as making one takes longer than reading it."""
+        known, versions, views = self._views, [], []
+        for tensor in tensors:
+            address = tensor.data_ptr() if tensor.layout is torch.strided else 0
+            versions.append((tensor._version, address))
+            found = known.get(id(tensor))
+            if found is None or found[0] != address:
+                found = address, _middle(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    known[id(tensor)] = found
+            views.append(found[1])
+        return _Values(versions, torch.cat(views), [view.numel() for view in views])
 
 
 def _middle(tensor: Tensor) -> Tensor:
