@@ -154,7 +154,18 @@ def _open_pipeline(
         OrderedRowReducer(line, device) if kind is ShardedPipeline else _open_reducer(options, line, device)
         for line in lines
     ]
-    return kind(device, options.micro_batches, groups, reducers, options.pipeline, options.running_buffers)
+    assert groups.world is not None, "a pipeline has several ranks"
+    return kind(
+        device,
+        options.micro_batches,
+        groups,
+        reducers,
+        _open_exchange(options, groups.world, device),
+        options.pipeline,
+        options.running_buffers,
+        timeout=options.timeout,
+        shared_memory=options.shared_memory,
+    )
 
 
 def _open_tensor(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:

@@ -24,7 +24,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import (
     TreeSpec,
@@ -36,16 +35,13 @@ from torch.utils._pytree import (
 )
 
 from lockstep.errors import ConfigError
+from lockstep.strategies.pipeline.links import OTHER_FREEZING, Arrival, GroupLink, Link
 
 _CLASS = "lockstep, an object of "
 """Begins the key of a dict that stands for an object, before the module and the name of its class."""
 _SAME = "tensor "
 """Begins what stands for a tensor that was there before, ahead of its place."""
 
-OTHER_FREEZING = (
-    "The ranks of a pipeline do not agree on which parameters are trained in this step. Freeze layers, and thaw them, "
-    "on every rank, not under a condition on the rank, such as run.is_main."
-)
 _BEGINS = 0x6C6F636B73746570
 """The first word of a description, which no tensor is likely to have."""
 
@@ -326,22 +322,16 @@ class PipelineChannel:
     """One direction between two ranks; what one sends, the other must receive, in the same order.
 
     Args:
-        group: of both ranks. On CUDA the channels of a rank need groups of their own: NCCL runs what goes through one
-            group in order, so two ranks that first send to each other would wait for ever.
-        peer: global rank of the other.
-        tag: tells channels of one group apart, where the backend knows tags.
+        link: that takes the tensors there.
         device: where the tensors are.
         name: of the module before the cut, for errors.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, peer: int, tag: int, device: torch.device, name: str
-    ) -> None:
-        self._group, self._peer, self._tag, self._device, self._name = group, peer, tag, device, name
+    def __init__(self, link: Link, device: torch.device, name: str) -> None:
+        self._link, self._device, self._name = link, device, name
         self.bytes_sent = 0
         self._known: dict[Hashable, Description] = {}
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._posted: deque[tuple[Hashable, list[tuple[dist.Work, Tensor]]]] = deque()
+        self._posted: deque[tuple[Hashable, list[tuple[Arrival, Tensor]]]] = deque()
 
     def send(self, kind: Hashable, value: Any) -> None:
         """Sends a value; does not wait."""
@@ -350,8 +340,8 @@ class PipelineChannel:
         if known is None:
             description = self._known[kind] = replace(description, overlapping=_overlapping(tensors))
             text = torch.frombuffer(bytearray(description.encode()), dtype=torch.uint8).to(self._device)
-            self._start_send(torch.tensor([_BEGINS, len(text)], device=self._device))
-            self._start_send(text)
+            self._send(torch.tensor([_BEGINS, len(text)], device=self._device))
+            self._send(text)
         elif known != description:
             raise ConfigError(
                 f"The tensors after {self._name!r}, where a stage ends, differ in shape, strides or type, or in which "
@@ -359,9 +349,7 @@ class PipelineChannel:
                 "with pipeline.split."
             )
         for spec, tensor in zip(description.specs, tensors):
-            self._start_send(spec.packed(tensor))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+            self._send(spec.packed(tensor))
 
     def expect(self, kind: Hashable) -> None:
         """Makes room for a value that will be received, if it is known what it looks like; does not wait."""
@@ -377,24 +365,23 @@ class PipelineChannel:
             if kind not in self._known:
                 self._known[kind] = self._receive_description()
             parts = self._post(self._known[kind])
-        for work, _ in parts:
-            work.wait()
+        for arrival, _ in parts:
+            arrival.wait()
         description = self._known[kind]
         return description, [spec.spread(whole) for spec, (_, whole) in zip(description.specs, parts)]
 
     def flush(self) -> None:
         """Waits until all that was sent has arrived."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._link.flush()
 
     def _receive_description(self) -> Description:
         head = torch.zeros(self._words_of_head(), dtype=torch.int64, device=self._device)
-        self._start_receive(head).wait()
+        self._link.receive(head).wait()
         begins, length = head[:2].tolist()
         if begins != _BEGINS:
             raise ConfigError(OTHER_FREEZING)
         text = torch.zeros(length, dtype=torch.uint8, device=self._device)
-        self._start_receive(text).wait()
+        self._link.receive(text).wait()
         return Description.decode(bytes(text.tolist()))
 
     def _words_of_head(self) -> int:
@@ -402,22 +389,15 @@ class PipelineChannel:
 
         gloo ends the process where a message is larger than its room. NCCL wants both of one size.
         """
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" or not isinstance(self._link, GroupLink):
             return 2
         sizes = [_bytes_of(spec) for description in self._known.values() for spec in description.specs]
         return max([16, *sizes]) // 8 + 1
 
-    def _post(self, description: Description) -> list[tuple[dist.Work, Tensor]]:
+    def _post(self, description: Description) -> list[tuple[Arrival, Tensor]]:
         places = [spec.empty(self._device) for spec in description.specs]
-        return [(self._start_receive(flat), whole) for whole, flat in places]
+        return [(self._link.receive(flat), whole) for whole, flat in places]
 
-    def _start_receive(self, tensor: Tensor) -> dist.Work:
-        work = dist.irecv(tensor, self._peer, group=self._group, tag=self._tag)
-        assert work is not None
-        return work
-
-    def _start_send(self, tensor: Tensor) -> None:
-        work = dist.isend(tensor, self._peer, group=self._group, tag=self._tag)
-        assert work is not None
+    def _send(self, tensor: Tensor) -> None:
+        self._link.send(tensor)
         self.bytes_sent += tensor.nbytes
-        self._sent.append((work, tensor))

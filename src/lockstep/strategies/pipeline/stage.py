@@ -21,6 +21,7 @@ from lockstep.distributed.process_group import Groups, connect_pair, open_group
 from lockstep.errors import ConfigError
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
+from lockstep.strategies.pipeline.links import GroupLink, SharedMemoryLink, open_links
 from lockstep.strategies.strategy import Compute
 
 
@@ -273,9 +274,13 @@ class PipelineChannels:
         groups: of the mesh, with an axis ``pipeline``.
         device: where activations are.
         around: whether a rank holds several stages, so that the last rank talks to the first.
+        timeout: seconds a rank waits for another in shared memory.
+        shared: whether CPU ranks of one host may use shared memory.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, *, around: bool) -> None:
+    def __init__(
+        self, groups: Groups, device: torch.device, *, around: bool, timeout: float, shared: bool
+    ) -> None:
         line = groups.along("pipeline")
         assert line is not None
         self.group: dist.ProcessGroup = line
@@ -285,10 +290,15 @@ class PipelineChannels:
         tags = (_ON, _BACK, *((_ON_AROUND, _BACK_AROUND) if around else ()), _ANSWER)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._channels: list[PipelineChannel] = []
+        self._by_group: list[GroupLink] = []
+        self._opened: dict[tuple[int, int], GroupLink | SharedMemoryLink] = {}
+        """By tag and peer; channels of several stages may share one."""
+        self._uses = list(first_uses(tags, self.length))
+        self._links = open_links(line, device, len(self._uses), timeout, shared=shared)
         if device.type == "cuda":
-            self._open(groups, tags)
+            self._open(groups)
 
-    def _open(self, groups: Groups, tags: Sequence[int]) -> None:
+    def _open(self, groups: Groups) -> None:
         """Opens a group for every channel of every pipeline, and uses it, in one order on all ranks.
 
         NCCL connects two ranks at their first exchange, and blocks both until the other is there. A schedule uses its
@@ -297,7 +307,7 @@ class PipelineChannels:
         """
         everyone = dist.get_process_group_ranks(groups.world)
         lines = [[everyone[rank] for rank in line] for line in groups.mesh.lines("pipeline")]
-        for tag, source, target in first_uses(tags, self.length):
+        for tag, source, target in self._uses:
             for line in lines:
                 group = open_group([line[source], line[target]])
                 if line == self.ranks and self.place in (source, target):
@@ -336,14 +346,25 @@ class PipelineChannels:
 
     def release(self) -> None:
         """Lets go of the groups, here and in all channels."""
-        drop_process_groups(self, *self._channels)
+        drop_process_groups(self, *self._by_group)
         self._groups.clear()
 
     def _channel(self, tag: int, peer: int, name: str) -> PipelineChannel:
-        rank = self.ranks[peer]
-        channel = PipelineChannel(self._group(tag, rank), rank, tag, self._device, name)
+        if (tag, peer) not in self._opened:
+            self._opened[tag, peer] = self._open_link(tag, peer)
+        channel = PipelineChannel(self._opened[tag, peer], self._device, name)
         self._channels.append(channel)
         return channel
+
+    def _open_link(self, tag: int, peer: int) -> GroupLink | SharedMemoryLink:
+        rank = self.ranks[peer]
+        by_group = GroupLink(self._group(tag, rank), rank, tag)
+        self._by_group.append(by_group)
+        if self._links is None:
+            return by_group
+        pair = {self.place, peer}
+        number = next(n for n, (used, *places) in enumerate(self._uses) if used == tag and {*places} == pair)
+        return self._links.link(number, by_group, rank)
 
 
 def first_uses(tags: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:

@@ -29,6 +29,7 @@ from lockstep.core.summation_tree import sum_of_squares
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.distributed.collectives import all_gather_rows, all_reduce_max
 from lockstep.distributed.process_group import Groups
+from lockstep.distributed.rank_exchange import RankExchange, SharedMemoryExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.hooks import backward_hooks, forward_hooks, hooked_globally, hooks_made, is_hooked
 from lockstep.numerics.initial_values import empty_tensors, give_values, without_values
@@ -44,7 +45,8 @@ from lockstep.strategies.absent import (
 from lockstep.strategies.gradients import StepSums
 from lockstep.strategies.loop_writes import LoopWrites, setting_values
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.pipeline.channels import OTHER_FREEZING, PipelineChannel
+from lockstep.strategies.pipeline.channels import PipelineChannel
+from lockstep.strategies.pipeline.links import OTHER_FREEZING
 from lockstep.strategies.pipeline.loss_reads import LossReads
 from lockstep.strategies.pipeline.partition import Partition
 from lockstep.strategies.pipeline.schedule import Action, order_of
@@ -191,7 +193,10 @@ class Pipeline(Strategy):
         micro_batches: K of the recipe.
         groups: of a mesh with an axis ``pipeline``, and maybe ``data``.
         reducers: one for each stage of this rank, over the data axis; none if that has one holder.
+        exchange: between all ranks.
         options: schedule and cuts.
+        timeout: seconds a rank waits for another in shared memory.
+        shared_memory: whether CPU ranks of one host may use it.
         running_buffers: name patterns of buffers, beside BatchNorm's, that the forward pass changes.
     """
 
@@ -209,17 +214,24 @@ class Pipeline(Strategy):
         micro_batches: int,
         groups: Groups,
         reducers: Sequence[Reducer],
+        exchange: RankExchange,
         options: PipelineOptions,
         running_buffers: Sequence[str] = (),
+        *,
+        timeout: float,
+        shared_memory: bool,
     ) -> None:
         self.device, self._micro_batches = device, micro_batches
         self.share = Share(holders=groups.size(self.axis), holder=groups.coordinate(self.axis))
         self.level = reducers[0].level if reducers else Level.BITWISE
         self._per_rank = options.stages_of_a_rank
-        self._channels = PipelineChannels(groups, device, around=self._per_rank > 1)
+        self._channels = PipelineChannels(
+            groups, device, around=self._per_rank > 1, timeout=timeout, shared=shared_memory
+        )
         stages = self._channels.length * self._per_rank
         self.partition = Partition("pipeline", stages, options.split, options.balance == "time")
         self._groups, self._reducers, self._options = groups, reducers, options
+        self._exchange = exchange
         self._declared = running_buffers
         self._last_ranks = [
             rank
@@ -365,6 +377,7 @@ class Pipeline(Strategy):
         """See ``Strategy.release``."""
         self._groups.release()
         self._channels.release()
+        self._exchange.release()
         for reducer in self._reducers:
             reducer.release()
 
@@ -537,7 +550,10 @@ class Pipeline(Strategy):
         if present != self._present[0]:  # a copy to a device, which the host waits for
             self._present = present, torch.tensor(present, device=self.device)
         flags = torch.cat([self._present[1], (~finite).long().view(1)])
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
+        if isinstance(self._exchange, SharedMemoryExchange):  # a fifth of the time
+            flags = self._exchange.all_gather(flags).amax(0)
+        else:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._groups.world)
         if self._freezing_changed and flags[1] != -flags[2]:  # before waiting for what nobody may receive
             raise ConfigError(OTHER_FREEZING)
         for passes in self._passes.values():

@@ -1,0 +1,227 @@
+"""How the tensors of a pipeline get from one rank to another: by a process group, or through memory that both share.
+
+    memory of a link   | written | read | places of messages, in turn | the messages, where there is room
+
+The sender copies a message in, writes down its place and counts it as written; the receiver copies it out and counts it
+as read, which makes its room free. A message that finds no room goes by the process group, and its place says so, so
+the sender never waits for the receiver. The order of messages is that of their places in both cases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.world import usable_cores
+from lockstep.distributed.shared_memory import CACHE_LINE, Word, can_share_memory, share_memory
+from lockstep.errors import ConfigError, StallError
+
+_PLACES = 1024
+"""Messages that may be on their way at once."""
+_ROOM_BYTES = 64 << 20
+"""For the messages of a link that are on their way. Only what is used of it takes memory."""
+_BY_GROUP = -1
+"""The place of a message that the process group brings."""
+_HEAD_BYTES = 2 * CACHE_LINE + 16 * _PLACES
+_LINK_BYTES = _HEAD_BYTES + _ROOM_BYTES
+
+OTHER_FREEZING = (
+    "The ranks of a pipeline do not agree on which parameters are trained in this step. Freeze layers, and thaw them, "
+    "on every rank, not under a condition on the rank, such as run.is_main."
+)
+
+
+class Arrival(Protocol):
+    """A message that is expected."""
+
+    def wait(self) -> object:
+        """Waits until it is there."""
+
+
+class Link(Protocol):
+    """One direction between two ranks. What one sends, the other must receive, in the same order."""
+
+    def send(self, tensor: Tensor) -> None:
+        """Sends flat memory; does not wait for the receiver."""
+
+    def receive(self, tensor: Tensor) -> Arrival:
+        """Fills flat memory with the next message. ``wait`` of what it gives must be called in this order too."""
+
+    def flush(self) -> None:
+        """Waits until all that was sent has been received."""
+
+
+class GroupLink:
+    """A link by messages of a process group.
+
+    Args:
+        group: of both ranks. On CUDA the links of a rank need groups of their own: NCCL runs what goes through one
+            group in order, so two ranks that first send to each other would wait for ever.
+        peer: global rank of the other.
+        tag: tells links of one group apart, where the backend knows tags.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, tag: int) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self._peer, self._tag = peer, tag
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """See ``Link.send``."""
+        work = dist.isend(tensor, self._peer, group=self.group, tag=self._tag)
+        assert work is not None
+        self._sent.append((work, tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def receive(self, tensor: Tensor) -> Arrival:
+        """See ``Link.receive``."""
+        work = dist.irecv(tensor, self._peer, group=self.group, tag=self._tag)
+        assert work is not None
+        return work
+
+    def flush(self) -> None:
+        """See ``Link.flush``."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+class SharedMemoryLink:
+    """A link through memory of two CPU ranks of one host.
+
+    A rank that waits longer than ``timeout`` seconds raises ``StallError``.
+
+    Args:
+        memory: of this link, zeroed, which both ranks see: ``_HEAD_BYTES`` and the room for messages.
+        beside: brings what finds no room.
+        peer: global rank of the other.
+        timeout: in seconds.
+        stay_awake: see ``Word.wait_until``.
+    """
+
+    def __init__(
+        self, memory: memoryview, beside: GroupLink, peer: int, timeout: float, *, stay_awake: bool
+    ) -> None:
+        self._written, self._read = (Word(memory[place : place + 4]) for place in (0, CACHE_LINE))
+        self._places = memory[2 * CACHE_LINE : _HEAD_BYTES].cast("q")
+        self._room = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEAD_BYTES)
+        self._beside, self._peer, self._timeout, self._stay_awake = beside, peer, timeout, stay_awake
+        self._count = 0
+        """Of messages sent, or received."""
+        self._expected = 0
+        self._on_the_way: deque[tuple[int, int, int]] = deque()
+        """Of messages in the room: their number, begin and end."""
+
+    def send(self, tensor: Tensor) -> None:
+        """See ``Link.send``."""
+        self._wait(self._read, self._count + 1 - _PLACES)
+        size, at = tensor.nbytes, 2 * (self._count % _PLACES)
+        begin = self._find_room(size)
+        self._count += 1
+        self._places[at], self._places[at + 1] = begin, size
+        if begin == _BY_GROUP:
+            self._beside.send(tensor)
+        elif size:
+            self._room[begin : begin + size].copy_(tensor.view(torch.uint8))
+            self._on_the_way.append((self._count, begin, begin + size))
+        self._written.advance()
+        self._written.wake()
+
+    def receive(self, tensor: Tensor) -> Arrival:
+        """See ``Link.receive``."""
+        self._expected += 1
+        return _Arrival(self, tensor, self._expected)
+
+    def take(self, tensor: Tensor, number: int) -> None:
+        """Waits for message ``number`` and fills ``tensor`` with it; ``ConfigError`` if its size is another."""
+        assert number == self._count + 1, (
+            "messages are waited for in another order than they were expected in"
+        )
+        at = 2 * (self._count % _PLACES)
+        self._wait(self._written, self._count + 1)
+        self._count += 1
+        begin, size = self._places[at], self._places[at + 1]
+        if size != tensor.nbytes:
+            raise ConfigError(OTHER_FREEZING)
+        if begin == _BY_GROUP:
+            self._beside.receive(tensor).wait()
+        elif size:
+            tensor.view(torch.uint8).copy_(self._room[begin : begin + size])
+        self._read.advance()
+
+    def flush(self) -> None:
+        """See ``Link.flush``."""
+        self._wait(self._read, self._count)
+        self._beside.flush()
+
+    def _find_room(self, size: int) -> int:
+        """The first place with room for a message, or ``_BY_GROUP``."""
+        while self._on_the_way and not self._read.is_behind(self._on_the_way[0][0]):
+            self._on_the_way.popleft()
+        begin = 0
+        for _, start, end in sorted(self._on_the_way, key=lambda message: message[1]):
+            if begin + size <= start:
+                break
+            begin = -(-end // CACHE_LINE) * CACHE_LINE
+        return begin if begin + size <= self._room.numel() else _BY_GROUP
+
+    def _wait(self, word: Word, count: int) -> None:
+        if word.is_behind(count) and not word.wait_until(
+            count, time.monotonic() + self._timeout, stay_awake=self._stay_awake
+        ):
+            raise StallError(
+                f"Rank {dist.get_rank()} timed out after {self._timeout:.0f} s waiting for rank {self._peer}, which "
+                f"has the neighbouring stage of the pipeline. Missing ranks: [{self._peer}]. They hang, or left the "
+                "loop early."
+            )
+
+
+class _Arrival:
+    """A message that is expected through memory."""
+
+    def __init__(self, link: SharedMemoryLink, tensor: Tensor, number: int) -> None:
+        self._link, self._tensor, self._number = link, tensor, number
+
+    def wait(self) -> None:
+        """See ``Arrival.wait``."""
+        self._link.take(self._tensor, self._number)
+
+
+class SharedLinks:
+    """The memory of all links between ranks of one host. Collective over the group.
+
+    Args:
+        group: the ranks.
+        links: how many there are.
+        timeout: seconds a rank waits for another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, links: int, timeout: float) -> None:
+        self._memory = memoryview(share_memory(links * _LINK_BYTES, group))
+        self._timeout = timeout
+        self._stay_awake = dist.get_world_size() * torch.get_num_threads() <= usable_cores()
+
+    def link(self, number: int, beside: GroupLink, peer: int) -> SharedMemoryLink:
+        """The link of this number, for its sender or its receiver."""
+        memory = self._memory[number * _LINK_BYTES : (number + 1) * _LINK_BYTES]
+        return SharedMemoryLink(memory, beside, peer, self._timeout, stay_awake=self._stay_awake)
+
+
+def open_links(
+    group: dist.ProcessGroup, device: torch.device, links: int, timeout: float, *, shared: bool
+) -> SharedLinks | None:
+    """Memory for links, where all ranks of ``group`` can share it. Collective.
+
+    Args:
+        group: the ranks.
+        device: where the tensors are.
+        links: how many there are.
+        timeout: seconds a rank waits for another in shared memory.
+        shared: whether shared memory may be used.
+    """
+    return SharedLinks(group, links, timeout) if shared and can_share_memory(group, device) else None
