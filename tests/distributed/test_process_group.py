@@ -1,5 +1,6 @@
 """Real ranks meet, are counted, and part."""
 
+import gc
 import os
 import signal
 import socket
@@ -53,6 +54,26 @@ def meet_over(world, rendezvous):
         return total(there, 1), sorted(set(listening_addresses(os.getpid())))
 
 
+def meet_over_and_over(world, rendezvous):
+    """Opens four groups at one place, one after the other, as a program does that trains four models."""
+    dist.barrier()  # another rank may still be connecting
+    dist.destroy_process_group()
+    there = World(
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.rank,
+        local_world_size=world.world_size,
+        rendezvous=rendezvous,
+    )
+    found = []
+    for offset in range(4):
+        with open_process_group(there, timeout=20, arrival_limit=20):
+            found.append(total(there, offset))
+        if world.rank == 0:
+            gc.collect()  # takes a while, so that the others are there first
+    return found
+
+
 def joined_then_finished(world, directory):
     dist.barrier()  # another rank may still be connecting
     dist.destroy_process_group()
@@ -88,6 +109,13 @@ def test_ranks_meet_over_a_socket_that_is_bound_to_the_named_address_only():
     results = run_ranks(meet_over, 3, f"tcp://127.0.0.1:{free_port()}")
     assert [total for total, _ in results] == [6, 6, 6]
     assert {address for _, addresses in results for address in addresses} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_a_program_may_open_one_group_after_another(scheme, tmp_path):
+    """A script that trained one model after another ended in "Rank 0 connected twice": under torchrun always."""
+    place = f"file://{tmp_path}/meeting" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    assert run_ranks(meet_over_and_over, 3, place) == [[3, 6, 9, 12]] * 3
 
 
 def test_membership_is_told_to_the_supervisor(tmp_path):

@@ -45,6 +45,29 @@ DEFAULT_TIMEOUT = 600.0
 ARRIVAL_LIMIT = 60.0
 
 
+class _Stores:
+    """The store of this process, which is kept: programs train several models, and open a group for each.
+
+    Each group has keys of its own there. A store that was opened anew could still be the one that others are leaving.
+    """
+
+    def __init__(self) -> None:
+        self.groups = 0
+        """How many have been opened; equal on all ranks."""
+        self._kept: tuple[object, Store] | None = None
+
+    def open(self, world: World, limit: float) -> Store:
+        """The part of the store that is for the next group, opened in at most ``limit`` seconds."""
+        place = world.rendezvous, meeting_address(world)
+        if self._kept is None or self._kept[0] != place:
+            self._kept, self.groups = (place, open_store(world, limit)), 0
+        store = self._kept[1]
+        return PrefixStore(f"again/{self.groups}", store) if self.groups else store
+
+
+_stores = _Stores()
+
+
 @contextmanager
 @stack_marker(Mark.WAITS_FOR_RENDEZVOUS)
 def open_process_group(
@@ -71,10 +94,11 @@ def open_process_group(
     heartbeat = Heartbeat.open(world)
     heartbeat.mark("start")
     timeout, arrival_limit = world.patience(timeout), world.patience(arrival_limit)
-    store = open_store(world, arrival_limit)
+    store = _stores.open(world, arrival_limit)
     roll_call(store, world, arrival_limit)
+    _stores.groups += 1
     _choose_interface(world)
-    if world.launcher == "torchrun" and world.is_main:
+    if world.launcher == "torchrun" and world.is_main and _stores.groups == 1:
         _name_open_store(world)
     dist.init_process_group(
         backend,

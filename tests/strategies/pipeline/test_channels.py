@@ -16,6 +16,7 @@ TENSORS = {
     "with holes": torch.arange(24.0).view(4, 6)[:, ::2],
     "expanded": torch.arange(3.0).expand(4, 3),
     "0-dim": torch.tensor(2.0),
+    "without elements": torch.ones(()).expand(4, 0, 3),
 }
 
 
