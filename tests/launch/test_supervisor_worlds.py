@@ -13,9 +13,12 @@ from tests.launch.listening import listening_addresses
 PLAIN = """
 import os, sys
 import torch, torch.distributed as dist
-dist.init_process_group()
-value = torch.ones(1)
-dist.all_reduce(value)
+for _ in range(2):  # torchrun's store does not take a second group
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group()
+    value = torch.ones(1)
+    dist.all_reduce(value)
 print("sum", int(value), "rank", os.environ["RANK"], flush=True)
 """
 
@@ -45,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fault("P16", "S2", "S3")
-def test_a_plain_torch_script_meets_without_an_address_and_may_forget_to_destroy(command):
+def test_a_plain_torch_script_meets_twice_without_an_address_and_may_forget_to_destroy(command):
     script = command.folder / "plain.py"
     script.write_text(PLAIN)
     code, lines = command.start(script, options=["--logs", command.folder / "logs"]).end()

@@ -113,20 +113,23 @@ def register_env_rendezvous(world: World) -> None:
     """Makes ``init_process_group()`` without arguments use ``world.rendezvous``.
 
     A script written for torchrun then needs no port under Lockstep's launcher, and listens on no additional interface.
+    It may open one group after another: each has keys of its own in the store, which is kept.
     """
     scheme, _, _ = world.rendezvous.partition("://")
     if scheme not in ("file", "tcp"):
         return
 
     def meet(url: str, **settings: Any) -> Iterator[tuple[Store, int, int]]:
-        store = open_store(world, settings.get("timeout", _DEFAULT_TIMEOUT).total_seconds())
+        if not stores:
+            stores.append(open_store(world, settings.get("timeout", _DEFAULT_TIMEOUT).total_seconds()))
         try:
-            yield PrefixStore("script", store), world.rank, world.world_size
+            yield PrefixStore(f"script/{len(kept)}", stores[0]), world.rank, world.world_size
         finally:  # at the end of init_process_group
             kept.append(dist.group.WORLD)
 
     # Gloo's destructor waits for a thread, and that one for Python's lock, which a script that drops its group holds.
     kept: list[object] = []
+    stores: list[Store] = []
     _rendezvous_handlers["env"] = meet
 
 
