@@ -175,8 +175,8 @@ class SharedMemoryLink:
             count, time.monotonic() + self._timeout, stay_awake=self._stay_awake
         ):
             raise StallError(
-                f"Rank {dist.get_rank()} timed out after {self._timeout:.0f} s waiting for rank {self._peer}, which has "
-                f"another stage of the pipeline. Missing ranks: [{self._peer}]. They hang, or left the loop early."
+                f"Rank {dist.get_rank()} timed out after {self._timeout:.0f} s waiting for rank {self._peer}, which "
+                f"has another stage of the pipeline. Missing ranks: [{self._peer}]. They hang, or left the loop early."
             )
 
 
