@@ -60,6 +60,9 @@ class PlainLoop:
     def weights(self):
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
 
+    def set(self, weights):
+        self.model.load_state_dict(weights)
+
 
 class LockstepLoop:
     """The same by Lockstep, with one step in an epoch."""
@@ -87,7 +90,10 @@ class LockstepLoop:
         return float(self.run.evaluate(DATA, metric, **({} if model is None else {"model": model})))
 
     def weights(self):
-        return {name: tensor.clone() for name, tensor in self.run.state_dict().items()}
+        return self.run.state_dict()
+
+    def set(self, weights):
+        self.run.load_state_dict(weights)
 
 
 def network():
@@ -394,9 +400,28 @@ def penalised(loop):
                     each.zero_grad()
 
 
+def restored(loop):
+    """Keeps the first epoch's weights by what the run gives, goes on from them later, and ends with them."""
+    made = network()
+    _, optimizer = loop.prepare(made, sgd(made, lr=2.0, momentum=0.9))
+    for epoch in loop.epochs(4):
+        for batch in loop.batches():
+            yield loop.backward(batch, F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loop.evaluate(F.cross_entropy)
+        if epoch == 0:
+            first = loop.weights()
+        if epoch == 2:
+            loop.set(first)
+            yield loop.evaluate(F.cross_entropy)
+    loop.set(first)
+    yield loop.evaluate(F.cross_entropy)
+
+
 WORKFLOWS = (
     *(sharpness_aware, adversarial, distilled, projected, pruned, low_rank, accumulated, plateaus, followed),
-    *(best_kept, averaged, rates_tried, watched, weighted, penalised),
+    *(best_kept, averaged, rates_tried, watched, weighted, penalised, restored),
 )
 GRADIENT, VALUE, FORWARD = "The gradient of", "is used outside of the forward pass", "a forward of your own"
 COPIED, STATE, CHAIN = (

@@ -32,10 +32,11 @@ from lockstep.core.fingerprint import Context, checksums, combine, differing, di
 from lockstep.core.plan import SamplePlan
 from lockstep.data.batch import map_leaves
 from lockstep.data.changes import CHOICE
-from lockstep.distributed.collectives import broadcast_tensors
+from lockstep.distributed.collectives import broadcast_tensors, exchange_device
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
+from lockstep.models.weights import compare
 from lockstep.run.epoch_loop import Position
-from lockstep.run.prepare import Parts, frozen_parameters, hyperparameters
+from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
 from lockstep.run.same_call import by_rank, gather_agreed
 from lockstep.strategies import Strategy, gather_records, one_sided_writes
 from lockstep.text import shorten
@@ -247,6 +248,36 @@ def share_start(
             shorten(different, _MOST_NAMES),
         )
     return different
+
+
+def weights_of_main(
+    weights: Mapping[str, Any], model: PreparedModel, group: dist.ProcessGroup | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Rank 0's weights on every rank, under all names; ``ConfigError`` where they are not of this model. Collective."""
+    wanted, is_main = model.tensors, group is None or dist.get_rank(group) == 0
+    given = {name: each for name, each in weights.items() if name not in model.aliases} if is_main else {}
+    problem = ""
+    if is_main and (odd := [name for name, each in given.items() if not isinstance(each, Tensor)]):
+        problem = f"  no tensors ({len(odd)}): {shorten(odd, _MOST_NAMES)}"
+    elif is_main and (differences := compare(given, wanted)):
+        problem = differences.describe()
+    if group is not None:
+        problem = gather_agreed(problem, group, device)[0]
+    if problem:
+        raise ConfigError(
+            f"run.load_state_dict was given weights that are not of the model:\n{problem}\nGive what run.state_dict() "
+            "gave on the main process, or load weights of another model before run.prepare."
+        )
+    if group is None:
+        found = {name: given[name].detach() for name in wanted}
+    else:
+        found, at = {}, exchange_device(group, device)
+        for name, spec in wanted.items():
+            found[name] = torch.empty(spec.shape, dtype=spec.dtype, device=at)
+            if is_main:
+                found[name].copy_(given[name].detach())
+            broadcast_tensors([found[name]], dist.get_process_group_ranks(group)[0], group)
+    return found | {alias: found[name] for alias, name in model.aliases.items()}
 
 
 def require_equal_replicas(

@@ -463,8 +463,25 @@ class Run:
             return agreement.compared_replicas(state, digests, self.device, of_all_modules=of_all)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model's tensors by name, or the model's own, on the main process; empty elsewhere. Collective."""
+        """Copies of the whole model's tensors by name, on the main process; empty elsewhere. Collective."""
         return self.require_prepared().state.model_state(keep=self.is_main)
+
+    def load_state_dict(self, weights: Mapping[str, Any]) -> None:
+        """Sets parameters and buffers to what ``state_dict`` gave, under every strategy. Collective.
+
+        The weights are the main process's. Every process has all of them for a moment. Optimizers stay as they are.
+
+        Raises:
+            ConfigError: they are of another model, or the parameter server is asynchronous.
+        """
+        prepared, group = self.require_prepared(), self._session.group
+        if isinstance(self.strategy, IndependentStrategy):
+            raise ConfigError(
+                "run.load_state_dict: load weights before run.prepare with an asynchronous server."
+            )
+        whole = agreement.weights_of_main(weights, prepared.state.model, group, self.device)
+        with prepared.gradients.setting_values():
+            self.strategy.load_state(whole)
 
     def print(self, *values: object) -> None:
         """Prints on the main process only."""

@@ -294,11 +294,12 @@ class RunState:
         return whole
 
     def model_state(self, *, keep: bool) -> dict[str, Tensor]:
-        """Whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
-        found = {}
+        """Copies of whole parameters and buffers, tied ones under each name; none without ``keep``. Collective."""
+        found: dict[str, Tensor] = {}
         for name, tensor in self.strategy.state():
             if keep:
-                found[name] = tensor if self.strategy.replicated else tensor.detach().to("cpu", copy=True)
+                first = found.get(self.model.aliases.get(name, ""))
+                found[name] = tensor.detach().to("cpu", copy=True) if first is None else first
         return found
 
     def restore(self, state: CheckpointState, force_context: bool, *, restarted: bool = False) -> str:
