@@ -101,6 +101,7 @@ class LoopWrites:
                     written.add(name)
         return found | dict.fromkeys(written, True)
 
+    @torch.no_grad()
     def _values(self, tensors: Iterable[Tensor]) -> _Values:
         """What tensors have now. Of a parameter the view is kept, as making one takes longer than reading it."""
         known, versions, views = self._views, [], []
@@ -113,18 +114,20 @@ class LoopWrites:
                 if isinstance(tensor, nn.Parameter):
                     known[id(tensor)] = found
             views.append(found[1])
-        return _Values(versions, torch.cat(views), [view.numel() for view in views])
+        if len({view.dtype for view in views}) > 1:
+            views = [view.view(torch.uint8) for view in views]
+        return _Values(versions, torch.cat(views).view(torch.uint8), [view.nbytes for view in views])
 
 
 def _middle(tensor: Tensor) -> Tensor:
-    """The bytes of some numbers in the middle of a tensor, a view of shape (bytes,); of a sparse one none."""
+    """Some numbers in the middle of a tensor, a flat view; of a sparse one none."""
     if tensor.layout is not torch.strided:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    start, stored = int(tensor.storage_offset()), tensor.numel()
+    start, stored = tensor.storage_offset(), tensor.numel()
     if not tensor.is_contiguous():  # of an expanded one fewer are stored
-        stored = min(stored, tensor.untyped_storage().nbytes() // tensor.element_size() - start)
+        stored = min(stored, tensor.untyped_storage().nbytes() // tensor.element_size() - int(start))
     numbers = min(_SAMPLE, stored)
-    return tensor.detach().as_strided((numbers,), (1,), start + (stored - numbers) // 2).view(torch.uint8)
+    return tensor.as_strided((numbers,), (1,), start + (stored - numbers) // 2)
 
 
 @dataclass(frozen=True)
