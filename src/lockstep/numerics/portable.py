@@ -30,7 +30,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def make_portable(options: RunOptions, world: World, device: torch.device) -> bool:
-    """Replaces the operators whose bits depend on the CPU, up to the end of this process, if that is asked for.
+    """Replaces the operators whose bits depend on the CPU, if that is asked for; else torch has its own again.
 
     Args:
         options: of the run; ``portable="auto"`` asks for it where nothing stands against it.
@@ -45,9 +45,11 @@ def make_portable(options: RunOptions, world: World, device: torch.device) -> bo
     """
     asked = options.portable or world.is_portable
     if not asked:
+        _replace_operators.cache_clear()  # of a run before this one
         return False
     if obstacle := _obstacle(options, device, os.environ if world.is_portable else _environment_at_start()):
         if asked == "auto":
+            _replace_operators.cache_clear()
             return False
         raise ConfigError(f"portable=True {obstacle}")
     _replace_operators()
