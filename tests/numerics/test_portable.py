@@ -77,11 +77,10 @@ with torch.inference_mode():
 packed = torch.nn.utils.rnn.pack_sequence([steps[:4, 0], steps[:2, 1]])
 assert torch.equal(lstm(packed)[0].data[0], wanted[0, 0])
 run.close()
-print("right")
-run.close()
 assert not lockstep.init(global_batch=1, micro_batches=1).is_portable
 for own, again in zip(before, [many.sqrt(), many.asin(), many.atan(), lstm(steps)[0]]):
     assert torch.equal(own, again), "a run after a portable one has torch's own operators"
+print("right")
 """
 
 SCRIPT = """
