@@ -1,5 +1,7 @@
 """Refusals of the handle, with their words."""
 
+import random
+
 import pytest
 import torch
 from tests.run.jobs import GLOBAL_BATCH, begin, dataset, train_step
@@ -57,6 +59,19 @@ def test_a_run_that_is_resumed_after_an_epoch_says_so(tmp_path, caplog, monkeypa
     caplog.clear()
     begin(directory=tmp_path, resume="auto")
     assert f"step-0000000{steps}: after epoch 1, step {steps}." in caplog.text
+
+
+def test_what_a_script_draws_after_its_last_epoch_is_the_same_when_a_finished_run_is_resumed(tmp_path):
+    drawn = []
+    for _ in range(2):
+        run, _, optimizer = begin(directory=tmp_path, resume="auto")
+        for _ in run.epochs(1):
+            for batch in run.batches(dataset()):
+                train_step(run, batch, optimizer)
+            run.save()
+        drawn.append((float(torch.rand(())), random.random()))
+        run.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_saving_needs_a_run_folder():

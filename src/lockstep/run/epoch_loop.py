@@ -121,6 +121,7 @@ class EpochLoop:
                 at_end()
                 self._next_epoch()
                 self._back = replace(self.position)
+            self._key("epoch", count)  # what the script draws next, also where no epoch was left
         except GeneratorExit:
             self.position.inside = self.position.inside or self._left_early
             raise
