@@ -56,6 +56,27 @@ def test_what_every_rank_would_import_is_imported_once(line, modules, tmp_path, 
     assert seen[0].preload == modules
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "told"),
+    [
+        ("import torch", ("--devices", "cpu:2"), True),
+        ("import torch", ("--devices=cpu:2",), True),
+        ("import torch", ("--lr", "0.1"), False),
+        ("parser.add_argument('--devices')", ("--devices", "cpu:2"), False),
+        ("class Options:\n    stall_limit: int", ("--stall-limit", "2"), False),
+    ],
+)
+def test_options_behind_a_script_that_does_not_mention_them_are_told(
+    text, words, told, tmp_path, monkeypatch, capsys
+):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    monkeypatch.setattr(run, "supervise", lambda target, options, joined: 0)
+    assert run.main(parse(str(script), *words)) == 0
+    heard = capsys.readouterr().err
+    assert ("stands after" in heard and f"lockstep run {words[0].partition('=')[0]} ..." in heard) == told
+
+
 def test_a_script_runs_in_the_rank_that_another_launcher_started(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("import sys, os\nprint(__name__, sys.argv[1:], os.getpid())")

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize, pad
 from lockstep.run.means import Deviation, deviation
 from lockstep.run.step import exact
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY = Deviation
 
 
 def rows(count=64):
@@ -27,6 +27,17 @@ def hits(output, target):
 def f1(output, target):
     found, there = output.argmax(1) == 1, target == 1
     return 2 * (found & there).sum() / (found.sum() + there.sum())
+
+
+def top(output, target):
+    """As scripts for ImageNet write it: a tensor of shape [1]."""
+    _, found = output.topk(2, 1)
+    correct = found.t().eq(target.view(1, -1).expand(2, -1))
+    return correct.reshape(-1).float().sum(0, keepdim=True).mul_(100 / len(target))
+
+
+def never(output, target):
+    return torch.zeros(1)
 
 
 def contrastive(output, target):
@@ -57,6 +68,9 @@ def masked(output, target):
         (lambda output, target: accuracy(output, target) - 0.5, NONE),
         (exact(nn.CrossEntropyLoss(weight=torch.rand(4), ignore_index=2)), NONE),
         (noisy, NONE),
+        (top, ONE_ENTRY),
+        (never, ONE_ENTRY),
+        (lambda output, target: top(output, target).squeeze(), NONE),
         (fixed_size, NONE),
         (hits, SUM),
         (lambda output, target: cross_entropy(output, target, reduction="sum"), SUM),
@@ -68,7 +82,7 @@ def masked(output, target):
         (contrastive, OTHER),
         (lambda output, target: output.max(), OTHER),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found

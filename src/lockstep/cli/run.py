@@ -91,9 +91,26 @@ def main(arguments: argparse.Namespace) -> int:
         restart_world=arguments.restart_world,
         profile=arguments.profile,
     )
+    _warn_of_misplaced(target)
     settings = [*_of_script(target, options), debug_setting(arguments)]
     with joined_hosts(arguments, options.devices, settings) as joined:
         return supervise(target, with_debug_arguments(options, arguments, joined), joined)
+
+
+def _warn_of_misplaced(target: ScriptTarget) -> None:
+    """Tells of options of this command that stand behind the script, whose text nowhere mentions them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    known = parser._option_string_actions
+    text = Path(target.path).read_text(errors="replace").replace("_", "-")
+    for word in target.arguments:
+        option = word.partition("=")[0]
+        if option in known and option.startswith("--") and option.lstrip("-") not in text:
+            print(
+                f"{option} stands after {target.path} and is given to the script, whose text does not mention it. "
+                f"Options of lockstep run stand before the script: lockstep run {option} ... {target.path}",
+                file=sys.stderr,
+            )
 
 
 def _of_script(target: ScriptTarget, options: LaunchOptions) -> list[tuple[str, str]]:

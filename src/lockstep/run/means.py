@@ -47,6 +47,7 @@ class Deviation(Enum):
     WEIGHTED = 2
     FUNCTION = 3
     OTHER = 4
+    ONE_ENTRY = 5
 
     @property
     def reason(self) -> str:
@@ -72,6 +73,10 @@ _REASONS = {
         "whole, so an average over micro-batches would be wrong. For a mean over something else, such as unmasked "
         "tokens, return the pair (sum, how many were counted). A loss that compares the samples of a batch with each "
         "other needs run.backward(batch, loss, whole_batch=True)."
+    ),
+    Deviation.ONE_ENTRY: (
+        "returns a tensor with one dimension and one entry for all samples of a micro-batch, and an entry counts as "
+        "one sample. For the mean over the samples return a tensor without dimensions, such as value.squeeze()."
     ),
 }
 
@@ -156,13 +161,18 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
     if not has_rows((output, target), samples):
         return Deviation.NONE
 
+    have_one_entry: list[bool] = []
+
     def sums(rows: slice) -> Sums:
-        total, weight = sum_and_weight(function(*rows_of((output, target), rows)), len(range(samples)[rows]))
+        value = function(*rows_of((output, target), rows))
+        have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
+        total, weight = sum_and_weight(value, len(range(samples)[rows]))
         return float(total), float(weight)
 
     dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
-    return deviation_over(sums, samples, most)
+    found = deviation_over(sums, samples, most)
+    return Deviation.ONE_ENTRY if found is not Deviation.NONE and all(have_one_entry) else found
 
 
 def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:
