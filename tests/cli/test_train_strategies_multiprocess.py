@@ -7,9 +7,9 @@ SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "da
 LAYOUTS = [
     pytest.param(("dp", "cpu:3"), marks=pytest.mark.slow),
     pytest.param(("layers", "cpu:2", "--set", "layers.balance=time"), marks=pytest.mark.slow),
-    ("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"),
+    pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"), marks=pytest.mark.slow),
     pytest.param(("fsdp", "cpu:2"), marks=pytest.mark.slow),
-    pytest.param(("pipeline", "cpu:2"), marks=pytest.mark.slow),
+    ("pipeline", "cpu:2"),
     pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,layers=2"), marks=pytest.mark.slow),
 ]
 

@@ -190,7 +190,9 @@ LATE = (
 """Found by one rank in its first step, which ends there; all others are found by every rank before it."""
 
 
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize(
+    "case", [*LATE[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in LATE[3:])]
+)
 def test_what_shows_in_the_first_step_is_refused(case):
     with pytest.raises(ConfigError, match=REFUSED[case][2]):
         run_ranks(one_step, 2, case, timeout=30)
@@ -296,7 +298,10 @@ def freezes_within_an_epoch(world, rank, layer, schedule):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("rank", "layer"), [(0, 0), (0, 3), (1, 0), (1, 3)])
+@pytest.mark.parametrize(
+    ("rank", "layer"),
+    [(0, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0, 0), (1, 0), (1, 3)])],
+)
 def test_layers_that_one_rank_freezes_within_an_epoch_are_refused(rank, layer, schedule):
     with pytest.raises(ConfigError, match=r"do not agree on which parameters are trained in this step"):
         run_ranks(freezes_within_an_epoch, 2, rank, layer, schedule, timeout=30)
