@@ -26,11 +26,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import checks
-from tests.simcuda.machine import Machine
+_NEEDED = {"PIL": "pillow"} | {
+    name: name for name in ("torch", "numpy", "safetensors", "tqdm", "psutil", "filelock")
+}
+"""Packages by the names of their modules."""
+if __name__ == "__main__" and (missing := [_NEEDED[name] for name in _NEEDED if not find_spec(name)]):
+    sys.exit(
+        f"{sys.executable} has no {', '.join(missing)}, which the kit needs. Name another Python (make gpu "
+        "PYTHON=/path/to/python), or install into this one what is missing; the kit installs nothing."
+    )
+
+from tests.gpu import checks  # noqa: E402  # after what they import was looked for
+from tests.simcuda.machine import Machine  # noqa: E402
 
 PARTS = {
     "a": checks.what_is_there,

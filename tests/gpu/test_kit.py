@@ -28,6 +28,16 @@ def test_a_part_ends_in_a_table_on_simulated_devices(machine, tmp_path, parts):
     assert " 0 not met" in done.stdout.splitlines()[-1]
 
 
+def test_a_python_without_what_the_kit_needs_is_told_which_packages():
+    command = [sys.executable, "-S", "-m", "tests.gpu.kit"]  # without site-packages
+    done = subprocess.run(command, cwd=ROOT, env={}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        "has no pillow, torch, numpy, safetensors, tqdm, psutil, filelock, which the kit needs" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
 def sleeps(world):
     """Takes long."""
     time.sleep(30)
