@@ -130,6 +130,10 @@ BROKEN = {
         ["data.root=/no/such", "data.train.root={data}"],
         "'/no/such', which does not exist",
     ),
+    "runs are no class of photos": (
+        ["data.root=/", "data.train.target=lockstep.data:ImageFolder", "data.train.root={data}"],
+        "taken for a class. Set it to a folder elsewhere: --set run.directory=/runs",
+    ),
     "the weights exist": (["weights.path=/no/such.safetensors"], "which is not a file"),
     "what is resumed exists": (["checkpoint.resume=/no/such"], "which does not exist"),
     "a run never writes over another": (["run.name=taken"], "Choose another name"),

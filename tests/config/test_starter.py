@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.config.job_file import load_job
+from lockstep.config.job_file import load_job, parse_set
 from lockstep.config.starter import folder_job, job_text, kind_of, look_at, script_text
 from lockstep.errors import ConfigError
 
@@ -58,6 +58,18 @@ def test_a_folder_of_images_is_a_job(tmp_path):
     folder = write_photos(tmp_path / "my photos")
     config = load_job(str(folder))
     assert (config.job, config.data.root) == ("my-photos", str(folder))
+
+
+def test_a_mistake_in_the_job_of_a_folder_names_no_line_of_a_file_that_is_not_there(tmp_path):
+    folder = write_photos(tmp_path / "photos")
+    with pytest.raises(ConfigError, match=rf"the job made for '{folder}': training.global_batch is 32"):
+        load_job(str(folder), [parse_set("training.micro_batches=3")])
+
+
+def test_a_folder_that_holds_a_job_is_answered_with_its_command(tmp_path):
+    (write_photos(tmp_path / "photos") / "mine.toml").write_text("[model]\n")
+    with pytest.raises(ConfigError, match=r"lockstep train '?.*photos/mine\.toml"):
+        load_job(str(tmp_path / "photos"))
 
 
 def test_a_table_has_its_last_column_as_target_and_leaves_text_out(tmp_path):

@@ -1,5 +1,6 @@
 """The folder that a run writes to, and the checkpoint that it resumes from."""
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.job.run_folder import choose_run_folder, locked, planned_run_folder, run_folder
+from lockstep.job.run_folder import choose_run_folder, discard, locked, planned_run_folder, run_folder
 
 
 @pytest.fixture
@@ -73,6 +74,20 @@ def test_resume_auto_goes_on_in_a_named_folder_with_or_without_a_checkpoint(job,
     assert choose_run_folder(config).checkpoint.resume == ""
     checkpoint(tmp_path / "runs" / "mine")
     assert choose_run_folder(config).checkpoint.resume == "auto"
+
+
+def test_a_folder_in_which_no_run_has_begun_is_removed_and_its_logs_are_kept_elsewhere(job, tmp_path):
+    folder = run_folder(choose_run_folder(job("run.name=mine")))
+    (folder / "ranks").mkdir()
+    (folder / "ranks" / "report.txt").write_text("refused")
+    logs = discard(folder)
+    assert (logs / "report.txt").read_text() == "refused"
+    shutil.rmtree(logs.parent)
+    assert not folder.exists()
+    begun = run_folder(choose_run_folder(job("run.name=mine")))
+    (begun / "job.json").touch()
+    assert discard(begun) is None
+    assert begun.exists()
 
 
 def test_resume_of_a_run_folder_goes_on_in_it(job, tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,10 @@ from lockstep.core.world import World
 from lockstep.data import adopt
 from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.process_group import open_process_group
-from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, LockstepError
+from lockstep.errors import EXIT_DONE, EXIT_RANK, ConfigError, DataError, LockstepError
 from lockstep.job.assemble import build_model, sample_plan
 from lockstep.job.instantiate import importable_from, instantiate
-from lockstep.job.run_folder import choose_run_folder, planned_run_folder
+from lockstep.job.run_folder import choose_run_folder, discard, planned_run_folder, run_folder
 from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
 from lockstep.launch.rank_process import end_process, run_target
@@ -72,7 +73,13 @@ def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) 
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)
             payload = {"config": config.to_json(), "proof": proof, "profile": profile}
-            run_target(EntryTarget(entry=entry, payload=payload))
+            try:
+                run_target(EntryTarget(entry=entry, payload=payload))
+            except (ConfigError, DataError):
+                if world.is_main:
+                    with suppress(OSError):
+                        discard(run_folder(config))
+                raise
     except Stopped as stop:
         end_process(int(stop.reason))
     except Exception as error:

@@ -13,7 +13,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.cli.command_line import Parser
@@ -38,8 +38,8 @@ from lockstep.config.job_file import Override, built_in_jobs, find_job, load_job
 from lockstep.config.rules import data_parallel_holders, machine_problems
 from lockstep.config.strategy_options import ONE_PROCESS, PRECISIONS, STRATEGIES, devices_per_process
 from lockstep.core.world import World, make_environment_portable
-from lockstep.errors import EXIT_DONE, ConfigError, nearest
-from lockstep.job.run_folder import choose_run_folder, locked, run_folder
+from lockstep.errors import EXIT_CONFIG, EXIT_DATA, EXIT_DONE, ConfigError, nearest
+from lockstep.job.run_folder import RANKS, choose_run_folder, discard, locked, run_folder
 from lockstep.launch import Devices, EntryTarget, LaunchOptions, parse_devices, supervise
 from lockstep.launch.hosts import Joined
 from lockstep.launch.options import visible_gpus
@@ -312,13 +312,21 @@ def _supervise(config: JobConfig, devices: Devices, arguments: argparse.Namespac
 
 def _start(config: JobConfig, options: LaunchOptions, same: str, profile: str, joined: Joined | None) -> int:
     """Trains into the run's folder, which this host or node 0 locks against other runs."""
-    options = dataclasses.replace(options, log_directory=str(run_folder(config) / "ranks"))
+    folder = run_folder(config)
+    options = dataclasses.replace(options, log_directory=str(folder / RANKS))
     if profile:
-        trace.begin(run_folder(config))  # raises before any rank is started
+        trace.begin(folder)  # raises before any rank is started
     payload = {"config": config.to_json(), "proof": same, "profile": profile}
     target = EntryTarget(entry=ENTRY, payload=payload)
-    with locked(run_folder(config)) if joined is None or joined.node == 0 else nullcontext():
+    if joined is not None and joined.node:
         return supervise(target, options, joined)
+    with locked(folder):
+        code = supervise(target, options, joined)
+        if code in (EXIT_CONFIG, EXIT_DATA):
+            with suppress(OSError):  # it then stays, with its logs
+                if logs := discard(folder):
+                    say(f"no run has begun, so {folder} was removed. Its logs are in {logs}.")
+        return code
 
 
 def command_of(arguments: argparse.Namespace, settings: Sequence[str], options: Sequence[str]) -> list[str]:

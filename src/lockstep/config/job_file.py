@@ -164,10 +164,12 @@ class _Origin:
         )
 
     def of(self, path: KeyPath) -> str:
-        """The option, or ``file:line``, or the file."""
+        """The option, or ``file:line``, or the file; of a job that is made for a folder, the folder."""
         override = self.override(path)
         if override is not None:
             return override
+        if self._file.path.is_dir():
+            return f"the job made for '{self._file.path}'"
         line = line_of(path, self._file.text)
         return f"{self._file.path}:{line}" if line else str(self._file.path)
 

@@ -7,6 +7,7 @@ that yields what is wrong; ``tests/config/test_rules.py`` has an example that br
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -455,6 +456,22 @@ def _early_stop_has_validation(job: JobConfig, machine: AvailableDevices) -> Ite
 def _data_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if machine.is_here and job.data.root and not Path(job.data.root).exists():
         yield f"is '{job.data.root}', which does not exist. Give the folder of the data with --data DIR."
+
+
+@_rule(JOB_RULES, "runs are no class of photos", "run.directory")
+def _runs_are_no_class(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
+    root = job.data.train.args.get("root")
+    if job.data.train.target != "lockstep.data:ImageFolder" or not (
+        machine.is_here and isinstance(root, str)
+    ):
+        return
+    photos, runs = Path(root).resolve(), Path(job.run.directory).expanduser().resolve()
+    has_splits = any((photos / name).is_dir() for name in ("train", "training"))
+    if runs.is_relative_to(photos) and not has_splits:
+        yield (
+            f"is '{runs}', in the folder of the photos, where it would be taken for a class. Set it to a folder "
+            f"elsewhere: --set run.directory={shlex.quote(str(photos.parent / 'runs'))}"
+        )
 
 
 @_rule(JOB_RULES, "the weights exist", "weights.path")

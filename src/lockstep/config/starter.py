@@ -137,6 +137,12 @@ def folder_job(folder: Path) -> str:
             f"'{folder}' is the folder of a run, not a job. Go on with the run: lockstep train JOB --resume "
             f"{shlex.quote(str(folder))}, where JOB is the job that it was started with."
         )
+    for file in sorted(folder.glob("*.toml")):
+        if "[model]" in file.read_text(errors="replace"):
+            raise ConfigError(
+                f"'{folder}' is a folder, and holds the job '{file.name}'. Train it: lockstep train "
+                f"{shlex.quote(str(file))}"
+            )
     return job_text(look_at(folder, "images"), folder.name)
 
 

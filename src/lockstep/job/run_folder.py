@@ -19,6 +19,8 @@ import itertools
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -32,7 +34,7 @@ from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
 from lockstep.runtime.output import say
 
-FILE, LOCK = "job.json", "lock"
+FILE, LOCK, RANKS = "job.json", "lock", "ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +225,21 @@ def locked(folder: Path) -> Iterator[None]:
         if not has_locks:
             say(f"the file system of {folder} has no locks; {LOCK}.owner there keeps other runs out.")
         yield
+
+
+def discard(folder: Path) -> Path | None:
+    """Removes a run folder in which no run has begun; returns the temporary folder that its logs are moved to.
+
+    A folder that holds anything else stays, and None is returned, as where there are no logs.
+    """
+    if {path.name for path in folder.iterdir()} - {RANKS, LOCK, f"{LOCK}.owner"}:
+        return None
+    logs, aside = folder / RANKS, None
+    if logs.is_dir():
+        aside = Path(tempfile.mkdtemp(prefix=f"lockstep-logs-{folder.name}-"))
+        shutil.move(logs, aside)
+    shutil.rmtree(folder)
+    return aside and aside / RANKS
 
 
 def latest_run(config: JobConfig) -> Path | None:

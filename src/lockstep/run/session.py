@@ -26,7 +26,7 @@ from lockstep.core.world import World, shared_devices
 from lockstep.distributed.process_group import open_process_group
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.runtime import stop_signals
-from lockstep.runtime.error_record import note_own_backward
+from lockstep.runtime.error_record import about_own_backward
 from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.torch_internals import LOST_PEER
@@ -175,7 +175,8 @@ def _explain(
     trace: TracebackType | None,
 ) -> None:
     """Prints an uncaught error; of a lost connection a line, since without a supervisor all ranks share a terminal."""
-    note_own_backward(error, None)
+    if about := about_own_backward(error, None):
+        error.add_note(about)
     if (
         isinstance(error, RuntimeError)
         and not isinstance(error, LockstepError)

@@ -7,6 +7,7 @@ here is called in a step that succeeds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from lockstep.runtime.torch_internals import NOT_DETERMINISTIC
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
+_OF_TYPES = re.compile("dtype|scalar type|Input type")
+"""In torch's errors of an operator whose inputs have several types."""
 _OF_CLASSES = (F.cross_entropy.__code__, F.nll_loss.__code__)
 _OF_PROBABILITIES = (F.binary_cross_entropy_with_logits.__code__, F.binary_cross_entropy.__code__)
 
@@ -88,24 +91,26 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     """Adds what the micro-batches of a step hold to an error of the user's code.
 
     Raises:
-        ConfigError: instead, for an operator that adds in no fixed order, and for too many compiled graphs.
+        ConfigError: instead, for an operator that adds in no fixed order, for too many compiled graphs, and for inputs
+            of another type than the model.
     """
     explain_operator(error, model)
     explain_compiler(error)
     if isinstance(error, LockstepError) or not batch.micro_batches:
         return
     data = batch.micro_batches[0].data
-    error.add_note(f"The data of a micro-batch: {shown(data)}.")
     inputs = data[:-1] if isinstance(data, tuple | list) else data
     own = {p.dtype for p in model.parameters() if p.is_floating_point()}
     given = {
         each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point()
     }
+    said = f"The data of a micro-batch: {shown(data)}."
     if own and given and not given & own:
-        error.add_note(
-            f"The input is {_names(given)} and the model {_names(own)}: convert the samples in the data set, for "
-            "example with .float()."
-        )
+        wrong = f"The input is {_names(given)} and the model {_names(own)}"
+        said = f"{wrong}: convert the samples in the data set, for example with .float(). {said}"
+        if _OF_TYPES.search(str(error)):
+            raise ConfigError(said) from error
+    error.add_note(said)
 
 
 def explain_loss(error: Exception, output: Any, target: Any) -> None:

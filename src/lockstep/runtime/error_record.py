@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.core.world import host_name
-from lockstep.errors import EXIT_RANK, LockstepError
+from lockstep.errors import EXIT_RANK, ConfigError, LockstepError
 from lockstep.runtime.control import map_file
 from lockstep.runtime.heartbeat import Beat
 from lockstep.runtime.stack_dump import Mark, mark_of
@@ -61,10 +61,10 @@ class ErrorRecord:
         return not self.on_purpose and self.kind != "BrokenPipeError" and LOST_PEER.is_in(self.message)
 
 
-def note_own_backward(error: BaseException, beat: Beat | None) -> None:
-    """Adds what to leave out to torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
+def about_own_backward(error: BaseException, beat: Beat | None) -> str:
+    """What to leave out, for torch's error of a ``loss.backward()``, or a GradScaler, beside ``run.backward``.
 
-    Without a heartbeat it is so where none of Lockstep's functions was being called.
+    Empty for any other error. Without a heartbeat it is that error where none of Lockstep's functions was being called.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if beat is None:
@@ -74,11 +74,15 @@ def note_own_backward(error: BaseException, beat: Beat | None) -> None:
     is_of_autograd = (
         bool(frames) and kind_of_frame(frames[-1].filename, frames[-1].name) is FrameKind.AUTOGRAD
     )
-    if is_in_loop and (is_of_autograd or NO_SCALE.is_in(str(error))) and not isinstance(error, LockstepError):
-        error.add_note(
-            "run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(), and a "
-            "GradScaler of your own: lockstep.init(precision='fp16') scales the loss."
-        )
+    is_known = is_of_autograd or NO_SCALE.is_in(str(error))
+    if not (is_in_loop and is_known) or isinstance(error, LockstepError):
+        return ""
+    own = [frame for frame in frames if "/torch/" not in frame.filename]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return (
+        f"run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(){place}, and a "
+        "GradScaler of your own: lockstep.init(precision='fp16') scales the loss."
+    )
 
 
 _WITHOUT_SAMPLES = ("prepare", "data", "save", "load", "wait", "end", "script")
@@ -87,7 +91,9 @@ _WITHOUT_SAMPLES = ("prepare", "data", "save", "load", "wait", "end", "script")
 
 def record_of(error: BaseException, *, rank: int, beat: Beat | None) -> ErrorRecord:
     """Describes an exception that reached the top of a rank."""
-    note_own_backward(error, beat)
+    if about := about_own_backward(error, beat):
+        cause, error = error, ConfigError(about)
+        error.__cause__ = cause
     return ErrorRecord(
         rank=rank,
         host=host_name(),
