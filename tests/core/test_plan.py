@@ -34,6 +34,7 @@ def test_the_picture_in_the_module_s_description():
     first, last = epoch_of(plan_of(11))
     assert (sizes(first), sizes(last)) == ([2, 2, 2, 2], [2, 1])
     assert (first.leaves, last.leaves, first.samples, last.samples) == (4, 2, 8, 3)
+    assert [len(last.numbers(k)) for k in range(4)] == [2, 1, 0, 0]
 
 
 def test_without_shuffling_samples_come_in_order():

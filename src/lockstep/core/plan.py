@@ -210,7 +210,9 @@ class StepPlan:
     sorted by length."""
 
     def numbers(self, k: int) -> list[int]:
-        """The numbers in the data set of the samples of micro-batch k."""
+        """The numbers in the data set of the samples of micro-batch k; none where a short step leaves it empty."""
+        if k >= self.leaves:
+            return []
         found = self.indices[k] if self.drawn is None else self.drawn(self.indices[k])
         return [int(number) for number in found]
 

@@ -10,6 +10,7 @@ import json
 import operator
 import os
 import struct
+import sysconfig
 import time
 import traceback
 from contextlib import suppress
@@ -26,6 +27,7 @@ from lockstep.runtime.stack_dump import Mark, mark_of
 from lockstep.runtime.torch_internals import LOST_PEER, NO_SCALE, FrameKind, kind_of_frame
 
 _RUNPY = "<frozen runpy>"
+_INSTALLED = sysconfig.get_path("purelib") + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -77,7 +79,7 @@ def about_own_backward(error: BaseException, beat: Beat | None) -> str:
     is_known = is_of_autograd or NO_SCALE.is_in(str(error))
     if not (is_in_loop and is_known) or isinstance(error, LockstepError):
         return ""
-    own = [frame for frame in frames if "/torch/" not in frame.filename]
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return (
         f"run.backward(batch, loss) has computed the gradients of this step. Leave out loss.backward(){place}, and a "
