@@ -17,6 +17,7 @@ from lockstep.runtime.torch_internals import (
     LOST_PEER,
     MANY_WORKERS,
     NO_VALUES_HERE,
+    OTHER_TYPE,
     FrameKind,
     kind_of_frame,
     made_optimizers,
@@ -61,6 +62,15 @@ def test_an_operator_on_a_tensor_without_values_says_so():
     with pytest.raises((RuntimeError, NotImplementedError)) as caught:
         layer(torch.zeros(1, 2)).sum().item()
     assert NO_VALUES_HERE.is_in(str(caught.value))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(2, 2), nn.Conv1d(1, 1, 1), nn.GRU(2, 2)], ids=lambda each: type(each).__name__
+)
+def test_an_operator_on_tensors_of_several_types_says_so(layer):
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        layer(torch.zeros(1, 1, 2, dtype=torch.float64))
+    assert OTHER_TYPE.is_in(str(caught.value))
 
 
 def test_other_messages_are_not_taken_for_these():

@@ -7,7 +7,6 @@ here is called in a step that succeeds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +18,10 @@ from torch.utils._pytree import tree_leaves
 from lockstep.data.batch import Batch
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.numerics.compilation import explain_compiler
-from lockstep.runtime.torch_internals import NOT_DETERMINISTIC
+from lockstep.runtime.torch_internals import NOT_DETERMINISTIC, OTHER_TYPE
 from lockstep.text import shorten
 
 _MOST_VALUES = 6
-_OF_TYPES = re.compile("dtype|scalar type|Input type")
-"""In torch's errors of an operator whose inputs have several types."""
 _OF_CLASSES = (F.cross_entropy.__code__, F.nll_loss.__code__)
 _OF_PROBABILITIES = (F.binary_cross_entropy_with_logits.__code__, F.binary_cross_entropy.__code__)
 
@@ -108,7 +105,7 @@ def note_data(error: Exception, batch: Batch, model: nn.Module) -> None:
     if own and given and not given & own:
         wrong = f"The input is {_names(given)} and the model {_names(own)}"
         said = f"{wrong}: convert the samples in the data set, for example with .float(). {said}"
-        if _OF_TYPES.search(str(error)):
+        if OTHER_TYPE.is_in(str(error)):
             raise ConfigError(said) from error
     error.add_note(said)
 
