@@ -13,8 +13,8 @@
     g  CIFAR-10, by one recipe in a plain loop and under Lockstep, and by the built-in job
 
 Ranks beyond the number of cards share them (``--devices 0,0``): NCCL takes them as of several hosts. Every check is a
-row; gpu.json is written after each, so that a kit that is cut short leaves what it has found. A part that is over its
-time skips its other checks.
+row; gpu.json is written after each, with versions and cards, and how a check failed, so that a kit that is cut short
+leaves what it has found. A part that is over its time, or the command over that of all, skips its other checks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARTS = {
 }
 
 
-_LONGER_SECONDS = 30.0
+_LONGER_SECONDS, _DETAILS = 30.0, 3000
 _OVER = "the time of this part was over"
 
 
@@ -69,6 +69,8 @@ class Row:
     verdict: str
     """``met``, ``not met``, ``measured``, or ``skipped``."""
     seconds: float
+    details: str = ""
+    """Of what was raised: the end of its traceback."""
 
 
 class Kit:
@@ -77,11 +79,15 @@ class Kit:
     Args:
         simulated: on simulated devices.
         seconds: of each part.
+        within: seconds of all parts together, from now on.
         out: the file.
         cifar10: the data set's archive or folder; None where it is not there.
     """
 
-    def __init__(self, simulated: bool, seconds: float, out: Path, cifar10: Path | None = None) -> None:
+    def __init__(
+        self, simulated: bool, seconds: float, within: float, out: Path, cifar10: Path | None = None
+    ) -> None:
+        self._end = time.monotonic() + within
         self.simulated, self._seconds, self._out, self.cifar10 = simulated, seconds, out, cifar10
         self.rows: list[Row] = []
         self.about: dict[str, Any] = {"simulated": simulated}
@@ -90,10 +96,10 @@ class Kit:
 
     def run(self, part: str) -> None:
         """Runs the checks of a part until its time is over, and no check for more than some seconds longer."""
-        end = time.monotonic() + self._seconds
+        end = min(time.monotonic() + self._seconds, self._end - _LONGER_SECONDS)
         self.machine.deadline = end + _LONGER_SECONDS
         for name, expected, check in PARTS[part](self):
-            began = time.monotonic()
+            began, details = time.monotonic(), ""
             if began > end:
                 self._add(Row(part, name, expected, _OVER, "skipped", 0.0))
                 continue
@@ -105,10 +111,10 @@ class Kit:
                 if time.monotonic() > end:
                     self._add(Row(part, name, expected, _OVER, "skipped", round(time.monotonic() - began, 1)))
                     continue
-                notes = "\n".join(getattr(error, "__notes__", []))
-                print(f"{error}\n{notes[-2000:]}", file=sys.stderr)
+                details = "\n".join([str(error), *getattr(error, "__notes__", [])])[-_DETAILS:]
+                print(details, file=sys.stderr)
                 found, verdict = f"{type(error).__name__}: {str(error)[:200]}", "not met"
-            self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1)))
+            self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1), details))
 
     @contextmanager
     def another_machine(self, environment: dict[str, str]) -> Iterator[Machine]:
@@ -145,14 +151,16 @@ def main() -> int:
     parser.add_argument("--parts", default="abcdefg", help="which parts, in which order")
     parser.add_argument("--simulated", action="store_true", help="on simulated devices")
     parser.add_argument("--seconds", type=float, default=510.0, help="of each part")
+    parser.add_argument("--within", type=float, default=1800.0, help="seconds of all parts together")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
     parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part g")
     arguments = parser.parse_args()
-    kit = Kit(arguments.simulated, arguments.seconds, arguments.out, arguments.cifar10)
+    kit = Kit(*(getattr(arguments, each) for each in ("simulated", "seconds", "within", "out", "cifar10")))
     try:
         if not kit.cards:
             print("The torch of this Python sees no CUDA device.", file=sys.stderr)
             return 2
+        checks.describe(kit)
         for part in arguments.parts:
             kit.run(part)
     finally:
@@ -160,9 +168,8 @@ def main() -> int:
     print(f"\n{'':21}  check{'':40}expected{'':17}found")
     for row in kit.rows:
         print(_line(row))
-    counts = {
-        verdict: sum(row.verdict == verdict for row in kit.rows) for verdict in ("met", "not met", "measured")
-    }
+    verdicts = ("met", "not met", "measured", "skipped")
+    counts = {verdict: sum(row.verdict == verdict for row in kit.rows) for verdict in verdicts}
     print(f"\n{', '.join(f'{count} {verdict}' for verdict, count in counts.items())}; {arguments.out}")
     return int(counts["not met"] > 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import platform
@@ -19,20 +20,23 @@ import numpy
 import torch
 import torch.distributed as dist
 from PIL import Image
-from tests.simcuda.trainings import Trained, job_of, open_run, saving, train
+from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving, train
 
 from lockstep.data import ImageFolder, RandomResizedCrop
 from lockstep.profile.timeline import DeviceTrace
 from lockstep.profile.trace import TraceSpan
 
-_LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+_NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+"""Variables of NCCL that nobody has set: the loopback interface, and its reasons where it refuses."""
 _SPIN_CYCLES = 1 << 42
+_SHARED_BYTES = 4 << 30
+"""Two loops read ahead 16 batches of 154 MB each at most; one of them stands still."""
 
 
 def _share(shared: dict[str, str]) -> None:
     """Lets ranks share cards over the loopback interface."""
     os.environ.update(shared)
-    for name, value in _LOOPBACK.items():
+    for name, value in _NCCL.items():
         os.environ.setdefault(name, value)
 
 
@@ -97,37 +101,110 @@ def connect(world: Any, shared: dict[str, str]) -> float:
         return float(value)
 
 
-def without_waits(world: Any, shared: dict[str, str], strategy: str, options: dict[str, Any]) -> None:
-    """Trains 20 steps in which a wait of the host for the device raises."""
+def without_waits(
+    world: Any, shared: dict[str, str], strategy: str, options: dict[str, Any], plant: str = ""
+) -> bool:
+    """Trains 20 steps, reading of batches included, in which a wait of the host for the device raises.
+
+    Args:
+        world: this rank.
+        shared: variables of the ranks.
+        strategy: of the run.
+        options: of ``lockstep.init``.
+        plant: a mistake of ``tests.simcuda.trainings.MISTAKES``.
+
+    Returns:
+        Whether a wait that was made on purpose raised.
+    """
     _share(shared)
+    if plant:
+        MISTAKES[plant]()
     torch.manual_seed(0)
     run = open_run(world, strategy, fingerprint_every=0, **options)
-    model, data, loss_fn = job_of("convolutions")
+    model, few, loss_fn = job_of("convolutions")
+    data = torch.utils.data.TensorDataset(*(each.repeat(8, *[1] * (each.dim() - 1)) for each in few.tensors))
     model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    steps = 0
-    for _ in run.epochs(9):
-        for batch in run.batches(data):
-            torch.cuda.set_sync_debug_mode("error" if steps >= 4 else "default")
+    finds = _finds_a_wait()
+    for _ in run.epochs(1):
+        for step, batch in enumerate(run.batches(data)):
             run.backward(batch, loss_fn)
             run.clip_gradients(0.5)
             optimizer.step()
             optimizer.zero_grad()
-            torch.cuda.set_sync_debug_mode("default")
-            steps += 1
+            torch.cuda.set_sync_debug_mode("error" if 2 <= step < 22 else "default")
     run.close()
+    return finds
 
 
-def _resnet(batch: int) -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
+def _finds_a_wait() -> bool:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones((), device="cuda").item()
+        torch.cuda.set_sync_debug_mode("default")  # where simulated devices raise
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def finds_a_race(world: Any) -> bool:
+    """Whether the sanitizer raises where a stream writes what another has just written, and nothing orders them."""
+    values = torch.zeros(1 << 10, device="cuda")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            values.add_(1)
+        values.mul_(2)
+    except Exception:
+        return True
+    return False
+
+
+def kernel_sums(world: Any, device: str = "cuda", leave_out: tuple[torch.dtype, ...] = ()) -> list[str]:
+    """Sums by the fused kernel whose bits are not those of additions one by one; all nodes lie on one device.
+
+    Args:
+        world: this rank.
+        device: of the nodes.
+        leave_out: number types.
+
+    Raises:
+        ImportError: there is no Triton.
+    """
+    from lockstep.core.summation_tree import fold, merges_after_nodes
+    from lockstep.reduce.fused import add_shard
+    from lockstep.reduce.reducer import NodeLayout
+
+    generator, numbers, differ = torch.Generator().manual_seed(0), 4097, []
+    kinds = {torch.float32, torch.float64, torch.float16, torch.bfloat16}.difference(leave_out)
+    for kind, ranks in itertools.product(sorted(kinds, key=str), (1, 2, 3, 8)):
+        for leaves in (ranks, 2 * ranks + 1):
+            nodes = list(itertools.chain.from_iterable(NodeLayout.of(leaves, ranks).ranks))
+            sizes = 10.0 ** torch.randint(-2, 3, (len(nodes), 4104), generator=generator)
+            values = (torch.randn(sizes.shape, generator=generator) * sizes).to(device, kind)
+            # Every row begins at a multiple of 16 bytes, as the kernel is told.
+            copied, found = values.clone(), torch.zeros(ranks, sizes.shape[1], dtype=kind, device=device)
+            expected = fold(zip(nodes, copied), leaves, lambda left, right: left.add_(right))
+            table = torch.tensor([row.data_ptr() for rows in (values, found) for row in rows]).to(device)
+            add_shard(table, merges_after_nodes(nodes, leaves), ranks, (0, numbers), kind)
+            if any(not torch.equal(row[:numbers], expected[:numbers]) for row in found):
+                differ.append(f"{leaves} leaves on {ranks} ranks in {kind}")
+    return differ
+
+
+# Epochs are longer than what is timed, so that no loop pays for the begin of one within.
+def _resnet(batch: int) -> tuple[torch.nn.Module, Any]:
     from lockstep.models import resnet50
 
-    images = torch.randn(8 * batch, 3, 224, 224)
-    labels = torch.arange(8 * batch) % 1000
-    return resnet50(num_classes=1000), torch.utils.data.TensorDataset(images, labels)
+    images, labels = torch.randn(8 * batch, 3, 224, 224), torch.arange(8 * batch) % 1000
+    few = torch.utils.data.TensorDataset(images, labels)
+    return resnet50(num_classes=1000), torch.utils.data.Subset(few, [*range(8 * batch)] * 16)
 
 
-def _perceptron(batch: int) -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
+def _perceptron(batch: int) -> tuple[torch.nn.Module, Any]:
     layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU()]
-    data = torch.utils.data.TensorDataset(torch.randn(batch, 64), torch.arange(batch) % 10)
+    samples = 128 * batch
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 64), torch.arange(samples) % 10)
     return torch.nn.Sequential(*layers, torch.nn.Linear(256, 10)), data
 
 
@@ -169,9 +246,13 @@ def step_times(
     return own, plain, others[0] if others else float("nan")
 
 
-def _workers(name: str) -> int:
-    """Processes that read the data of a model: photos take longer to collate than a step."""
-    return min(8, os.cpu_count() or 1) if name == "resnet50" else 0
+def workers_for(name: str) -> int:
+    """Processes that read the data of a model: photos take longer to collate than a step.
+
+    None where ``/dev/shm``, through which they hand over batches, is too small.
+    """
+    small = Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < _SHARED_BYTES
+    return min(8, os.cpu_count() or 1) if name == "resnet50" and not small else 0
 
 
 def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compiled: bool) -> Any:
@@ -191,7 +272,7 @@ def _lockstep_loop(world: Any, name: str, batch: int, micro_batches: int, compil
 
     def steps() -> Any:
         for _ in run.epochs(100_000):
-            for each in run.batches(data, workers=_workers(name)):
+            for each in run.batches(data, workers=workers_for(name)):
                 run.backward(each, loss_fn)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -209,22 +290,24 @@ def _plain_loop(name: str, data: Any, batch: int, compiled: bool) -> Any:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
     net = torch.compile(net) if compiled else net
     loss_fn = torch.nn.CrossEntropyLoss()
-    workers = _workers(name)
+    workers = workers_for(name)
+    # One epoch without end, and a batch in one call: neither new epochs nor collating hold up this loop.
+    drawn = torch.utils.data.RandomSampler(data, replacement=True, num_samples=10**6 * batch)
+    batches = torch.utils.data.BatchSampler(drawn, batch, drop_last=True)
     loader = torch.utils.data.DataLoader(
-        data, batch, shuffle=True, pin_memory=True, num_workers=workers, persistent_workers=workers > 0
+        data, batch_size=None, sampler=batches, pin_memory=True, num_workers=workers
     )
 
     def steps() -> Any:
-        while True:
-            for inputs, labels in loader:
-                inputs = inputs.to(device, non_blocking=True, memory_format=layout)
-                labels = labels.to(device, non_blocking=True)
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    loss = loss_fn(net(inputs), labels)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                yield
+        for inputs, labels in loader:
+            inputs = inputs.to(device, non_blocking=True, memory_format=layout)
+            labels = labels.to(device, non_blocking=True)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = loss_fn(net(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
 
     going = steps()
     return lambda: next(going)
@@ -265,10 +348,15 @@ def idle_share(spans: Sequence[TraceSpan]) -> float:
     return idle / max(1, busy_until - begin)
 
 
-def photo_rate(world: Any, photos: int, batch: int, workers: int, seconds: float) -> tuple[float, int]:
-    """Photos of 500 x 375 that reach the device in a second, cut to 224 x 224 and mirrored; bytes of one file."""
+def photo_rate(
+    world: Any, photos: int, copies: int, batch: int, workers: int, seconds: float
+) -> tuple[float, int]:
+    """Photos of 500 x 375 that reach the device in a second, cut to 224 x 224 and mirrored; bytes of one file.
+
+    Each photo is there under several names, so that an epoch has more batches than workers read ahead.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-photos-") as folder:
-        size = _write_photos(Path(folder), photos)
+        size = _write_photos(Path(folder), photos, copies)
         run = open_run(world, "single", global_batch=batch, micro_batches=1)
         unused = torch.nn.Linear(1, 1)
         run.prepare(unused, torch.optim.SGD(unused.parameters(), lr=0.1))
@@ -285,7 +373,7 @@ def photo_rate(world: Any, photos: int, batch: int, workers: int, seconds: float
     return rate, size
 
 
-def _write_photos(folder: Path, photos: int) -> int:
+def _write_photos(folder: Path, photos: int, copies: int) -> int:
     """Writes JPEGs of two classes that are as hard to decode as photos; returns the mean size of a file in bytes."""
     generator = numpy.random.default_rng(0)
     sizes = []
@@ -298,6 +386,8 @@ def _write_photos(folder: Path, photos: int) -> int:
         path = folder / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(noisy).save(path, "JPEG", quality=90)
+        for copy in range(1, copies):
+            os.link(path, path.with_stem(f"{number}-{copy}"))
         sizes.append(path.stat().st_size)
     return sum(sizes) // len(sizes)
 

@@ -112,6 +112,22 @@ def _note(kind: bytes, what: bytes) -> None:
         return
     where = _place()
     (_seen.races if kind == b"race" else _seen.waits)[what.decode(), where] += 1
+    if kind == b"wait" and _sync_debug_mode == "error":
+        _forbidden.append(f"{what.decode()} in {where}")
+
+
+_sync_debug_mode = "default"
+_forbidden: list[str] = []
+"""Waits while they were forbidden."""
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    """``torch.cuda.set_sync_debug_mode``, which raises here, not where the host waited: nothing can be raised there."""
+    global _sync_debug_mode
+    found, _sync_debug_mode = _forbidden.copy(), mode
+    _forbidden.clear()
+    if found:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {found[0]}")
 
 
 def _place() -> str:
@@ -243,6 +259,7 @@ def _torch_cuda(count: int) -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: generators[index(device)].set_state(state),
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
+        "set_sync_debug_mode": _set_sync_debug_mode,
     }
 
 

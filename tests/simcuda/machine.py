@@ -22,6 +22,7 @@ from typing import Any, Self
 from tests.simcuda.build import library
 
 ROOT = Path(__file__).parent.parent.parent
+_LONGEST_END = 20.0
 
 
 class Machine:
@@ -109,7 +110,7 @@ def serve(path: Path | None) -> None:
             answer = answers_of(processes, pipes, timeout, 3.0, died)  # type: ignore[no-untyped-call]  # tests
             for process in processes:
                 process.kill()
-                process.join()
+                process.join(_LONGEST_END)  # a driver that hangs keeps a process from ending
         pickle.dump(answer, answers)
         answers.flush()
 
