@@ -52,7 +52,7 @@ from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
 from lockstep.runtime.events import Callback, CallbackHandle, options_of_new_run
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, open_strategy
 
-_LOOK_EVERY = 16
+_LOOK_EVERY = 8
 GradientPass = Callable[..., StepResult]
 """Computes gradients as ``Strategy.backward`` does."""
 

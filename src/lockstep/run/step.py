@@ -12,7 +12,7 @@ a step runs while the device still computes the step before it, unless the loop 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -387,34 +387,77 @@ class BackwardPass:
     """To be set by who computes the gradients."""
 
 
+class _Sent:
+    """Results of steps whose flags are on their way to the host, which does not wait for them."""
+
+    def __init__(self, results: list[tuple[StepResult, StepPlan]]) -> None:
+        self.results = results
+        finite, stop = torch.stack([each.finite for each, _ in results]), results[-1][0].stop
+        flags = torch.cat([finite.double(), stop.double().view(1)])
+        self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        self._host.copy_(flags, non_blocking=True)
+        self._copied = torch.cuda.current_stream(flags.device).record_event()
+
+    def read(self) -> list[float]:
+        """Whether each was finite, and the stop code of the last; waits where a device is far behind."""
+        if not self._copied.query():
+            self._copied.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
 class DeferredResults:
     """Keeps the results of steps for a while: reading a value makes the host wait for a GPU.
 
+        step       | 0 ... 7         | 8 ... 15        | 16 ... 23
+        flags      |        copied ->|    0 to 7 read  |    8 to 15 read         the device has passed those long ago
+
     Args:
-        every: read after every so many steps; 1 where reading costs nothing.
+        every: read after every so many steps, those of a GPU after as many again; 1 where reading costs nothing.
         overflow_expected: whether a loss scaler deals with what is not finite.
     """
 
     def __init__(self, every: int, overflow_expected: bool) -> None:
         self._every, self._overflow_expected = every, overflow_expected
         self._results: list[tuple[StepResult, StepPlan]] = []
+        self._sent: _Sent | None = None
         self.stop = StopReason.NONE
         """Why all ranks agreed to stop, as far as has been read."""
 
     def add(self, result: StepResult, plan: StepPlan) -> None:
         """Takes the result of a step, and reads if it is time. Raises as ``read`` does."""
         self._results.append((result, plan))
-        if len(self._results) >= self._every:
+        if len(self._results) < self._every:
+            return
+        if not result.finite.is_cuda:
             self.read()
+            return
+        before, self._sent = self._sent, _Sent(self._results)
+        self._results = []
+        if before is not None:
+            *finite, stop = before.read()
+            self._look(before.results, finite, stop, later=self._every)
 
     def read(self) -> None:
         """Reads all; ``NonFiniteError`` names the first step that was not finite."""
-        results, self._results = self._results, []
-        for number, (result, plan) in enumerate(results):
-            if not self._overflow_expected and not bool(result.finite):
-                raise_non_finite(result.losses, plan, later_updates=len(results) - 1 - number)
+        results = [*(self._sent.results if self._sent is not None else ()), *self._results]
+        self._sent, self._results = None, []
         if results:
-            self.stop = StopReason(int(results[-1][0].stop)) or self.stop
+            finite = (True if self._overflow_expected else bool(each.finite) for each, _ in results)
+            self._look(results, finite, results[-1][0].stop, later=0)
+
+    def _look(
+        self,
+        results: list[tuple[StepResult, StepPlan]],
+        finite: Iterable[float],
+        stop: float | Tensor,
+        later: int,
+    ) -> None:
+        """Looks at the flags of steps, after which there were so many ``later`` ones."""
+        for number, ((result, plan), good) in enumerate(zip(results, finite)):
+            if not good and not self._overflow_expected:
+                raise_non_finite(result.losses, plan, later_updates=later + len(results) - 1 - number)
+        self.stop = StopReason(int(stop)) or self.stop
 
 
 def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> NoReturn:
