@@ -62,7 +62,8 @@ ports: $(VENV)/.test
 # The proof kit for GPUs (docs/gpu.md), on the torch of PYTHON: make gpu PYTHON=python3 ARGS="--parts ab"; SIMULATED=1 runs it on
 # simulated devices, with the torch of .venv.
 gpu: $(if $(SIMULATED),$(VENV)/.test)
-	PYTHONPATH=src:. $(if $(SIMULATED),$(BIN)/python,$(PYTHON)) -m tests.gpu.kit $(if $(SIMULATED),--simulated) $(ARGS)
+	@[ -n "$(SIMULATED)$(PYTHON)" ] || { echo "Lockstep needs Python 3.11 or newer as python3, or PYTHON=/path/to/it." >&2; exit 2; }
+	PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(if $(SIMULATED),$(BIN)/python,$(PYTHON)) -m tests.gpu.kit $(if $(SIMULATED),--simulated) $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff format --check .

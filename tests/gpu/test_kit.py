@@ -1,13 +1,17 @@
 """The proof kit for GPUs ends in a table on simulated devices."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from tests.gpu.tasks import idle_share
+from tests.gpu import kit
+from tests.gpu.tasks import idle_share, without_waits
 
 from lockstep.profile.trace import TraceSpan
 
@@ -36,6 +40,60 @@ def test_a_python_without_what_the_kit_needs_is_told_which_packages():
         "has no pillow, torch, numpy, safetensors, tqdm, psutil, filelock, which the kit needs" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+def test_no_wait_of_the_host_in_twenty_steps_and_one_on_purpose_is_found(machine):
+    assert machine.run(without_waits, 1, {}, "single", {}) == [True]
+
+
+@pytest.mark.slow
+def test_a_wait_in_lockstep_itself_is_found(machine):
+    with pytest.raises(
+        RuntimeError, match="synchronizing CUDA operation: copy to the device, pageable in lockstep/"
+    ):
+        machine.run(without_waits, 1, {}, "single", {}, "no pinned memory")
+
+
+@pytest.mark.slow
+def test_all_parts_together_end_in_time_and_what_failed_says_where(machine, tmp_path):
+    """Part b alone takes longer; the reason of a row that is not met is in the file too."""
+    command = [sys.executable, "-m", "tests.gpu.kit", "--simulated", "--parts", "bc", "--within", "60"]
+    began = time.monotonic()
+    subprocess.run(
+        [*command, "--out", str(tmp_path / "gpu.json")], cwd=ROOT, capture_output=True, timeout=170
+    )
+    assert time.monotonic() - began < 110
+    content = json.loads((tmp_path / "gpu.json").read_text())
+    assert content["about"]["device"] == "Simulated CUDA"
+    rows = content["rows"]
+    assert {row["part"] for row in rows} == {"b", "c"}
+    assert rows[0]["verdict"] == "met"
+    assert all(row["verdict"] == "skipped" for row in rows if row["part"] == "c")
+
+
+def test_what_a_check_raised_is_in_the_file_with_its_traceback(tmp_path, monkeypatch):
+    def fails():
+        error = ValueError("short")
+        error.add_note("raised on rank 1 of 2")
+        raise error
+
+    monkeypatch.setitem(kit.PARTS, "a", lambda kit: iter([("check", "", fails)]))
+    monkeypatch.setattr(kit, "Machine", lambda simulated: SimpleNamespace())
+    made = kit.Kit(True, 60.0, 90.0, tmp_path / "gpu.json")
+    made.run("a")
+    (row,) = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert (row["verdict"], row["found"]) == ("not met", "ValueError: short")
+    assert row["details"] == "short\nraised on rank 1 of 2"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton==3.7.1)")
+def test_the_sums_of_the_fused_kernel_are_compared_on_one_device():
+    """In Triton's interpreter, which rounds to bfloat16 in a way of its own."""
+    code = "import torch; from tests.gpu.tasks import kernel_sums; print(kernel_sums(None, 'cpu', (torch.bfloat16,)))"
+    given = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=given, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
 def sleeps(world):

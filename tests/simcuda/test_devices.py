@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import require
-from tests.simcuda.trainings import train
+from tests.simcuda.trainings import job_of, open_run, train
 
 from lockstep.errors import ConfigError
 
@@ -83,6 +83,28 @@ def test_the_host_waits_for_copies_of_pageable_memory_and_for_numbers(machine):
             "an addition": [],
         }
     ]
+
+
+def not_finite(world):
+    """Trains on data of which the samples of one step have no finite loss."""
+    run = open_run(world, "single", fingerprint_every=0)
+    model, few, loss_fn = job_of("perceptron")
+    values, labels = (each.repeat(8, *[1] * (each.dim() - 1)) for each in few.tensors)
+    values[16 * 3] = float("nan")
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    for _ in run.epochs(1):
+        for batch in run.batches(torch.utils.data.TensorDataset(values, labels), shuffle=False):
+            run.backward(batch, loss_fn)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_that_is_not_finite_is_read_some_steps_later(machine):
+    """At step 15 the flags of steps 0 to 7 are read, which have long arrived by then."""
+    with pytest.raises(
+        RuntimeError, match="loss of step 3 is nan .*samples 48.* was read back 12 steps later"
+    ):
+        machine.run(not_finite, 1)
 
 
 def mixed(world):
