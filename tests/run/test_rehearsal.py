@@ -190,6 +190,35 @@ def test_what_a_refused_run_changed_is_put_back():
     assert all(parameter.grad is None for parameter in trained.parameters())
 
 
+def test_what_functions_write_into_their_input_does_not_depend_on_the_checks():
+    class Scales(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.sub_(0.5).mul_(2))
+
+    def from_one(output, target):
+        target -= 1
+        return F.cross_entropy(output, target)
+
+    def chance(output, target):
+        return output.sub_(output.mean(1, keepdim=True)).softmax(1).amax(1) + target.sub_(1)
+
+    found = []
+    for checks in ("first", "off"):
+        inputs, targets = data().tensors
+        rows = TensorDataset(inputs, targets + 1)
+        torch.manual_seed(3)
+        trained = Scales(nn.Linear(8, 4))
+        run = Run(RunOptions.of(global_batch=16, micro_batches=4, strategy="single", checks=checks), World())
+        _, optimizer = run.prepare(trained, torch.optim.SGD(trained.parameters(), lr=0.1))
+        for batch in run.batches(rows):
+            found.append(run.backward(batch, from_one, also={"odds": lambda o, _: o.exp_().sum(1)}))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(run.evaluate(rows, chance))
+        run.close()
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
 def test_input_that_is_written_to_is_read_once():
     class Writes(Calls):
         def forward(self, x):

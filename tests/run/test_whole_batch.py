@@ -120,6 +120,30 @@ def test_the_gradient_is_that_of_one_undivided_batch():
     assert separate == pytest.approx(losses, rel=1e-5)
 
 
+def test_a_model_that_writes_into_its_input_has_the_gradient_of_one_call():
+    def gradient(scaled, inputs):
+        torch.manual_seed(0)
+        model = scaled(nn.Linear(6, 3))
+        run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", checks="off"), World())
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.backward(
+            next(run.batches(TensorDataset(inputs, torch.arange(8)), shuffle=False)), rivals, whole_batch=True
+        )
+        run.close()
+        return model[0].weight.grad
+
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.sub_(1).mul_(2))
+
+    def rivals(output, target):
+        return F.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+    expected = gradient(nn.Sequential, (inputs - 1) * 2)
+    assert torch.equal(gradient(Scaled, inputs), expected)
+
+
 class Learned(nn.Module):
     def __init__(self):
         super().__init__()

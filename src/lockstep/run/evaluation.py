@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
-from lockstep.data.batch import MicroBatch
+from lockstep.data.batch import MicroBatch, map_leaves
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
 from lockstep.run.save import save_and_stop
+from lockstep.run.short_step import copied
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -158,7 +159,8 @@ def evaluation(
 
     def rehearse(micro_batch: MicroBatch | None) -> None:
         def output_of(given: MicroBatch) -> Any:
-            output = _output(output_and_target, given, forward)
+            own = map_leaves(given.data, copied)  # a forward pass may write into its input
+            output = _output(output_and_target, replace(given, data=own), forward)
             randomness.leave()
             return output
 

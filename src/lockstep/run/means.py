@@ -293,8 +293,8 @@ def has_rows(data: Any, samples: int) -> bool:
 
 
 def rows_of(data: Any, rows: slice) -> Any:
-    """The data with some rows of each tensor."""
-    return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows], data)
+    """The data with copies of some rows of each tensor: a loss or a metric may write into what it is given."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows].clone(), data)
 
 
 def joined(parts: Sequence[Any]) -> Any:
