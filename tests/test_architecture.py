@@ -101,6 +101,43 @@ def test_parts_of_one_layer_do_not_import_in_a_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+KNOW_A_DEVICE_TYPE = {
+    "runtime/devices.py": "the one place",
+    "core/fingerprint.py": "what decides the bits of a device",
+    "core/summation_tree.py": "sums of CUDA have an order of their own",
+    "numerics/precision.py": "settings of NVIDIA's libraries",
+    "launch/options.py": "counts GPUs before torch is imported",
+    "cli/train.py": "as that",
+    "strategies/absent.py": "the attribute is_cuda of tensors",
+    "strategies/pipeline/chain.py": "settings that the code of a model may change",
+}
+
+
+_TYPES = ("cuda", "cpu:gloo,cuda:nccl", "xpu", "mps")
+_OF_STREAMS = (
+    "torch.cuda.current_stream",
+    "torch.cuda.synchronize",
+    "torch.cuda.Stream",
+    "torch.cuda.stream",
+)
+
+
+def asked_types(path):
+    """Lines of a file that compare or make a device type other than the CPU's, or use its streams."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = isinstance(node, ast.Constant) and node.value in _TYPES
+        asks = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
+        queues = isinstance(node, ast.Call) and ast.unparse(node.func) in _OF_STREAMS
+        if names or asks or queues:
+            yield node.lineno
+
+
+def test_one_module_asks_for_the_type_of_a_device():
+    found = {str(path.relative_to(PACKAGE)): list(asked_types(path)) for path in modules()}
+    found = {name: lines for name, lines in found.items() if lines and not name.startswith("lint/")}
+    assert set(found) == set(KNOW_A_DEVICE_TYPE), found
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("__init__.py")), ids=lambda path: str(path.parent.name))
 def test_public_names_are_listed(path):
     tree = ast.parse(path.read_text())

@@ -292,15 +292,13 @@ def measure() -> dict[str, Any]:
     from lockstep.core.world import World, host_name
     from lockstep.distributed.collectives import gather_json
     from lockstep.distributed.process_group import open_process_group
+    from lockstep.runtime.devices import choose_device, collectives_for
 
     world = World.from_environment()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", world.local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
+    device = choose_device(world)
     if world.world_size == 1:
         return {"latency": 0.0, "large": 0.0, "pairs": [], "hosts": [host_name()]}
-    with open_process_group(world, backend="nccl" if on_gpu else "gloo"):
+    with open_process_group(world, backend=collectives_for(device)):
         assert dist.group.WORLD is not None, "it was opened above"
         hosts = gather_json(host_name(), dist.group.WORLD, device)
         small = torch.zeros(SMALL // 4, device=device)
@@ -356,13 +354,12 @@ def _pair(left: int, right: int, rank: int, message: Any, device: Any) -> float:
 
 
 def _median(call: Callable[[], object], times: int, device: Any) -> float:
-    import torch
+    from lockstep.runtime.devices import wait_for
 
     seconds = []
     for _ in range(times + 2):
         begin = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median_high(seconds[2:])

@@ -57,6 +57,19 @@ def test_the_doctor_finds_devices_and_measures(machine):
         assert measured["large"] > 0
 
 
+def examined_on_one_device(world):
+    """As ``examined``, with ``--devices 3,3``; returns what is measured, and the device."""
+    os.environ["LOCKSTEP_DEVICES"] = "3,3"
+    _, measured = examined(world)
+    return measured["large"], torch.cuda.current_device()
+
+
+def test_the_doctor_measures_between_ranks_that_share_a_device(machine):
+    for seconds, device in machine.run(examined_on_one_device, 2):
+        assert seconds > 0
+        assert device == 3
+
+
 def timed(world):
     """Phases that ``lockstep scale`` times in a training."""
     from lockstep.scale.rank import StepObserver

@@ -22,6 +22,7 @@ from lockstep.checkpoint.sharded import ShardedOrder
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.checkpoint.writer import Order
 from lockstep.errors import EXIT_DATA, LockstepError
+from lockstep.runtime.devices import current_stream, gpu, is_gpu
 from lockstep.runtime.output import say
 from lockstep.runtime.stop_signals import CriticalThread
 
@@ -34,7 +35,7 @@ def snapshot(state: CheckpointState) -> tuple[CheckpointState, list[torch.cuda.E
     """
     copied = dataclasses.replace(state, model=_copies(state.model), optimizer=_copies(state.optimizer))
     tensors = [*state.model.values(), *state.optimizer.values()]
-    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    devices = sorted({t.device.index for t in tensors if is_gpu(t.device)})
     return copied, [_mark(device) for device in devices]
 
 
@@ -43,16 +44,14 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
+    if not is_gpu(tensor.device):
         return tensor.to("cpu").clone(memory_format=torch.contiguous_format)
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return target.copy_(tensor, non_blocking=True)
 
 
 def _mark(device: int) -> torch.cuda.Event:
-    with torch.cuda.device(device):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
-        event.record()
+    event: torch.cuda.Event = current_stream(gpu(device)).record_event()
     return event
 
 

@@ -31,6 +31,7 @@ from lockstep.job.summary import Facts, describe
 from lockstep.launch import EntryTarget
 from lockstep.launch.rank_process import end_process, run_target
 from lockstep.runtime.control import Stopped
+from lockstep.runtime.devices import collectives_for, gpu, has_gpus
 from lockstep.runtime.output import say
 from lockstep.runtime.parent_death import arm_future_children, tie_to_launcher
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -68,7 +69,7 @@ def join(config: JobConfig, world: World, entry: str, proof: str, profile: str) 
     """
     tie_to_launcher(world)
     arm_future_children()
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = collectives_for(gpu(0) if has_gpus() else torch.device("cpu"))
     try:
         with open_process_group(world, backend=backend, timeout=config.run.timeout):
             config = agree_on_run_folder(config, world)

@@ -35,6 +35,7 @@ from lockstep.distributed.network import addresses, interface_towards
 from lockstep.distributed.rendezvous import meeting_address, open_store
 from lockstep.errors import ConfigError, RankError
 from lockstep.runtime.control import Stopped
+from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.heartbeat import Heartbeat, Membership
 from lockstep.runtime.stack_dump import Mark, stack_marker
 from lockstep.text import numbered, ranges
@@ -177,7 +178,7 @@ def open_group(
 
 def connect(group: dist.ProcessGroup, device: torch.device | None) -> None:
     """Makes the NCCL communicator of a group now, with a sum of one number. Collective; does nothing on a CPU."""
-    if device is not None and device.type == "cuda":
+    if device is not None and is_gpu(device):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -187,7 +188,7 @@ def connect_pair(source: int, target: int, group: dist.ProcessGroup, device: tor
     NCCL has a communicator for each pair of ranks that send and receive, which it makes when they first do.
     """
     me = dist.get_rank()
-    if device.type != "cuda" or me not in (source, target):
+    if not is_gpu(device) or me not in (source, target):
         return
     number = torch.zeros(1, device=device)
     if me == source:

@@ -50,6 +50,7 @@ from lockstep.numerics.hooks import (
     is_hooked,
     put_users_first,
 )
+from lockstep.runtime.devices import generators_of
 
 _NEVER_DRAW = (
     nn.Linear,
@@ -116,10 +117,7 @@ class KeyedRandomness:
         self._generators = [torch.default_generator]
         self.keys_global_generators = False
         """True if NumPy's and Python's global generators are seeded too."""
-        if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's stub
-            numbers = dict.fromkeys(each.index or 0 for each in (device, *others))
-            self._generators += [torch.cuda.default_generators[number] for number in numbers]
+        self._generators += generators_of([device, *others])
         self._fresh = [torch.Generator(each.device) for each in self._generators]
         self._frames: list[_Frame] = []
         self._calls: dict[str, int] = {}

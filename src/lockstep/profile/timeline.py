@@ -33,6 +33,7 @@ from lockstep.data.reader import ReadTrace
 from lockstep.errors import ConfigError
 from lockstep.profile import trace
 from lockstep.profile.trace import ProfileWindow, SpanRecorder, TraceSpan, events
+from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import Callback, CallbackHandle
 
 
@@ -307,7 +308,7 @@ def open_timeline(options: RunOptions, world: World, device: torch.device) -> Ti
         _folder(options),
         rank=world.rank,
         title=f"rank {world.rank} ({options.strategy}, {device.type})",
-        device=DeviceTrace() if device.type == "cuda" else None,
+        device=DeviceTrace() if is_gpu(device) else None,
     )
 
 

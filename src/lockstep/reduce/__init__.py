@@ -20,6 +20,7 @@ from lockstep.reduce.powersgd import PowerSgdReducer
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer
 from lockstep.reduce.ring import RingReducer
 from lockstep.reduce.shared_memory import SharedMemoryReducer
+from lockstep.runtime.devices import is_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def open_reducer(
     if shared and can_share_memory(group, device):
         return SharedMemoryReducer(group, timeout)
     ordered = OrderedReducer(group, _gather_group(group, device), device)
-    return _fused(ordered, group, device, timeout) if may_fuse and device.type == "cuda" else ordered
+    return _fused(ordered, group, device, timeout) if may_fuse and is_gpu(device) else ordered
 
 
 def _fused(

@@ -28,6 +28,7 @@ from lockstep.distributed.process_group import open_group
 from lockstep.errors import ConfigError
 from lockstep.reduce.ordered import OrderedBucket
 from lockstep.reduce.reducer import BucketShape, NodeLayout
+from lockstep.runtime.devices import is_gpu, new_stream, on_stream
 
 
 class OrderedHookState:
@@ -45,7 +46,7 @@ class OrderedHookState:
         self._exchanges: dict[int, _Exchange] = {}
         self._sent: list[_Exchange] = []
         self._gathering: list[_Exchange] = []
-        self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._side_streams: dict[torch.device, torch.cuda.Stream | None] = {}
 
     def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Sends a bucket's shards on their way. Collective, in bucket order."""
@@ -61,8 +62,8 @@ class OrderedHookState:
     def advance(self, *, everything: bool) -> None:
         """Moves on the buckets whose data has arrived, the oldest first; or all of them, to their end."""
         device = self._sent[0].device if self._sent else torch.device("cpu")
-        if device.type == "cuda":
-            with torch.cuda.stream(self._side_stream(device)):
+        if is_gpu(device):
+            with on_stream(self._side_stream(device)):
                 self._advance(everything=True)  # nothing waits but the stream
         else:
             self._advance(everything=everything)
@@ -70,16 +71,16 @@ class OrderedHookState:
     def _advance(self, *, everything: bool) -> None:
         while self._sent and (everything or self._sent[0].has_arrived()):
             exchange = self._sent.pop(0)
-            group = self.group if exchange.device.type == "cuda" else self._gather_group
+            group = self.group if is_gpu(exchange.device) else self._gather_group
             exchange.fold_and_gather(self._layout, group)
             self._gathering.append(exchange)
         while self._gathering and (everything or self._gathering[0].has_arrived()):
             self._gathering.pop(0).complete()
 
-    def _side_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def _side_stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which folding does not wait for backward's own kernels."""
         if device not in self._side_streams:
-            self._side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's stub
+            self._side_streams[device] = new_stream(device)
         return self._side_streams[device]
 
 
@@ -125,7 +126,7 @@ class _Exchange(OrderedBucket):
     ) -> torch.futures.Future[Tensor]:
         self._buffer = buffer
         self._future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[self.device] if self.device.type == "cuda" else None
+            devices=[self.device] if is_gpu(self.device) else None
         )
         self.staging(0).copy_(buffer)
         self.send(layout, rank, group)

@@ -33,6 +33,7 @@ from lockstep.distributed.collectives import gather_json
 from lockstep.distributed.shared_memory import host_identity
 from lockstep.reduce.ordered import OrderedBucket, OrderedReducer
 from lockstep.reduce.reducer import BucketShape, NodeLayout, most_slots
+from lockstep.runtime.devices import current_stream, is_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -155,8 +156,8 @@ class FusedBucket(OrderedBucket):
 
     def send(self, layout: NodeLayout, rank: int, group: dist.ProcessGroup) -> None:
         """Notes that this rank's nodes are written, on the current stream."""
-        if self._total.is_cuda:
-            self._written = torch.cuda.current_stream(self._total.device).record_event()
+        if is_gpu(self._total.device):
+            self._written = current_stream(self._total.device).record_event()
 
     def has_arrived(self) -> bool:
         """True: the barrier waits for the others' nodes."""
@@ -165,7 +166,7 @@ class FusedBucket(OrderedBucket):
     def fold_and_gather(self, layout: NodeLayout, group: dist.ProcessGroup) -> None:
         """Adds this rank's shard of all ranks' nodes, and writes it to all ranks, on the current stream."""
         if self._written is not None:
-            torch.cuda.current_stream(self._total.device).wait_event(self._written)
+            current_stream(self._total.device).wait_event(self._written)
         self._memory.barrier()
         add_shard(
             self._table(layout),
@@ -190,7 +191,7 @@ class FusedBucket(OrderedBucket):
                 for slot in range(len(held))
             ]
             table = torch.tensor([*nodes, *begins], dtype=torch.int64)
-            if self._total.is_cuda:
+            if is_gpu(self._total.device):
                 table = table.pin_memory().to(self._total.device, non_blocking=True)
             self._tables[layout] = table
         return self._tables[layout]

@@ -21,6 +21,7 @@ from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import Node, fold
 from lockstep.distributed.collectives import all_gather_flat
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
+from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.runtime.stack_dump import Mark, stack_marker
 
 
@@ -38,9 +39,7 @@ class OrderedReducer(Reducer):
     ) -> None:
         self._group, self._gather_group, self._device = group, gather_group, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._side_stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
-        )
+        self._side_stream = new_stream(device)
         self._buckets: list[OrderedBucket] = []
         self._layout = NodeLayout(0, ())
         self._started = self._folded = 0
@@ -79,7 +78,7 @@ class OrderedReducer(Reducer):
         if headers is not None:
             headers.wait()
         if self._side_stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._side_stream)
+            current_stream(self._device).wait_stream(self._side_stream)
         return self._headers
 
     def total(self, bucket: int) -> Tensor:
@@ -104,7 +103,7 @@ class OrderedReducer(Reducer):
         if self._side_stream is None:
             bucket.fold_and_gather(self._layout, self._gather_group)
             return
-        with torch.cuda.stream(self._side_stream):
+        with on_stream(self._side_stream):
             bucket.fold_and_gather(self._layout, self._gather_group)
 
 

@@ -26,6 +26,7 @@ from lockstep.distributed.collectives import all_reduce_max, gather_json
 from lockstep.errors import ConfigError, DataError
 from lockstep.numerics.running_buffers import has_batch_norm
 from lockstep.run.epoch_loop import Read
+from lockstep.runtime.devices import has_gpus, is_gpu
 from lockstep.strategies import Strategy
 from lockstep.text import shorten
 
@@ -207,7 +208,7 @@ class LoaderCache:
         processes = workers if workers is not None else source.workers or 0
         if self.clocks is not None and name:
             self.clocks.append(ReadTrace(name, processes))
-        on_gpu = self._strategy.device.type == "cuda" and torch.cuda.is_available()
+        on_gpu = is_gpu(self._strategy.device) and has_gpus()
         return ReadingOptions(
             seed=self._options.seed,
             workers=processes,

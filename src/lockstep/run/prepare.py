@@ -32,6 +32,7 @@ from lockstep.numerics.running_buffers import explain_single_values
 from lockstep.run.loaders import smallest_micro_batch
 from lockstep.run.optimizer_step import needs_closure, require_whole
 from lockstep.run.session import RunSession, returning_freed_memory
+from lockstep.runtime.devices import is_gpu
 from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
@@ -439,7 +440,7 @@ def describe(
         channels_last=options.channels_last,
         sync_batch_norm=options.sync_batch_norm,
         tensor_shards=options.tensor.shards,
-        deterministic=session.device.type == "cuda" and options.deterministic,
+        deterministic=is_gpu(session.device) and options.deterministic,
         optimizers=tuple(implementation(each) for each in optimizers),
     )
 

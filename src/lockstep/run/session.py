@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.core.world import World, shared_devices
+from lockstep.core.world import World
 from lockstep.distributed.process_group import open_process_group
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.runtime import stop_signals
+from lockstep.runtime.devices import choose_device, collectives_for
 from lockstep.runtime.error_record import about_own_backward
 from lockstep.runtime.events import StepEvents
 from lockstep.runtime.heartbeat import Heartbeat, Membership
@@ -110,7 +111,7 @@ class RunSession:
 
     def __init__(self, world: World, threads: int | None, timeout: float, devices: int = 1) -> None:
         self.world = world
-        self.device = _choose_device(world, devices)
+        self.device = choose_device(world, devices)
         self.threads = threads if threads is not None else int(os.environ.get("OMP_NUM_THREADS", "1") or "1")
         torch.set_num_threads(self.threads)
         if self.device.type == "cpu":
@@ -125,7 +126,7 @@ class RunSession:
                 sys.excepthook = partial(_explain, world.rank, sys.excepthook)
         self._stack = ExitStack()
         if world.world_size > 1 and not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            backend = collectives_for(self.device)
             self._stack.enter_context(open_process_group(world, backend=backend, timeout=timeout))
             atexit.register(self._close_at_exit)
         self.group = dist.group.WORLD if world.world_size > 1 else None
@@ -185,36 +186,3 @@ def _explain(
         logger.error(_LOST_PEER, rank)
     else:
         former(kind, error, trace)
-
-
-def _choose_device(world: World, devices: int) -> torch.device:
-    """The first CUDA device of this local rank where there is one, else the CPU."""
-    if not torch.cuda.is_available():
-        other = torch.accelerator.current_accelerator(check_available=True)
-        if other is not None and world.is_main:
-            logger.warning(
-                "This host has a device of type %s, which Lockstep does not use yet: it trains on the CPU. NVIDIA GPUs "
-                "are supported.",
-                other.type,
-            )
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    number = world.local_rank * devices
-    if shared := shared_devices():
-        number = shared[number]
-        # NCCL refuses two ranks on one device, and takes them as of two hosts if they say so.
-        os.environ.setdefault("NCCL_HOSTID", f"lockstep-{world.rank}")
-        if world.is_main:
-            logger.warning(
-                "Some GPUs are given to several ranks (%s). That is meant for tests: the ranks share its memory and "
-                "its time, and exchange over the network interface.",
-                ", ".join(map(str, shared)),
-            )
-    if number >= count:
-        raise ConfigError(
-            f"Rank {world.rank} is number {world.local_rank} on its host, which shows {count} CUDA devices. Start at "
-            f"most {count} processes there, show more devices by CUDA_VISIBLE_DEVICES, or train with --devices cpu:N."
-        )
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)

@@ -28,6 +28,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
+from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
 from lockstep.strategies import StepResult
@@ -45,9 +46,7 @@ class DeviceTransfer:
 
     def __init__(self, device: torch.device, events: StepEvents = NO_EVENTS) -> None:
         self._device, self._events = device, events
-        self._stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
-        )
+        self._stream = new_stream(device)
 
     def __call__(self, data: Any) -> Any:
         """The same data with its tensors on the device, and whatever else has a method ``to``.
@@ -60,7 +59,7 @@ class DeviceTransfer:
             call()
         delivered = map_leaves(data, self._moved if self._stream is None else self._copied)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current_stream(self._device).wait_stream(self._stream)
         for call in self._events.copy_end:
             call()
         return delivered
@@ -73,9 +72,9 @@ class DeviceTransfer:
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.device.type != "cpu":
             return self._moved(value)  # over the current stream: nothing can record an object's tensors
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             copied = value.to(self._device, non_blocking=True)
-        copied.record_stream(torch.cuda.current_stream(self._device))
+        copied.record_stream(current_stream(self._device))
         return copied
 
 

@@ -24,10 +24,10 @@ _PAUSE = 0.02
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this process has had: allocated on one GPU, or else resident, Python and torch included."""
-    if device.type == "cuda":
-        import torch
+    if device.type != "cpu":
+        from lockstep.runtime.devices import peak_memory_of_gpus
 
-        return max(torch.cuda.max_memory_allocated(each) for each in range(torch.cuda.device_count()))
+        return peak_memory_of_gpus()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

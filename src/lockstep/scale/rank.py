@@ -28,6 +28,7 @@ from lockstep.job.assemble import assemble
 from lockstep.reduce import BucketShape, NodeLayout, Reducer, open_reducer
 from lockstep.run import Run
 from lockstep.runtime import Callback
+from lockstep.runtime.devices import wait_for
 from lockstep.scale.measured import PhaseClock
 from lockstep.trainer import Trainer
 
@@ -70,8 +71,7 @@ class StepObserver(Callback):
             self.clock.copied(self._now() - self._copy_began)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         return time.perf_counter()
 
 

@@ -39,6 +39,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.numerics.sync_batch_norm import RankRows, synchronise
 from lockstep.reduce import Reducer
+from lockstep.runtime.devices import current_stream, is_gpu, on_stream, selected
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies.ddp import DistributedDataParallel, Replicated, Single
 from lockstep.strategies.gradients import StepSums
@@ -190,7 +191,7 @@ class TaskThreads:
         kind, default = self._device.type, torch.get_default_device()
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cached = torch.is_autocast_cache_enabled()
-        stream = torch.cuda.current_stream(self._device) if kind == "cuda" else None
+        stream = current_stream(self._device) if is_gpu(self._device) else None
 
         def enter() -> ExitStack:
             stack = ExitStack()
@@ -200,8 +201,8 @@ class TaskThreads:
             if default.type != "cpu":
                 stack.enter_context(default)
             if stream is not None:
-                stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(selected(self._device))
+                stack.enter_context(on_stream(stream))
             return stack
 
         return enter

@@ -23,7 +23,6 @@ import copy
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -47,6 +46,7 @@ from lockstep.numerics.hooks import (
 )
 from lockstep.numerics.randomness import draws_in_forward
 from lockstep.numerics.running_buffers import RunningBuffers
+from lockstep.runtime.devices import selected
 from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.gradients import GradientTree, variables_of
 from lockstep.strategies.strategy import Compute, StepResult
@@ -310,8 +310,7 @@ class DataParallel(Replicated):
         self, replica: Replica, micro_batches: Sequence[MicroBatch], compute: Compute, scale: float
     ) -> list[Computed]:
         """One replica's part of a step."""
-        on_device = torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext()
-        with on_device:
+        with selected(replica.device):
             return [self._run_one(replica, each, compute, scale) for each in micro_batches]
 
     def _run_one(self, replica: Replica, micro_batch: MicroBatch, compute: Compute, scale: float) -> Computed:

@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.reduce import BucketShape, Reducer
 from lockstep.reduce.reducer import most_slots
+from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.strategy import StepResult
 
@@ -71,7 +72,7 @@ class StepHeader:
         start = 2 * self._longest
         row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
         row[self.size - len(flags) :] = torch.tensor(flags, dtype=torch.float64)
-        if advanced.is_cuda:
+        if is_gpu(advanced.device):
             row = row.pin_memory()  # the copy of pageable memory would be waited for
         row = row.to(advanced.device, non_blocking=True)
         if losses:
@@ -493,7 +494,7 @@ def _fill_buckets(slots: list[Slot]) -> list[list[Slot]]:
     buckets: list[list[Slot]] = []
     size = 0
     for slot in reversed(slots):
-        limit = _CUDA_BUCKET_BYTES if slot.parameter.device.type == "cuda" else _BUCKET_BYTES
+        limit = _CUDA_BUCKET_BYTES if is_gpu(slot.parameter.device) else _BUCKET_BYTES
         limit = _FIRST_BUCKET_BYTES if len(buckets) == 1 else limit
         full = bool(buckets) and size + slot.parameter.nbytes > limit
         if not buckets or full or buckets[-1][0].parameter.dtype != slot.parameter.dtype:

@@ -15,6 +15,7 @@ from lockstep.distributed.rank_exchange import RankExchange, open_exchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import RankRows
 from lockstep.reduce import Reducer, open_reducer
+from lockstep.runtime.devices import count_gpus, gpu, is_gpu
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.strategies.concurrent_micro_batches import SyncedDistributedDataParallel, SyncedSingle
 from lockstep.strategies.ddp import DistributedDataParallel, Single
@@ -52,7 +53,7 @@ def open_strategy(
     mesh = mesh_of(options.strategy, options.mesh, world_size)
     strategy = _OPEN[options.strategy](options, Groups.open(mesh, group, device), device)
     strategy.events = events
-    if device.type == "cuda" and not options.deterministic:
+    if is_gpu(device) and not options.deterministic:
         strategy.level = Level.STATISTICAL
     return strategy
 
@@ -107,14 +108,14 @@ def _devices_of_process(first: torch.device, count: int) -> list[torch.device]:
     """The devices of one process: ``count`` from its first; 0 for all GPUs, or two on CPUs, which are all the same."""
     if first.type == "cpu":
         return [first] * (count or 2)
-    start, found = first.index or 0, torch.cuda.device_count()
+    start, found = first.index or 0, count_gpus()
     if shared := shared_devices():
-        return [torch.device("cuda", number) for number in shared[: count or None]]
+        return [gpu(number) for number in shared[: count or None]]
     if start + count > found:
         raise ConfigError(
             f"{count} devices starting at cuda:{start} were requested, but this process sees {found} GPUs. Use fewer."
         )
-    return [torch.device("cuda", number) for number in range(start, start + count if count else found)]
+    return [gpu(number) for number in range(start, start + count if count else found)]
 
 
 def _open_fsdp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:

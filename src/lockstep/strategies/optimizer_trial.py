@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError
+from lockstep.runtime.devices import open_gpus
 from lockstep.strategies.sharding import rows_of
 
 _ROWS = (1, 8, 37)
@@ -283,7 +284,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 @contextmanager
 def _own_randomness() -> Iterator[Any]:
     """Keeps all generators as they are; gives a function that tells whether numbers were drawn in between."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]  # torch's stub
+    devices = open_gpus()
     before = random.getstate(), np.random.get_state()
 
     def states() -> list[Any]:

@@ -18,6 +18,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.naming import known_classes
 from lockstep.loggers import Logger
 from lockstep.run import Run
+from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy
@@ -304,6 +305,6 @@ class Trainer(Callback):
             level=run.strategy.level,
             bytes_per_step=bytes_per_step,
             peak_memory=memory,
-            is_memory_of_device=run.strategy.device.type == "cuda",
+            is_memory_of_device=is_gpu(run.strategy.device),
             remarks=summary,
         )

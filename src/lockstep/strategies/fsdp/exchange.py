@@ -23,6 +23,7 @@ from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError
 from lockstep.numerics.blocks import blocks_of
+from lockstep.runtime.devices import current_stream, is_gpu
 from lockstep.strategies.absent import Absence, AbsentParameter
 from lockstep.strategies.gradients import one_dense, thawed
 from lockstep.strategies.sharding import value_of
@@ -235,9 +236,9 @@ class ShardedBlock:
         """Sends the gradients that are ready to the ranks that hold their rows. Collective."""
         for dtype, members in self._members.items():
             parts = list(zip(*(each.gradient_parts() for each in members)))
-            for each in members if self._device.type == "cuda" else ():
+            for each in members if is_gpu(self._device) else ():
                 if each.gradient is not None:  # computed on another stream than this
-                    each.gradient.record_stream(torch.cuda.current_stream(self._device))
+                    each.gradient.record_stream(current_stream(self._device))
             counts = list(zip(*(each.counts for each in members)))
             received = self._exchange.exchange_parts(parts, counts)
             self.bytes_sent += max(map(sum, counts)) * received.element_size() * (self._ranks - 1)

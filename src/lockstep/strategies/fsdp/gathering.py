@@ -37,6 +37,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import compiled_around
 from lockstep.numerics.initial_values import InitialValues
 from lockstep.numerics.randomness import OwnHook, in_backward
+from lockstep.runtime.devices import current_stream, new_stream, on_stream
 from lockstep.strategies.absent import Absence
 from lockstep.strategies.fsdp.exchange import ShardedBlock, ShardedParameter, large_blocks
 from lockstep.strategies.sharding import rows_of, users_of_parameters
@@ -111,7 +112,7 @@ class Gathering:
         self._by_address: dict[int, ShardedBlock] = {}
         self._recent: list[ShardedBlock] = []
         self._order = _Order()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch's stub
+        self._stream = new_stream(device)
         """On which blocks are gathered and gradients sent; None for the only one."""
         self._gathered: dict[ShardedBlock, torch.cuda.Event] = {}
         self._device = device
@@ -168,7 +169,7 @@ class Gathering:
         self._request()
         self._order.end()
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current_stream(self._device).wait_stream(self._stream)
         for block in self.blocks:
             block.end_micro_batch(counts)
         if not self._keep_for_step:
@@ -324,7 +325,7 @@ class Gathering:
     def _wait_for(self, block: ShardedBlock) -> None:
         """Lets what is computed from now on wait for the values of a block."""
         if (event := self._gathered.pop(block, None)) is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            current_stream(self._device).wait_event(event)
 
     @contextmanager
     def _on_own_stream(self) -> Iterator[None]:
@@ -333,8 +334,8 @@ class Gathering:
             yield
             return
         # Memory of this stream that was freed is given out again after this wait, so what computed on it has ended.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(current_stream(self._device))
+        with on_stream(self._stream):
             yield
 
     def _apart(self, output: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lockstep.config.checks import nearest_name
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import is_compiled
+from lockstep.runtime.devices import is_gpu, wait_for
 from lockstep.strategies.pipeline.chain import ChainLink, chain, draws_without_key, is_watched
 from lockstep.text import shorten
 
@@ -330,7 +331,7 @@ def _left_as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     model.eval()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if is_gpu(device) else []):
             yield
     finally:
         for module, training in modes:
@@ -347,18 +348,13 @@ def _times(links: Sequence[ChainLink], inputs: tuple[Any, ...], device: torch.de
         tensors = flattened(link.module.parameters(), link.module.buffers())
         home = next((tensor.device for tensor in tensors), device)
         link.module.to(device)
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         values = (link.module(*values),)
-        _wait_for(device)
+        wait_for(device)
         found.append(time.perf_counter() - start)
         link.module.to(home)
     return found
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from lockstep.data.batch import MicroBatch
 from lockstep.distributed.collectives import drop_process_groups
 from lockstep.distributed.process_group import Groups, connect_pair, open_group
 from lockstep.errors import ConfigError
+from lockstep.runtime.devices import is_gpu
 from lockstep.strategies.pipeline.chain import ChainLink
 from lockstep.strategies.pipeline.channels import Description, PipelineChannel, tensors_of
 from lockstep.strategies.pipeline.links import GroupLink, SharedMemoryLink, open_links
@@ -295,7 +296,7 @@ class PipelineChannels:
         """By tag and peer; channels of several stages may share one."""
         self._uses = list(first_uses(tags, self.length))
         self._links = open_links(line, device, len(self._uses), timeout, shared=shared)
-        if device.type == "cuda":
+        if is_gpu(device):
             self._open(groups)
 
     def _open(self, groups: Groups) -> None:

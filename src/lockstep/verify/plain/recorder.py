@@ -46,6 +46,7 @@ from lockstep.core.world import World
 from lockstep.errors import ConfigError
 from lockstep.numerics.sync_batch_norm import SyncBatchNorm
 from lockstep.run.prepare import hyperparameters, implementation
+from lockstep.runtime.devices import open_gpus
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.verify.plain.record import LOSS, BatchRecord, Measure, RankRecord, Sample, StepRecord
 
@@ -169,7 +170,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 def generators() -> str:
     """Digest of the state of the generators that a model's forward pass draws from."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().data)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own lack
+    if open_gpus():
         digest.update(torch.cuda.get_rng_state().numpy().data)
     return digest.hexdigest()[:16]
 
