@@ -63,7 +63,7 @@ RUN = {
     "position": "property",
     "predict": "(self, data, keep=None, *, model=None, forward=None, workers=None)",
     "prepare": "(self, model, *others, values_from_main=False)",
-    "print": "(self, *values)",
+    "print": "(self, *values, **options)",
     "save": "(self, *, wait=False, directory=None)",
     "skipped_steps": "property",
     "span": "(self, name)",

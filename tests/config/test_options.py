@@ -1,6 +1,7 @@
 """The mesh that a strategy lays out."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,3 +74,10 @@ def test_a_value_of_another_type_is_refused(options, said):
 def test_numbers_of_numpy_and_whole_numbers_for_others_are_taken():
     options = RunOptions.of(global_batch=np.int64(8), timeout=np.float32(60), loader_timeout=9, keep=None)
     assert (options.global_batch, options.timeout, options.loader_timeout, options.keep) == (8, 60, 9, None)
+
+
+def test_an_option_that_argparse_leaves_at_none_and_a_path_are_taken():
+    """resume=args.resume without --resume was refused; a Path is what pathlib gives for a checkpoint."""
+    options = RunOptions.of(global_batch=8, directory="a", resume=None, profile=None)
+    assert (options.resume, options.profile) == ("", "")
+    assert RunOptions.of(global_batch=8, resume=Path("a") / "step-00000003").resume == "a/step-00000003"

@@ -229,8 +229,11 @@ def drifting(world, what, drifts_in):
     [
         ("parameter", "4.weight"),
         ("lr", "<lr of optimizer 0, group 0>' is 0.1 on ranks 0, 2; 0.05 on rank 1"),
-        ("mode", "<evaluation mode of 0>' is absent on ranks 0, 2; set on rank 1"),
-        ("frozen", "<freezing of 4.bias>' is absent on ranks 0, 2; set on rank 1"),
+        ("mode", "0 is in training mode on ranks 0, 2; in evaluation mode on rank 1. Every rank has to call"),
+        (
+            "frozen",
+            "4.bias is trained on ranks 0, 2; frozen on rank 1. Every rank has to call requires_grad_()",
+        ),
     ],
 )
 @pytest.mark.fault("C4", "C7", "M3")

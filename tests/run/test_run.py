@@ -237,3 +237,10 @@ def test_a_loss_that_is_nan_names_the_samples_that_were_drawn():
     assert drawn != [index for part in batch.plan.indices for index in part.tolist()]
     with pytest.raises(NonFiniteError, match=f"in micro-batch 0 .samples {drawn[0]}, {drawn[1]}, {drawn[2]}"):
         run.backward(batch, lambda output, target: cross_entropy(output, target) * torch.nan)
+
+
+def test_a_run_prints_with_the_options_of_print(capsys):
+    """run.print(text, flush=True), as scripts print, ended in a TypeError."""
+    run, *_ = begin()
+    run.print("a", 1, sep=" | ", end="\n\n", flush=True)
+    assert capsys.readouterr().out == "a | 1\n\n"

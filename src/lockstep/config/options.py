@@ -165,7 +165,11 @@ _ELSEWHERE = {
 
 
 def _read(name: str, value: Any) -> Any:
-    """The options of a strategy from a dict, one pattern as a tuple of it; anything else as it is."""
+    """The options of a strategy from a dict, one pattern as a tuple of it, a path as its text; else as it is."""
+    if name in ("resume", "profile") and value is None:
+        return ""  # what argparse gives for an option that was left out
+    if name == "resume" and isinstance(value, Path):
+        return str(value)
     if name == "running_buffers" and isinstance(value, str):
         return (value,)
     kind = OPTIONS.get(name)

@@ -280,6 +280,13 @@ def weights_of_main(
     return found | {alias: found[name] for alias, name in model.aliases.items()}
 
 
+_SWITCHES = {
+    "<evaluation mode of ": ("in evaluation mode", "in training mode", "model.eval() and model.train()"),
+    "<freezing of ": ("frozen", "trained", "requires_grad_()"),
+}
+"""Beginnings of names in ``Parts.digests``: what a module or parameter is if it is set, what if not, what sets it."""
+
+
 def require_equal_replicas(
     digests: Mapping[str, str], step: int, group: dist.ProcessGroup, device: torch.device
 ) -> None:
@@ -288,6 +295,16 @@ def require_equal_replicas(
         return
     found = _differences(digests, group, device, absent="absent")
     names = sorted(found, key=lambda name: (not name.startswith("<"), name))  # a setting explains the tensors
+    for prefix, (on, off, calls) in _SWITCHES.items():
+        if names[0].startswith(prefix):
+            switched = sorted(name[len(prefix) : -1] for name in names if name.startswith(prefix))
+            values = found[f"{prefix}{switched[0]}>"]
+            states = by_rank([on if value == "set" else off for value in values])
+            raise ReplicaError(
+                f"After step {step} the ranks differ in whether {shorten(switched, _MOST_NAMES)} "
+                f"{'is' if len(switched) == 1 else 'are'} {on}: {switched[0]} is {states}. Every rank has to call "
+                f"{calls}: take it out of if run.is_main: and other conditions on the rank."
+            )
     values = [value[:8] for value in found[names[0]]]
     raise ReplicaError(
         f"After step {step} the ranks hold different bits in {len(names)} of {len(digests)} tensors "

@@ -483,10 +483,10 @@ class Run:
         with prepared.gradients.setting_values():
             self.strategy.load_state(whole)
 
-    def print(self, *values: object) -> None:
-        """Prints on the main process only."""
+    def print(self, *values: object, **options: Any) -> None:
+        """Prints on the main process only, with the options of Python's own ``print``; flushed at once by default."""
         if self.is_main:
-            print(*values, flush=True)
+            print(*values, **{"flush": True, **options})
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Shows what is done inside as ``name`` in the timeline that ``profile`` asks for, and tells callbacks."""
