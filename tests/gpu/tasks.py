@@ -85,10 +85,10 @@ def versions(world: Any) -> dict[str, str]:
 def connect(world: Any, shared: dict[str, str]) -> float:
     """The sum of the ranks' numbers, over NCCL."""
     from lockstep.distributed.process_group import open_process_group
-    from lockstep.run.session import _choose_device
+    from lockstep.runtime.devices import choose_device
 
     _share(shared)
-    device = _choose_device(world, 1)
+    device = choose_device(world)
     if world.world_size == 1:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
         value = torch.full((1,), float(world.rank), device=device)
@@ -418,14 +418,14 @@ def sum_speeds(
     """
     from lockstep.distributed.process_group import connect, open_process_group
     from lockstep.reduce import BucketShape, OrderedReducer, open_reducer
-    from lockstep.run.session import _choose_device
+    from lockstep.runtime.devices import choose_device
 
     _share(shared)
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a list is enough
     logging.getLogger("lockstep.reduce").addHandler(handler)
-    device = _choose_device(world, 1)
+    device = choose_device(world)
     with open_process_group(world, backend="cpu:gloo,cuda:nccl", timeout=60):
         group = dist.group.WORLD
         assert group is not None

@@ -386,7 +386,7 @@ class BackwardPass:
     """To be set by who computes the gradients."""
 
 
-class _Sent:
+class _FlagCopy:
     """Results of steps whose flags are on their way to the host, which does not wait for them."""
 
     def __init__(self, results: list[tuple[StepResult, StepPlan]]) -> None:
@@ -419,7 +419,7 @@ class DeferredResults:
     def __init__(self, every: int, overflow_expected: bool) -> None:
         self._every, self._overflow_expected = every, overflow_expected
         self._results: list[tuple[StepResult, StepPlan]] = []
-        self._sent: _Sent | None = None
+        self._sent: _FlagCopy | None = None
         self.stop = StopReason.NONE
         """Why all ranks agreed to stop, as far as has been read."""
 
@@ -431,7 +431,7 @@ class DeferredResults:
         if not result.finite.is_cuda:
             self.read()
             return
-        before, self._sent = self._sent, _Sent(self._results)
+        before, self._sent = self._sent, _FlagCopy(self._results)
         self._results = []
         if before is not None:
             *finite, stop = before.read()
