@@ -28,7 +28,7 @@ from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
 from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
 from lockstep.runtime.control import StopReason
-from lockstep.runtime.devices import current_stream, new_stream, on_stream
+from lockstep.runtime.devices import current_stream, is_gpu, new_stream, on_stream
 from lockstep.runtime.events import NO_EVENTS, StepEvents
 from lockstep.runtime.heartbeat import BACKWARD, FORWARD, PHASES, REDUCE, UPDATE, Heartbeat
 from lockstep.strategies import StepResult
@@ -395,7 +395,7 @@ class _FlagCopy:
         flags = torch.cat([finite.double(), stop.double().view(1)])
         self._host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
         self._host.copy_(flags, non_blocking=True)
-        self._copied = torch.cuda.current_stream(flags.device).record_event()
+        self._copied = current_stream(flags.device).record_event()
 
     def read(self) -> list[float]:
         """Whether each was finite, and the stop code of the last; waits where a device is far behind."""
@@ -428,7 +428,7 @@ class DeferredResults:
         self._results.append((result, plan))
         if len(self._results) < self._every:
             return
-        if not result.finite.is_cuda:
+        if not is_gpu(result.finite.device):
             self.read()
             return
         before, self._sent = self._sent, _FlagCopy(self._results)
