@@ -386,7 +386,7 @@ class BackwardPass:
     """To be set by who computes the gradients."""
 
 
-class _FlagCopy:
+class _SentFlags:
     """Results of steps whose flags are on their way to the host, which does not wait for them."""
 
     def __init__(self, results: list[tuple[StepResult, StepPlan]]) -> None:
@@ -419,7 +419,7 @@ class DeferredResults:
     def __init__(self, every: int, overflow_expected: bool) -> None:
         self._every, self._overflow_expected = every, overflow_expected
         self._results: list[tuple[StepResult, StepPlan]] = []
-        self._sent: _FlagCopy | None = None
+        self._sent: _SentFlags | None = None
         self.stop = StopReason.NONE
         """Why all ranks agreed to stop, as far as has been read."""
 
@@ -428,10 +428,10 @@ class DeferredResults:
         self._results.append((result, plan))
         if len(self._results) < self._every:
             return
-        if not is_gpu(result.finite.device):
+        if self._every == 1 or not is_gpu(result.finite.device):
             self.read()
             return
-        before, self._sent = self._sent, _FlagCopy(self._results)
+        before, self._sent = self._sent, _SentFlags(self._results)
         self._results = []
         if before is not None:
             *finite, stop = before.read()
