@@ -72,7 +72,7 @@ class StepHeader:
         start = 2 * self._longest
         row[start : start + len(used)] = torch.tensor(used, dtype=torch.float64)
         row[self.size - len(flags) :] = torch.tensor(flags, dtype=torch.float64)
-        if is_gpu(advanced.device):
+        if advanced.device.type != "cpu":
             row = row.pin_memory()  # the copy of pageable memory would be waited for
         row = row.to(advanced.device, non_blocking=True)
         if losses:
