@@ -141,6 +141,25 @@ def test_tensors_that_an_optimizer_keeps_elsewhere_are_named_and_such_a_run_is_n
     assert run.position.step == 1
 
 
+def test_an_optimizer_that_the_loop_makes_itself_is_named_and_such_a_run_is_not_resumed(tmp_path, caplog):
+    def save_after_a_step(folder, momentum):
+        run, model, _ = begin(directory=folder)
+        second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        steps = iter(run.batches(dataset()))
+        for _ in range(1):
+            train_step(run, next(steps), second)
+            run.save(wait=True)
+
+    save_after_a_step(tmp_path / "plain", 0.0)
+    assert "No checkpoint holds" not in caplog.text, "it keeps nothing"
+    save_after_a_step(tmp_path / "kept", 0.9)
+    assert "No checkpoint holds the state of" in caplog.text
+    assert "second (SGD), which run.prepare was not given" in caplog.text
+    with pytest.raises(CheckpointMismatch, match=r"second \(SGD\), which run.prepare was not given"):
+        begin(directory=tmp_path / "kept", resume="auto")
+    begin(directory=tmp_path / "plain", resume="auto")
+
+
 @pytest.mark.parametrize("kind", [Shared, Counting])
 def test_an_optimizer_that_keeps_nothing_elsewhere_is_resumed(kind, tmp_path, caplog):
     def made(params, *_, **__):

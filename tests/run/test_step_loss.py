@@ -1,6 +1,8 @@
 import pytest
 import torch
+from tests.run.jobs import begin, dataset, train_step
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from lockstep.errors import ConfigError
 from lockstep.run.step import exact, sum_and_weight
@@ -44,6 +46,27 @@ def test_a_micro_batch_whose_targets_are_all_ignored_adds_nothing():
     torch.testing.assert_close(whole, parts)
     parts.backward()
     assert output.grad is not None and output.grad.isfinite().all()
+
+
+def test_a_loss_that_returns_no_gradient_where_nothing_counts_has_the_gradient_of_one_that_does():
+    def trained(loss):
+        run, _, optimizer = begin(strategy="single")
+        for batch in run.batches(
+            TensorDataset(dataset().tensors[0], torch.arange(53) // 3 % 4), shuffle=False
+        ):
+            train_step(run, batch, optimizer, loss)
+        found = run.fingerprint()
+        run.close()
+        return found
+
+    def counted(output, target):
+        some = target < 3
+        return nn.functional.cross_entropy(output[some], target[some], reduction="sum"), some.sum()
+
+    def early(output, target):
+        return counted(output, target) if (target < 3).any() else (torch.zeros(()), 0)
+
+    assert trained(early) == trained(counted)
 
 
 def test_class_probabilities_are_averaged_over_samples():

@@ -26,11 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import is_closed, is_plain, is_users_code, is_users_module, text_of_plain
+from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import shorten
 
@@ -51,6 +53,8 @@ class Variables:
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     generators: dict[str, Any] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    """Those that ``run.prepare`` was not given and the frames go on to read."""
     with_values: set[str] = field(default_factory=set)
     """Tensors, arrays, and modules."""
     local: set[str] = field(default_factory=set)
@@ -98,6 +102,8 @@ class Variables:
         if id(value) in self._seen or id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
         self._seen.add(id(value))
+        if self._is_live and issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
+            self.optimizers[name] = value
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
                 self.tensors[name] = value
@@ -181,6 +187,8 @@ class LoopState:
         self._known, self._is_main = known, is_main
         self.lost_tensors: dict[str, Tensor] = {}
         """Variables of a resumed run that begin anew and are tensors, by name."""
+        self.unsaved: list[str] = []
+        """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}
         """When the run began; that of the first process, over all resumes."""
         self._start: dict[str, str] = {}
@@ -291,6 +299,12 @@ class LoopState:
         if not self._start:
             return {}
         found = Variables.of_loop(self._known)
+        self.unsaved = [
+            f"{name} ({type(each).__name__})"
+            for name, each in found.optimizers.items()
+            if each.state
+            and any(id(p) in self._known for group in each.param_groups for p in group["params"])
+        ]
         changed = {name: found.texts[name] for name in found.live if self._has_changed(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}

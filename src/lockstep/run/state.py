@@ -225,6 +225,8 @@ class RunState:
             state.progress["frozen"] = frozen
         if unsaved := self._unsaved():
             state.progress["unsaved"] = unsaved
+        if self.loop.unsaved:
+            state.progress["unsaved_optimizers"] = self.loop.unsaved
         self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
@@ -236,7 +238,16 @@ class RunState:
         models = self.parts.model, self.model.module, *self.parts.modules, *self.model.averages.values()
         modules = [each for model in models for each in model.modules()]
         tensors = [each for model in models for each in (*model.parameters(), *model.buffers())]
-        return frozenset(map(id, [*modules, *tensors, *self.parts.optimizers, *self.parts.schedulers]))
+        optimizers = [
+            *self.parts.optimizers,
+            *(
+                held
+                for each in self.parts.optimizers
+                for held in vars(each).values()
+                if isinstance(held, Optimizer)
+            ),
+        ]
+        return frozenset(map(id, [*modules, *tensors, *optimizers, *self.parts.schedulers]))
 
     def _unsaved(self) -> list[str]:
         """What optimizers have changed and no ``state_dict()`` has; warns once. Collective."""
@@ -254,7 +265,14 @@ class RunState:
                 "state_dict() has.",
                 shorten(found, 3),
             )
-        self._has_warned |= bool(found)
+        own = self.loop.unsaved
+        if own and not self._has_warned and self.strategy.share.holder == 0:
+            logger.warning(
+                "No checkpoint holds the state of %s, which run.prepare was not given, so a resumed run would be "
+                "refused. Make all optimizers before run.prepare, and give it all of them.",
+                shorten(own, 3),
+            )
+        self._has_warned |= bool(found or own)
         return found
 
     def _capture_gradients(
@@ -327,6 +345,12 @@ class RunState:
                 f"The checkpoint does not hold {shorten(unsaved, 3)}, which the optimizer's state_dict() has not, so "
                 "the bits would not continue. Keep it in self.state[parameter] and begin anew; or go on at level B "
                 "with force_context=True (--force-context)."
+            )
+        if (own := written.get("unsaved_optimizers", [])) and not force_context:
+            raise CheckpointMismatch(
+                f"The checkpoint does not hold the state of {shorten(own, 3)}, which run.prepare was not given, so the "
+                "bits would not continue. Make all optimizers before run.prepare, give it all of them, and begin anew; "
+                "or go on at level B with force_context=True (--force-context)."
             )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)

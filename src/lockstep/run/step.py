@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch, map_leaves
@@ -368,7 +369,15 @@ class StepCompute:
             self.randomness.begin_loss()
             total, weight = sum_and_weight(self.value(output, target), len(micro_batch.indices))
             if not total.requires_grad:
-                raise no_gradient(output)
+                trained = [
+                    each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad
+                ]
+                if weight or not trained:
+                    raise no_gradient(output)
+                # Nothing counts in this micro-batch, as where no token is unmasked: all its gradients are zero.
+                total = (
+                    total + torch.stack([each.flatten()[:0].sum().to(total.dtype) for each in trained]).sum()
+                )
             if self.metrics is not None and micro_batch.k < self.plan.leaves:
                 self.metrics.note(output, target, micro_batch)
             return total, weight

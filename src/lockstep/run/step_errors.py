@@ -133,7 +133,8 @@ def no_gradient(output: Any) -> ConfigError:
     if any(value.requires_grad for value in tensors):
         return ConfigError(
             "The loss has no gradient, though the output of the model has one. Return the loss tensor itself, "
-            "without detach(), item() or torch.no_grad(), and use no argmax, round or comparison in it."
+            "without detach(), item() or torch.no_grad(), and use no argmax, round or comparison in it. Where nothing "
+            "counts in a micro-batch, return the pair (0 * output.sum(), 0)."
         )
     return ConfigError(
         "The loss has no gradient, and neither has the output of the model: its parameters are all frozen, or its "
