@@ -63,9 +63,12 @@ def test_resume_auto_takes_the_latest_run_that_has_a_checkpoint(job, tmp_path):
     assert chosen.checkpoint.resume == "auto"
 
 
-def test_resume_auto_starts_anew_where_there_is_nothing_to_resume(job):
+def test_resume_auto_starts_anew_where_there_is_nothing_to_resume_and_says_where_it_looked(
+    job, tmp_path, capsys
+):
     chosen = choose_run_folder(job("checkpoint.resume=auto"))
     assert (chosen.run.name, chosen.checkpoint.resume) == ("work-001", "")
+    assert f"to go on with in '{tmp_path / 'runs'}', so work-001 begins." in capsys.readouterr().err
 
 
 def test_resume_auto_goes_on_in_a_named_folder_with_or_without_a_checkpoint(job, tmp_path):

@@ -192,7 +192,10 @@ def choose_run_folder(config: JobConfig) -> JobConfig:
     resume = config.checkpoint.resume
     if folder := _resumed_folder(config):
         return _placed(config, folder, "auto")
-    return _placed(config, _create(config), "" if resume == "auto" else resume)
+    folder = _create(config)
+    if resume == "auto":
+        say(f"no run of this job to go on with in '{folder.parent.resolve()}', so {folder.name} begins.")
+    return _placed(config, folder, "" if resume == "auto" else resume)
 
 
 def planned_run_folder(config: JobConfig) -> Path:

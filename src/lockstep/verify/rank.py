@@ -213,18 +213,22 @@ def coarsest_type(options: RunOptions) -> torch.dtype:
     return max(types, key=lambda kind: torch.finfo(kind).eps)
 
 
+_MIXES = -0x61C8864680B583EB
+"""2^64 divided by the golden ratio, as a signed number: the high bits of a product with it depend on all bits."""
+
+
 def nudge_inputs(model: nn.Module, kind: torch.dtype) -> None:
     """Changes all inputs of a model's forward passes by one unit in the last place of ``kind``, up or down.
 
-    The draw is the same in every run. A model without a floating-point input, such as one of tokens, gets its
-    parameters changed instead, once.
+    Which of the two is taken from the bits of each value, so that a micro-batch that is computed again is the same. A
+    model without a floating-point input, such as one of tokens, gets its parameters changed instead, once.
     """
-    draws = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        signs = 2 * torch.randint(0, 2, value.shape, generator=draws).to(value.device, value.dtype) - 1
+        bits = value.detach().double().view(torch.int64) * _MIXES >> 62 & 1
+        signs = 2 * bits.to(value.dtype) - 1
         return value * (1 + signs * torch.finfo(kind).eps)
 
     def before(module: nn.Module, arguments: Any, keywords: Any) -> Any:

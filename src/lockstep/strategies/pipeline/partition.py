@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import is_compiled
 from lockstep.runtime.devices import is_gpu, wait_for
 from lockstep.strategies.pipeline.chain import ChainLink, chain, draws_without_key, is_watched
-from lockstep.text import shorten
+from lockstep.text import plural, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -164,9 +164,10 @@ def too_few(links: Sequence[ChainLink], stages: int, strategy: str = "pipeline")
         first, _, name = max(ties, key=lambda tie: tie[1] - tie[0])
         parts = len(links) - len(inseparable(links))
         return (
-            f"strategy {strategy!r} needs {stages} stages, and the model has {parts} separable parts: {name!r} is "
-            f"also used in {links[first].name!r}, so everything between the two stays together. Untie "
-            f"it (tied=False){f', use {parts} stages' if parts > 1 else ''}, or use strategy 'ddp'."
+            f"strategy {strategy!r} needs {stages} stages, and the model has {plural(parts, 'separable part')}: "
+            f"{name!r} is also used in {links[first].name!r}, so everything between the two stays together. Untie it "
+            "(a parameter of its own for one of the two; in lockstep.models tied=False)"
+            f"{f', use {parts} stages' if parts > 1 else ''}, or use strategy 'ddp'."
         )
     found = (
         f"a chain of {len(links)} modules: {shorten((link.name for link in links), 20)}"
