@@ -244,3 +244,39 @@ def test_a_run_prints_with_the_options_of_print(capsys):
     run, *_ = begin()
     run.print("a", 1, sep=" | ", end="\n\n", flush=True)
     assert capsys.readouterr().out == "a | 1\n\n"
+
+
+class Overlap(nn.Module):
+    """The IoU of each class, or their mean and the least, as a metric of torchmetrics."""
+
+    def __init__(self, named=False):
+        super().__init__()
+        self.named = named
+
+    def reset(self):
+        self.counts = torch.zeros(2, 3)
+
+    def update(self, output, target):
+        found, there = (nn.functional.one_hot(each, 3).bool() for each in (output.argmax(1), target))
+        self.counts += torch.stack([(found & there).sum(0), (found | there).sum(0)])
+
+    def compute(self):
+        iou = self.counts[0] / self.counts[1]
+        return {"mean": iou.mean(), "worst": iou.min()} if self.named else iou
+
+
+def test_a_metric_of_several_numbers_gives_each_by_its_name():
+    """It was refused: compute() gave no single number."""
+    run, *_ = begin()
+    found, named = run.evaluate(dataset(), {"iou": Overlap()}), Overlap(named=True)
+    assert list(found) == ["iou_0", "iou_1", "iou_2"]
+    output, target = run.predict(dataset()).argmax(1), torch.tensor([int(y) for _, y in dataset()])
+    for number, value in enumerate(found.values()):
+        here, there = output == number, target == number
+        assert value == pytest.approx(((here & there).sum() / (here | there).sum()).item())
+    values = {"mean": pytest.approx(sum(found.values()) / 3), "worst": min(found.values())}
+    assert run.evaluate(dataset(), named) == values
+    assert run.evaluate(dataset(), {"iou": named}) == {f"iou_{key}": value for key, value in values.items()}
+    named.compute = lambda: torch.zeros(2, 2)
+    with pytest.raises(ConfigError, match="which is neither a number nor a dict or list of numbers"):
+        run.evaluate(dataset(), named)

@@ -96,7 +96,7 @@ class SetMetric(Protocol):
         """Takes the next samples."""
 
     def compute(self) -> Any:
-        """One number, of all samples since ``reset``."""
+        """A number of all samples since ``reset``, or a dict or list of numbers, such as one for each class."""
 
     def reset(self) -> Any:
         """Forgets all samples."""
@@ -210,26 +210,32 @@ def evaluation(
 
 
 def evaluate_all(
-    run: Run, metrics: Mapping[str, Metric | SetMetric], data: Any, *how: Any
-) -> dict[str, float]:
-    """The values of metrics over all samples, by name: means, and those of a whole set. Collective.
+    run: Run, metric: Metric | SetMetric | Mapping[str, Metric | SetMetric], data: Any, *how: Any
+) -> float | dict[str, float]:
+    """The values of metrics over all samples: means, and those of a whole set. Collective.
 
     Args:
         run: of the model.
-        metrics: by name.
+        metric: one, or several by name.
         data, how: as for ``evaluation``.
     """
+    metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = {name for name, each in means.items() if run.rehearsals.is_new_metric(each)}
-    strategy, group, values = run.strategy, run._session.group, dict.fromkeys(metrics, 0.0)
+    strategy, group = run.strategy, run._session.group
+    found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
-            values |= evaluate(opened, means, strategy, group, unchecked, is_main=run.is_main)
+            values = evaluate(opened, means, strategy, group, unchecked, is_main=run.is_main)
+            found |= {name: {name: value} for name, value in values.items()}
     if whole:
         with evaluation(run, data, *how) as opened:
-            values |= evaluate_whole(opened, whole, strategy, group, is_main=run.is_main)
-    return values
+            found |= evaluate_whole(opened, whole, strategy, group, is_main=run.is_main)
+    if isinstance(metric, Mapping):
+        return {key: value for name in metrics for key, value in found[name].items()}
+    values = found["metric"]
+    return values.get("metric", {key.removeprefix("metric_"): value for key, value in values.items()})
 
 
 def evaluate(
@@ -314,8 +320,8 @@ def evaluate_whole(
     group: dist.ProcessGroup | None,
     *,
     is_main: bool,
-) -> dict[str, float]:
-    """The value of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
+) -> dict[str, dict[str, float]]:
+    """The values of each metric over the outputs and targets of the whole set, equal on every rank. Collective.
 
     The main process updates the metrics, with one micro-batch after the other in the order of the data set.
 
@@ -347,25 +353,35 @@ def evaluate_whole(
         targets = rows[:, border:].to(_dtype(target_dtype)).view(-1, *target_shape)
         size = opened.loader.micro_batch_size
         for name, metric in metrics.items():
-            if hasattr(
-                metric, "sync_on_compute"
-            ):  # torchmetrics would wait for the other ranks, which have no part
-                vars(metric)["sync_on_compute"] = False
+            for each in (
+                metric,
+                *(metric.modules() if isinstance(metric, nn.Module) else ()),
+            ):  # or a collection
+                if hasattr(
+                    each, "sync_on_compute"
+                ):  # torchmetrics would wait for the other ranks, which have no part
+                    vars(each)["sync_on_compute"] = False
             metric.reset()
             for begin in range(0, len(rows), size):
                 metric.update(outputs[begin : begin + size], targets[begin : begin + size])
-            values[name] = _number(name, metric.compute())
-    shared: dict[str, float] = next(filter(None, gather_records(strategy, values, group)))
+            values[name] = _numbers(name, metric.compute())
+    shared: dict[str, dict[str, float]] = next(filter(None, gather_records(strategy, values, group)))
     return shared
 
 
-def _number(name: str, value: Any) -> float:
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """What ``compute()`` gave: a number under the metric's name, or several under ``name_key`` or ``name_0``."""
     try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    try:
+        parts = value if isinstance(value, Mapping) else dict(enumerate(value))
+        return {f"{name}_{key}": float(each) for key, each in parts.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is no single number. Compute it "
-            "from run.predict instead."
+            f"compute() of the metric {name!r} gave {shorten([str(value)], 1)}, which is neither a number nor a dict "
+            "or list of numbers. Compute it from run.predict instead."
         ) from error
 
 

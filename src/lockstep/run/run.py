@@ -375,15 +375,14 @@ class Run:
                 schedule; otherwise the evaluation goes on to its end, and the run stops at the next step.
 
         Returns:
-            A float, or floats by name.
+            A float, or floats by name. If ``compute()`` of the metric ``iou`` gives a dict or a list of numbers, one
+            for each class, they are ``iou_KEY`` or ``iou_0``, ``iou_1``, ...; those of a single metric are ``KEY``.
 
         Raises:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
-        metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
         with self.span("evaluate"):
-            values = evaluate_all(self, metrics, data, model, forward, workers, repeatable)
-        results = values if isinstance(metric, Mapping) else values["metric"]
+            results = evaluate_all(self, metric, data, model, forward, workers, repeatable)
         for call in self._events.evaluation:
             call(self.position.step, results)
         return results
