@@ -107,3 +107,11 @@ def test_dicts_and_named_outputs_are_cut_too():
     given = {"logits": output}, {"label": target, "name": ["a"] * 64}
     assert deviation(lambda o, t: accuracy(o["logits"], t["label"]), *given, 64) is NONE
     assert deviation(lambda o, t: hits(o["logits"], t["label"]), *given, 64) is SUM
+
+
+def test_a_function_that_writes_into_what_it_is_given_leaves_rows_as_they_were():
+    """A metric with output.sigmoid_() was given outputs that it had been through several times."""
+    output, target = rows()
+    before = output.clone(), target.clone()
+    assert deviation(lambda o, t: accuracy(o.add_(1), t.add_(1)), output, target, 64) is NONE
+    assert torch.equal(output, before[0]) and torch.equal(target, before[1])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.core.world import World
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.run import Run, RunOptions
 
 
@@ -142,3 +142,65 @@ def test_entries_that_the_loss_does_not_have_are_refused(loss, also, more, sente
     with pytest.raises(ConfigError) as raised:
         run.backward(batch, loss, also=also, **more)
     assert sentence in str(raised.value)
+
+
+def writing(world, strategy="single"):
+    """Numbers of functions that write into what they are given, and those of the same without."""
+    run, _, optimizer = begin(strategy=strategy)
+    found = []
+    for batch in run.batches(dataset()):
+        found.append(float(run.backward(batch, lambda o, t: F.cross_entropy(o, t.sub_(1) + 1))))
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = (
+        lambda o, t: o.sigmoid_()[:, 0],
+        lambda o, t: F.cross_entropy(o.add_(1), t.add_(1) - 1),
+        lambda o, t: o.sigmoid()[:, 0],
+        lambda o, t: F.cross_entropy(o + 1, t),
+    )
+    found += [float(run.evaluate(dataset(), metric)) for metric in metrics]
+    run.close()
+    return found
+
+
+def test_losses_and_metrics_may_write_into_what_they_are_given():
+    """What looks for the kind of mean calls them several times: the numbers depended on the number of processes."""
+    (alone,) = run_ranks(writing, 1)
+    assert alone[-4:-2] == alone[-2:]
+    assert run_ranks(writing, 2, "ddp") == [alone] * 2
+
+
+class Centred(nn.Module):
+    """Writes into its input."""
+
+    def forward(self, x):
+        x -= x.mean(1, keepdim=True)
+        return x.mul_(2)
+
+
+def test_a_model_that_writes_into_its_input_is_evaluated():
+    """It was refused as one that keeps something from one call to the next."""
+    run, model, _ = begin(nn.Sequential(Centred(), nn.Linear(6, 3)))
+    found = float(run.evaluate(dataset(), nn.CrossEntropyLoss()))
+    with torch.no_grad():
+        output = model(dataset().tensors[0].clone())
+    assert found == pytest.approx(float(F.cross_entropy(output, dataset().tensors[1])), rel=1e-5)
+    run.close()
+
+
+def test_a_metric_that_writes_into_what_the_backward_pass_needs_is_named():
+    run, _, _ = begin()
+    (batch, *_) = run.batches(dataset())
+    with pytest.raises(ConfigError, match=r"The metric 'first' of run\.backward writes into the output"):
+        run.backward(batch, lambda o, t: (o**2).mean(1), also={"first": lambda o, t: o.sigmoid_()[:, 0]})
+    run.close()
+
+
+def test_a_step_without_weight_is_named_as_one():
+    """All targets were left out, and an operation whose derivative is infinite was to be looked for."""
+    run, _, _ = begin()
+    (batch, *_) = run.batches(dataset())
+    with pytest.raises(NonFiniteError, match="The loss of step 0 has no mean, since its weights add up to 0"):
+        run.backward(batch, lambda o, t: (o.sum() * 0, t.sum() * 0))
+        run.save()
+    run.close()

@@ -18,6 +18,7 @@ from lockstep.runtime.torch_internals import (
     MANY_WORKERS,
     NO_VALUES_HERE,
     OTHER_TYPE,
+    OVERWRITTEN,
     FrameKind,
     kind_of_frame,
     made_optimizers,
@@ -71,6 +72,15 @@ def test_an_operator_on_tensors_of_several_types_says_so(layer):
     with pytest.raises((RuntimeError, ValueError)) as caught:
         layer(torch.zeros(1, 1, 2, dtype=torch.float64))
     assert OTHER_TYPE.is_in(str(caught.value))
+
+
+def test_a_backward_pass_whose_tensor_was_written_to_says_so():
+    output = nn.Linear(2, 2)(torch.ones(1, 2)).sigmoid()
+    loss = output.sum()
+    output.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert OVERWRITTEN.is_in(str(caught.value))
 
 
 def test_other_messages_are_not_taken_for_these():

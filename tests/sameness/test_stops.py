@@ -272,3 +272,42 @@ def test_what_a_loop_does_at_the_start_of_an_epoch_is_not_done_twice(start):
         assert f"has changed {STARTS[start]}" in found.message, found.message
     else:
         assert compare(expected, found, DDP).what == "equal", found
+
+
+ADDED = """
+def train(run, epochs):
+    global found
+    found = {}
+    model = layers()
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model[2:].parameters(), lr=0.01))
+    for epoch in run.epochs(epochs):
+        if epoch == 1GUARD:
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.05})
+        for batch in run.batches(data):
+            found[f"e{epoch}s{run.position.step} loss"] = float(run.backward(batch, F.cross_entropy)).hex()
+            optimizer.step()
+            optimizer.zero_grad()
+    found["groups"] = [(len(group["params"]), group["lr"]) for group in optimizer.param_groups]
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+GUARD = " and not run.position.done"
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param([stopped(SINGLE, 4), FSDP], id="single, fsdp"),
+        pytest.param([stopped(FSDP, 5), PIPELINE], id="fsdp, pipeline", marks=pytest.mark.slow),
+        pytest.param([stopped(PIPELINE, 4), stopped(DDP, 7), SERVERS], id="three", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_that_the_loop_has_added_to_an_optimizer_are_there_after_a_stop(phases):
+    """The checkpoint was refused as one about other parameters."""
+    text = BEGIN + ADDED.replace("GUARD", GUARD)
+    with Worlds() as worlds:
+        expected = run_trial(text, [SINGLE], 40, worlds)
+        found = run_trial(text, phases, 40, worlds)
+        assert compare(expected, found, phases[-1]).what == "equal", found
+        again = run_trial(BEGIN + ADDED.replace("GUARD", ""), phases, 40, worlds)
+    assert again.how == "refused" and "under if not run.position.done" in again.message, again

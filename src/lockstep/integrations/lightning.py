@@ -327,7 +327,7 @@ class LightningTrainer:
             known |= new
 
         def logged(rows: slice) -> dict[str, Logged]:
-            part = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+            part = map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
             (_, found), _ = compute.output_and_target(part, forward, module, None)
             return {name: each for name, each in found.items() if name in new}
 

@@ -32,7 +32,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
+from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import copied
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -274,7 +274,7 @@ def evaluate(
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
         if place < _ROUNDS_CHECKED and unchecked:
-            seen.append((output, target, len(micro_batch)))
+            seen.append((*copies_of((output, target)), len(micro_batch)))
             named = {name: metrics[name] for name in sorted(unchecked - deviations.keys())}
             deviations.update(reasons(named, seen))
         before = held_by(metrics, unchecked if place == 0 else ())

@@ -92,7 +92,7 @@ def checked(function: Callable[[Any, Any], Any], output: Any, target: Any, sampl
 
 
 Part = tuple[Any, Any, int]
-"""Output and target of a micro-batch, and how many rows it has."""
+"""Copies of output and target of a micro-batch, into which a function may write, and how many rows it has."""
 
 
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
@@ -257,7 +257,7 @@ def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]
         # Every call has keys of its own, so that a model which draws is not judged.
         compute.randomness.begin_micro_batch(compute.plan.step, next(calls))
         transform = compute.compute.device_transform
-        some = map_leaves(data, lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf)
+        some = map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
         given = some, compute.forward, compute.compute.model, transform
         value = compute.function(*compute.compute.output_and_target(*given))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
@@ -293,8 +293,13 @@ def has_rows(data: Any, samples: int) -> bool:
 
 
 def rows_of(data: Any, rows: slice) -> Any:
-    """The data with copies of some rows of each tensor: a loss or a metric may write into what it is given."""
+    """Copies of some rows of each tensor in the data, which a function may write into."""
     return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows].clone(), data)
+
+
+def copies_of(data: Any) -> Any:
+    """Copies of the tensors in the data; without their graphs."""
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), data)
 
 
 def joined(parts: Sequence[Any]) -> Any:

@@ -164,6 +164,7 @@ class Run:
             )
             for each, own in zip(parts.optimizers, placed.members)
         }
+        state.add_group = [wrapped[id(each)].add_param_group for each in parts.optimizers]
         self._prepared = PreparedRun(state, compute, gradients, wrapped)
         self._loop.keep(state.loop, placed.randomness.key_loop)
         self._writer.join(state)
@@ -269,7 +270,8 @@ class Run:
         loss = required_loss(batch, loss)
         metrics = StepMetrics.of(also, loss, self.rehearsals.is_new_metric, whole_batch=whole_batch)
         compute = self.strategy.backward
-        value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
+        with metrics.explained():
+            value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
         return value, metrics.means(self.strategy, self._session.group, batch.plan, is_main=self.is_main)
 
     def backward_by(

@@ -104,7 +104,10 @@ class SharedGroups:
         held = self._parameters if self.is_whole else self._strategy.trainable()
         for name in names:
             if name in known:
-                raise ConfigError(f"{name!r} is in a group of the optimizer already.")
+                raise ConfigError(
+                    f"{name!r} is in a group of the optimizer already. A resumed run has the groups that its loop had "
+                    "added before: at the start of an epoch, put add_param_group under if not run.position.done."
+                )
         own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         here = [name for name in names if name in held]
         has_names = any("param_names" in each for each in self._optimizer.param_groups)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.core.plan import Share
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.data.keyed import generators_kept
-from lockstep.run.means import Deviation, deviation, has_rows
+from lockstep.run.means import Deviation, copies_of, deviation, has_rows
 from lockstep.run.step import StepCompute
 from lockstep.strategies.absent import AbsentParameter, AbsentTensor
 from lockstep.strategies.sharding import value_of
@@ -42,11 +42,13 @@ class RehearsalCompute(StepCompute):
 
     def loss(self, output: Any, target: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See ``StepCompute.loss``; notes what kind of mean it is."""
-        result = super().loss(output, target, micro_batch)
         rows = len(micro_batch) if micro_batch.k < self.plan.leaves else 0
-        if self.deviations is not None and rows > 1 and has_rows((output, target), rows):
-            with generators_kept(), self.autocast():
-                self.deviations.append(deviation(self.function, output, target, rows))
+        if self.deviations is None or rows < 2 or not has_rows((output, target), rows):
+            return super().loss(output, target, micro_batch)
+        seen, wanted = copies_of((output, target))  # the loss may write into what it is given
+        result = super().loss(output, target, micro_batch)
+        with generators_kept(), self.autocast():
+            self.deviations.append(deviation(self.function, seen, wanted, rows))
         return result
 
     def _numbered(self, micro_batch: MicroBatch) -> MicroBatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,6 +147,8 @@ class RunState:
     _has_warned: bool = field(default=False, init=False)
     settings: dict[str, str] = field(init=False)
     """With which the optimizers and schedulers were made, before any step or checkpoint changed them."""
+    add_group: Sequence[Callable[[dict[str, Any]], None]] = ()
+    """Of each optimizer: adds a group of the prepared model's parameters."""
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,6 +168,7 @@ class RunState:
             for key, value in made_with.items()
             if key not in _HOW and _is_plain(_number(value))
         }
+        self._made_groups = [len(each.param_groups) for each in self.parts.optimizers]
         self._attributes = Attributes(self.parts.optimizers, self.parts.model)
         self._first_unsaved = [unsaved_tensors(each) for each in self.parts.optimizers]
 
@@ -354,6 +357,7 @@ class RunState:
             )
         self.resumed_context = {} if force_context else written["context"]
         self._require_equal_counts(state)
+        self._add_groups(state)
         self._compare_settings(written.get("settings", {}), restarted)
         checkpoint.require_same_model(state.model, state.aliases, self.model.tensors, self.model.aliases)
         self.strategy.load_state(
@@ -410,6 +414,7 @@ class RunState:
             "skipped_steps": self.precision.skipped_steps,
             "schedulers": [_plain(each.state_dict()) for each in self.parts.schedulers],
             "settings": self.settings,
+            "made_groups": self._made_groups,
             "modules": len(self.parts.modules),
             "extra": self.extra,
             "data": self.data,
@@ -417,6 +422,16 @@ class RunState:
             "loop": self.loop.capture(),
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
+
+    def _add_groups(self, state: CheckpointState) -> None:
+        """Adds the groups that the loop of the checkpoint's run had added; their settings come with the others."""
+        for number, made in enumerate(state.progress.get("made_groups", ())):
+            if made != self._made_groups[number]:
+                continue  # of another script: its parameters are compared when they get their state
+            for group in state.optimizer_records[str(number)]["groups"][made:]:
+                if all(name in self.model.parameters for name in group["parameters"]):
+                    own = [self.model.parameters[name] for name in group["parameters"]]
+                    self.add_group[number]({"params": own})
 
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]

@@ -464,12 +464,12 @@ class DeferredResults:
         """Looks at the flags of steps, after which there were so many ``later`` ones."""
         for number, ((result, plan), good) in enumerate(zip(results, finite)):
             if not good and not self._overflow_expected:
-                raise_non_finite(result.losses, plan, later_updates=later + len(results) - 1 - number)
+                raise_non_finite(result, plan, later_updates=later + len(results) - 1 - number)
         self.stop = StopReason(int(stop)) or self.stop
 
 
-def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> NoReturn:
-    """Raises ``NonFiniteError`` naming step, micro-batch and samples; ``losses`` are sums, shape (leaves,).
+def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0) -> NoReturn:
+    """Raises ``NonFiniteError`` naming step, micro-batch and samples.
 
     ``later_updates`` were made before anybody looked: on a GPU results are read back now and then only.
     """
@@ -478,15 +478,21 @@ def raise_non_finite(losses: Tensor, plan: StepPlan, later_updates: int = 0) -> 
         if later_updates == 0
         else f"It was read back {later_updates} steps later, so this run's weights are lost; its checkpoints are not."
     )
-    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    bad = (~result.losses.isfinite()).nonzero().flatten().tolist()
     if bad:
         k = bad[0]
         raise NonFiniteError(
-            f"The loss of step {plan.step} is {float(losses[k])} in micro-batch {k} (samples "
+            f"The loss of step {plan.step} is {float(result.losses[k])} in micro-batch {k} (samples "
             f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or "
             "clip gradients."
         )
     samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
+    if not result.weight:
+        raise NonFiniteError(
+            f"The loss of step {plan.step} has no mean, since its weights add up to 0 (samples {shorten(samples)}), as "
+            f"where all targets are masked or ignored. {update} Leave samples without a target out of the data set, or "
+            "take a larger global_batch."
+        )
     raise NonFiniteError(
         f"The loss of step {plan.step} is finite, but a gradient is NaN or infinite (samples {shorten(samples)}). "
         f"{update} Look for an operation whose derivative is infinite, such as a square root at zero, or clip "

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lockstep.core.plan import StepPlan
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.means import Changes, Part, held_by, judge_metrics, reasons
+from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons
 from lockstep.run.step import exact, sum_and_weight
+from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 
 
@@ -87,6 +90,8 @@ class StepMetrics:
         self._seen: list[Part] = []
         self._kept: Changes = {}
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._writing: list[str] = []
+        """Of those that have written into the output or the target, the names."""
 
     @classmethod
     def of(
@@ -124,16 +129,38 @@ class StepMetrics:
         """Computes them for one micro-batch of this process."""
         samples = len(micro_batch)
         if waiting := sorted(self._unchecked - self._reasons.keys()):
-            self._seen.append((output, target, samples))
+            self._seen.append((*copies_of((output, target)), samples))
             self._reasons |= reasons({name: self._given[name] for name in waiting}, self._seen)
         if self._entries is None:
             looked_at = () if self._sums else self._unchecked
             before = held_by(self._given, looked_at)
-            found = [each(output, target) for each in self._functions.values()]
+            found = [self._call(name, output, target) for name in self._functions]
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
         self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
+
+    def _call(self, name: str, output: Any, target: Any) -> Any:
+        leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
+        before = [leaf._version for leaf in leaves]
+        found = self._functions[name](output, target)
+        if [leaf._version for leaf in leaves] != before:
+            self._writing.append(name)
+        return found
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Surrounds the backward pass; says which metric has written into a tensor that this still needed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._writing and OVERWRITTEN.is_in(str(error)):
+                raise ConfigError(
+                    f"The metric {self._writing[0]!r} of run.backward writes into the output or the target, which the "
+                    "backward pass still needs. Let it make new tensors, as output.sigmoid() in place of "
+                    "output.sigmoid_(), or write into output.clone()."
+                ) from error
+            raise
 
     @torch.no_grad()
     def means(

@@ -37,6 +37,8 @@ NO_SCALE = TorchMessage(("Attempted step but _scale is None", "Attempted unscale
 """AssertionError: a GradScaler is to step an optimizer, and has scaled no loss."""
 NOT_DETERMINISTIC = TorchMessage((" does not have a deterministic implementation",))
 """RuntimeError: an operator has no fixed order of addition; its name in CUDA's sources is the word before."""
+OVERWRITTEN = TorchMessage(("modified by an inplace operation",))
+"""RuntimeError: a tensor that a backward pass needs was written to after its forward pass."""
 OTHER_TYPE = TorchMessage(("dtype", "scalar type", "Input type"))
 """RuntimeError: an operator was given tensors of several number types."""
 LOST_PEER = TorchMessage(
