@@ -429,9 +429,8 @@ class RunState:
             if made != self._made_groups[number]:
                 continue  # of another script: its parameters are compared when they get their state
             for group in state.optimizer_records[str(number)]["groups"][made:]:
-                if all(name in self.model.parameters for name in group["parameters"]):
-                    own = [self.model.parameters[name] for name in group["parameters"]]
-                    self.add_group[number]({"params": own})
+                if all(n in self.model.parameters for n in group["parameters"]):
+                    self.add_group[number]({"params": [self.model.parameters[n] for n in group["parameters"]]})
 
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
