@@ -105,6 +105,13 @@ def test_a_loss_that_is_not_finite_is_read_some_steps_later(machine):
         machine.run(not_finite, 1)
 
 
+@pytest.mark.slow
+def test_asynchronous_workers_read_flags_that_lie_on_two_devices(machine):
+    options = {"parameter_server": {"mode": "asynchronous"}, "fingerprint_every": 0}
+    found = machine.run(train, 3, "perceptron", "parameter_server", options)
+    assert all(each.losses for each in found)
+
+
 def mixed(world):
     """Adds a tensor on the CPU to one on a device."""
     torch.ones(3, device="cuda").add(torch.ones(3))
