@@ -39,7 +39,7 @@ def test_ranks_that_write_at_once_lose_nothing_and_share_one_origin(tmp_path, mo
     assert {(event["pid"], event["ts"] + origin) for event in trace["traceEvents"]} == {
         (rank, 1000.0 + rank) for rank in range(8)
     }
-    assert file.read(tmp_path / file.FILE) == trace["traceEvents"]
+    assert file.read(tmp_path / file.FILE) == trace["traceEvents"] == file.read(tmp_path)
 
 
 def test_a_second_start_of_the_run_begins_anew(tmp_path):

@@ -36,6 +36,17 @@ def test_the_first_thing_that_differs_has_caused_the_rest(case):
     assert found.tensor.startswith(tensor)
 
 
+def test_a_gradient_that_is_rounding_beside_the_others_is_not_one_that_was_left_out():
+    """That of a bias before BatchNorm is zero but for rounding, and was told as left out of the reduction."""
+
+    def with_bias(norm):
+        return lambda step: (scaled(1.0 + 1e-7)(step), put("gradients", "c", (str(norm), norm))(step))
+
+    reference = changed(with_bias(2e-9))
+    assert diagnose(reference, changed(with_bias(3e-9))).cause is Cause.REDUCTION_ORDER
+    assert diagnose(reference, changed(with_bias(3e-3))).cause is Cause.LEFT_OUT
+
+
 def test_equal_traces_have_no_difference():
     assert diagnose(trace(), trace()) is None
     assert compare(trace(), trace(), 0.0).reached == "A"

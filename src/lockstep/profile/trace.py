@@ -272,12 +272,16 @@ def add(folder: Path, origin: int, make: Any) -> None:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a timeline; ``ConfigError`` where the file cannot be read or is not a timeline."""
+    """The events of a timeline, or of a run folder that has one; ``ConfigError`` where it cannot be read or is none."""
+    if path.is_dir():
+        path /= FILE
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
         found = trace["traceEvents"]
     except OSError as error:
-        raise ConfigError(f"Cannot read the timeline '{path}': {error.strerror}.") from error
+        raise ConfigError(
+            f"Cannot read the timeline '{path}': {error.strerror}. A run with --profile writes it."
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"'{path}' is not a timeline. Give the {FILE} of a run with --profile.") from error
     return list(found)

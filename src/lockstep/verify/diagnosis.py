@@ -253,7 +253,10 @@ def _gradients(mine: StepTrace, theirs: StepTrace, rounding: float, ranks: int) 
     if not different:
         return None
     ratios = {name: _quotient(theirs.gradients[name][1], mine.gradients[name][1]) for name in mine.gradients}
-    first, off = repr(different[0]), [n for n in different if abs(ratios[n] - 1) > rounding]
+    # One that is nothing but rounding beside the others, as that of a bias before BatchNorm is, tells nothing.
+    least = rounding / 100 * max(norm for _, norm in mine.gradients.values())
+    large = [n for n in different if max(mine.gradients[n][1], theirs.gradients[n][1]) > least]
+    first, off = repr(different[0]), [n for n in large if abs(ratios[n] - 1) > rounding]
     if not off:
         return Diagnosis(Cause.REDUCTION_ORDER, mine.step, first, "norms agree but for rounding")
     middle = statistics.median(ratios.values())
