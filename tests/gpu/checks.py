@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,12 +60,12 @@ def _environment(kit: Kit, ranks: int) -> dict[str, str]:
     return {"LOCKSTEP_DEVICES": places} if ranks > kit.cards else {}
 
 
-def _train(kit: Kit, layout: str, model: str, **options: Any) -> list[Any]:
+def _train(kit: Kit, layout: str, model: str, seconds: float = 240.0, **options: Any) -> list[Any]:
     ranks, strategy, own = LAYOUTS[layout]
     devices = int(layout.split()[1].rstrip(",")) if strategy in ("dp", "layers") else ranks
     shared = _environment(kit, devices)
     return kit.machine.run(
-        tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=240.0
+        tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=seconds
     )
 
 
@@ -107,12 +108,58 @@ def what_is_there(kit: Kit) -> Iterator[Check]:
 
         yield f"NCCL, {ranks} ranks on {min(ranks, kit.cards)} cards", "sum of the ranks", connect
     yield "Triton: sums of the fused kernel, one card", "equal bits", triton
+    yield "lockstep doctor", "no fault", partial(_doctor, kit)
+    yield "lockstep train digits, on 1, 2", "one fingerprint", partial(_launched, kit)
     for layout in LAYOUTS:
         yield f"trains: {layout}", "finite losses", partial(_trains, kit, layout)
 
 
+def _command(kit: Kit, folder: str, *arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+    """A command of Lockstep, as a user calls it, in a folder."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "NCCL_IB_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=kit.seconds_left(seconds),
+    )
+
+
+def _devices(kit: Kit, ranks: int) -> str:
+    """``--devices`` for so many ranks, which share cards where there are fewer; processes of the CPU if simulated."""
+    if kit.simulated:
+        return f"cpu:{ranks}"
+    return _environment(kit, ranks).get("LOCKSTEP_DEVICES", str(ranks))
+
+
+def _doctor(kit: Kit) -> tuple[str, str]:
+    """What the command finds on this machine, and between two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = _command(kit, folder, "doctor", "--json", "--devices", _devices(kit, 2), seconds=90)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    faults = [f"{each['subject']}: {each['found']}" for each in lines if each["grade"] == "fault"]
+    found = next((each["found"] for each in lines if each["subject"] == "all-reduce"), done.stderr[-200:])
+    return "; ".join([found, *faults]), _verdict(done.returncode == 0 and not faults)
+
+
+def _launched(kit: Kit) -> tuple[str, str]:
+    """The job that comes with Lockstep, through its command and launcher."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (1, 2):
+            command = ["train", "digits", "--devices", _devices(kit, ranks), "--set", "training.epochs=1"]
+            done = _command(kit, folder, *command, "--set", "training.portable=false", seconds=120)
+            words = next((line for line in done.stdout.splitlines() if line.startswith("fingerprint")), "")
+            if done.returncode or not words:
+                raise RuntimeError((done.stdout + done.stderr)[-2000:])
+            found.append(words.split()[1])
+    return found[0][:12] if len(set(found)) == 1 else " and ".join(found), _verdict(len(set(found)) == 1)
+
+
 def _trains(kit: Kit, layout: str) -> tuple[str, str]:
-    losses = _train(kit, layout, "perceptron")[0].losses
+    losses = _train(kit, layout, "perceptron", seconds=100.0)[0].losses  # other layouts are next if it hangs
     return f"loss {losses[0]:.3f} to {losses[-1]:.3f}", _verdict(all(0 < each < 10 for each in losses))
 
 
@@ -199,7 +246,8 @@ def speed(kit: Kit) -> Iterator[Check]:
         return name, expected, partial(against_plain, model, batch, compiled, k)
 
     def fold() -> tuple[str, str]:
-        return f"{kit.machine.run(tasks.fold_speed, 1)[0]:.1f} GB/s", "measured"
+        numbers = 1 << 12 if kit.simulated else 1 << 25
+        return f"{kit.machine.run(tasks.fold_speed, 1, numbers)[0]:.1f} GB/s", "measured"
 
     def idle(model: str, batch: int) -> tuple[str, str]:
         if kit.simulated:
@@ -218,7 +266,7 @@ def speed(kit: Kit) -> Iterator[Check]:
     yield compared("resnet50", 256, False, 1)
     yield compared("resnet50", 256, True, 1)
     yield compared("perceptron", 512, False, 1)
-    yield "fold of a level of the tree, 2 x 256 MB", "", fold
+    yield "fold of 8 gradients of 128 MB", "", fold
     for ranks in sorted({2, max(2, min(8, kit.cards))}):
         yield f"sums of gradients, {ranks} ranks", "equal bits", partial(_sums, kit, ranks, refused)
     yield "ddp 2, sums in one kernel", "one fingerprint", partial(_trains_fused, kit, refused)
@@ -298,17 +346,10 @@ def _cifar10_job(kit: Kit) -> tuple[str, str]:
     if kit.simulated:
         raise Skip("not on simulated devices")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lockstep", "train", "cifar10", "--data", str(kit.cifar10.resolve())]
-        command += ["--precision", "bf16", "--devices", "1"]
+        command = ["train", "cifar10", "--data", str(kit.cifar10.resolve()), "--precision", "bf16"]
         compiled = str(_has_compiler()).lower()
-        command += ["--set", f"training.compile={compiled}", "--set", "training.micro_batches=1"]
-        found = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        }
-        done = subprocess.run(
-            command, cwd=folder, env=found, capture_output=True, text=True, timeout=kit.seconds_left(400.0)
-        )
+        command += ["--devices", "1", "--set", f"training.compile={compiled}"]
+        done = _command(kit, folder, *command, "--set", "training.micro_batches=1", seconds=400.0)
         if done.returncode:
             raise RuntimeError((done.stdout + done.stderr)[-2000:])
         (log,) = Path(folder).glob("runs/*/log.jsonl")
@@ -379,10 +420,8 @@ def faults(kit: Kit) -> Iterator[Check]:
         except Exception as error:
             notes = " ".join(getattr(error, "__notes__", []))
             said = f"{type(error).__name__}: {error} {notes}"
-        began = time.monotonic()
-        while (more := used() - before) > _BACK_BYTES and time.monotonic() - began < _BACK_SECONDS:
-            pass  # each look starts a process
-        back = f"{said[:60]}; {max(more, 0) >> 20} MB not given back"
+        more = _not_given_back(used, before)
+        back = f"{said[:60]}; {more >> 20} MB not given back"
         return back, _verdict(any(each in said for each in words) and more <= _BACK_BYTES)
 
     yield (
@@ -390,9 +429,48 @@ def faults(kit: Kit) -> Iterator[Check]:
         "named; memory back",
         partial(ends, "killed", 2, "ended with exit code -9"),
     )
+    yield "kill -9 of a rank of lockstep run", "rank named; memory back", partial(_killed, kit, used)
     yield "a rank that spins in a kernel", "named; memory back", partial(ends, "spins", 2, *_TOO_LATE)
     yield "out of memory", "named; memory back", partial(ends, "fills", 1, "out of memory")
     yield "an assert on the device", "named; memory back", partial(ends, "asserts", 1, "CUDA error")
+
+
+def _not_given_back(used: Callable[[], int], before: int) -> int:
+    """Bytes of device memory that are in use beside those of before, after some seconds at most."""
+    began = time.monotonic()
+    while (more := used() - before) > _BACK_BYTES and time.monotonic() - began < _BACK_SECONDS:
+        pass  # each look starts a process
+    return max(more, 0)
+
+
+_KILLED = """
+import os, signal, torch, lockstep
+run = lockstep.init(global_batch=16, micro_batches=8, seed=1)
+model, optimizer = run.prepare(m := torch.nn.Linear(512, 512), torch.optim.SGD(m.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.rand(48, 512), torch.arange(48) % 3)
+for _ in run.epochs(100_000):
+    for batch in run.batches(data):
+        if batch.plan.step == 20 and run.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.backward(batch, torch.nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def _killed(kit: Kit, used: Callable[[], int]) -> tuple[str, str]:
+    """A rank is killed while the other one waits for it: the launcher names it, and ends the run."""
+    before, began = used(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "script.py").write_text(_KILLED)
+        done = _command(kit, folder, "run", "--devices", _devices(kit, 2), "script.py", seconds=90)
+        seconds = time.monotonic() - began
+    more = _not_given_back(used, before)
+    words = re.compile(r"rank 1\b.*killed by SIGKILL")
+    named = next((line for line in done.stderr.splitlines() if words.search(line)), "")
+    met = done.returncode != 0 and bool(named) and more <= _BACK_BYTES
+    named = named or done.stderr.strip().replace("\n", " | ")
+    return f"{named[:60]}; {seconds:.0f} s; {more >> 20} MB not given back", _verdict(met)
 
 
 def memory(kit: Kit) -> Iterator[Check]:

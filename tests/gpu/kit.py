@@ -39,6 +39,13 @@ if __name__ == "__main__" and (missing := [_NEEDED[name] for name in _NEEDED if 
         f"{sys.executable} has no {', '.join(missing)}, which the kit needs. Name another Python (make gpu "
         "PYTHON=/path/to/python), or install into this one what is missing; the kit installs nothing."
     )
+if __name__ == "__main__":
+    import torch
+
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+        sys.exit(
+            f"{sys.executable} has torch {torch.__version__}; Lockstep needs 2.8 or newer. Name another Python."
+        )
 
 from tests.gpu import checks  # noqa: E402  # after what they import was looked for
 from tests.simcuda.machine import Machine  # noqa: E402

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from PIL import Image
 from tests.simcuda.trainings import MISTAKES, Trained, job_of, open_run, saving, train
 
+from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
 from lockstep.profile.timeline import DeviceTrace
 from lockstep.profile.trace import TraceSpan
@@ -392,16 +393,23 @@ def _write_photos(folder: Path, photos: int, copies: int) -> int:
     return sum(sizes) // len(sizes)
 
 
-def fold_speed(world: Any, numbers: int = 1 << 26) -> float:
-    """GB/s that are read and written where two gradients are added."""
-    first, second = (torch.ones(numbers, device="cuda") for _ in range(2))
-    first.add_(second)
+def fold_speed(world: Any, numbers: int, leaves: int = 8) -> float:
+    """GB/s that are read and written where the gradients of so many micro-batches are added in the tree's order."""
+    rows = torch.ones(leaves, numbers, device="cuda")
+    merges = merges_after_leaf(0, leaves, leaves)
+
+    def fold() -> None:
+        stack: list[torch.Tensor] = []
+        for row, count in zip(rows, merges):
+            push_leaf(stack, row, count)
+
+    fold()
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(10):
-        first.add_(second)
+        fold()
     torch.cuda.synchronize()
-    return 10 * 3 * first.nbytes / (time.perf_counter() - began) / 1e9
+    return 10 * 3 * (leaves - 1) * rows[0].nbytes / (time.perf_counter() - began) / 1e9
 
 
 def sum_speeds(

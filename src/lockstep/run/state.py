@@ -425,12 +425,12 @@ class RunState:
 
     def _add_groups(self, state: CheckpointState) -> None:
         """Adds the groups that the loop of the checkpoint's run had added; their settings come with the others."""
+        known = self.model.parameters
         for number, made in enumerate(state.progress.get("made_groups", ())):
-            if made != self._made_groups[number]:
-                continue  # of another script: its parameters are compared when they get their state
-            for group in state.optimizer_records[str(number)]["groups"][made:]:
-                if all(n in self.model.parameters for n in group["parameters"]):
-                    self.add_group[number]({"params": [self.model.parameters[n] for n in group["parameters"]]})
+            if made == self._made_groups[number]:  # else of another script: see _load_optimizer
+                for group in state.optimizer_records[str(number)]["groups"][made:]:
+                    if all(name in known for name in group["parameters"]):
+                        self.add_group[number]({"params": [known[name] for name in group["parameters"]]})
 
     def _load_optimizer(self, number: int, optimizer: Optimizer, state: CheckpointState) -> None:
         tensors, record = _under(f"{number}|", state.optimizer), state.optimizer_records[str(number)]
