@@ -138,7 +138,8 @@ def no_gradient(output: Any) -> ConfigError:
         )
     return ConfigError(
         "The loss has no gradient, and neither has the output of the model: its parameters are all frozen, or its "
-        "forward pass detaches the output, for example with detach(), numpy() or torch.no_grad()."
+        "forward pass detaches the output, for example with detach(), numpy() or torch.no_grad(). Where a micro-batch "
+        "has nothing to predict, let the output depend on the model all the same, as 0 * features.sum() does."
     )
 
 
