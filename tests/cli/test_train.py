@@ -182,7 +182,7 @@ def test_the_proof_starts_as_it_stands_with_the_same_recipe(command, started, tm
     status, _, errors = command("train", *words.split())
     shown = "lockstep: 4 devices x 64 samples" if "--per-device-batch" in words else ""
     if "--resume auto" in words or "named.toml" in words:
-        shown = "lockstep: no run of this job to go on with in"
+        shown = "lockstep: nothing to resume: no run of this job in"
     assert (status, errors[: len(shown) or None]) == (0, shown)
     payload = started[0][0].payload
     assert payload["proof"] == f"lockstep train {proof}"

@@ -68,7 +68,10 @@ def test_resume_auto_starts_anew_where_there_is_nothing_to_resume_and_says_where
 ):
     chosen = choose_run_folder(job("checkpoint.resume=auto"))
     assert (chosen.run.name, chosen.checkpoint.resume) == ("work-001", "")
-    assert f"to go on with in '{tmp_path / 'runs'}', so work-001 begins." in capsys.readouterr().err
+    assert (
+        f"nothing to resume: no run of this job in '{tmp_path / 'runs'}' has a checkpoint."
+        in capsys.readouterr().err
+    )
 
 
 def test_resume_auto_goes_on_in_a_named_folder_with_or_without_a_checkpoint(job, tmp_path):

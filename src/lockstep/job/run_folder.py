@@ -194,7 +194,7 @@ def choose_run_folder(config: JobConfig) -> JobConfig:
         return _placed(config, folder, "auto")
     folder = _create(config)
     if resume == "auto":
-        say(f"no run of this job to go on with in '{folder.parent.resolve()}', so {folder.name} begins.")
+        say(f"nothing to resume: no run of this job in '{folder.parent.resolve()}' has a checkpoint.")
     return _placed(config, folder, "" if resume == "auto" else resume)
 
 
