@@ -12,6 +12,7 @@ from lockstep.core.fingerprint import (
     checksum,
     checksums,
     combine,
+    cpu_of,
     device_model,
     differing,
     digest_tensor,
@@ -109,6 +110,18 @@ def test_the_world_is_no_part_of_the_context():
 
 def test_a_cpu_is_named_by_its_vector_instructions():
     assert torch.backends.cpu.get_cpu_capability() in device_model(torch.device("cpu"))
+
+
+def test_the_maker_of_the_cpu_and_its_library_of_products_count_where_both_sides_know_them():
+    known = cpu_of(torch.device("cpu"))
+    assert known.endswith("MKL" if torch.backends.mkl.is_available() else "without MKL")
+    assert len(known.split()[0]) > 2  # GenuineIntel, AuthenticAMD, aarch64
+    assert cpu_of(torch.device("cuda")) == ""
+    here = dataclasses.replace(CONTEXT, cpu=known)
+    assert here.differences({**here.as_dict(), "cpu": "Other MKL"}) == [
+        f"cpu: 'Other MKL' there, {known!r} here"
+    ]
+    assert here.differences({**here.as_dict(), "cpu": ""}) == []
 
 
 def test_what_photos_are_decoded_to_counts_once_both_sides_have_read_some():

@@ -20,6 +20,8 @@ from tests.simcuda.layouts import LAYOUTS, LEVEL_B
 from tests.simcuda.machine import ROOT
 from tests.simcuda.trainings import saving
 
+from lockstep.config.strategy_options import devices_per_process
+
 if TYPE_CHECKING:
     from tests.gpu.kit import Check, Kit
 
@@ -63,6 +65,7 @@ def _environment(kit: Kit, ranks: int) -> dict[str, str]:
 def _train(kit: Kit, layout: str, model: str, seconds: float = 240.0, **options: Any) -> list[Any]:
     ranks, strategy, own = LAYOUTS[layout]
     devices = int(layout.split()[1].rstrip(",")) if strategy in ("dp", "layers") else ranks
+    devices *= devices_per_process(own.get("mesh", ""))
     shared = _environment(kit, devices)
     return kit.machine.run(
         tasks.train_with, ranks, shared, model, strategy, {**own, **options}, timeout=seconds

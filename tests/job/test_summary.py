@@ -80,6 +80,11 @@ def test_the_level_of_equality_is_told(text):
     assert "equality level B (tolerance)" in text("training.strategy=tensor")
     assert "equality level A (bitwise)" in text("training.strategy=tensor", "tensor.shards=2")
     assert "equality level C (statistical)" in text("training.reduce=powersgd")
+    for rounds in ("fsdp.cpu_offload=true", "fsdp.mixed_precision=bf16"):
+        assert "equality level B (tolerance)" in text("training.strategy=fsdp", rounds)
+    for reduce in ("ordered", "ring"):
+        said = text("training.deterministic=false", f"training.reduce={reduce}")
+        assert "equality level C (statistical) on CUDA: deterministic = false" in said
     asynchronous = ("training.strategy=parameter_server", "parameter_server.mode=asynchronous")
     assert "equality level C (statistical)" in text(*asynchronous)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.step_errors import explain_loss, no_gradient, no_value, note_data, shown
+from lockstep.run.step_errors import explain_loss, explain_operator, no_gradient, no_value, note_data, shown
 
 LOGITS = torch.zeros(2, 3, requires_grad=True)
 
@@ -100,3 +100,34 @@ def test_the_data_of_a_micro_batch_is_noted_with_a_type_that_the_model_has_not()
     mixed = RuntimeError("mat1 and mat2 must have the same dtype, but got Double and Float")
     with pytest.raises(ConfigError, match=r"float64 and the model float32: convert .* \.float\(\)"):
         note_data(mixed, Batch(plan, (MicroBatch(0, np.arange(2), data),)), nn.Linear(6, 2))
+
+
+class Unordered(nn.Module):
+    """Layers whose CUDA kernels add in no fixed order."""
+
+    def __init__(self):
+        super().__init__()
+        self.pool, self.wider = nn.AdaptiveAvgPool2d(7), nn.Upsample(scale_factor=2, mode="bilinear")
+        self.pad, self.ctc, self.loss = nn.ReflectionPad2d(1), nn.CTCLoss(), nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    ("operator", "layer", "instead"),
+    [
+        ("adaptive_avg_pool2d_backward_cuda", "'pool' (AdaptiveAvgPool2d)", "nn.AvgPool2d"),
+        ("upsample_bilinear2d_backward_out_cuda", "'wider' (Upsample)", "mode='nearest'"),
+        ("reflection_pad2d_backward_cuda", "'pad' (ReflectionPad2d)", "nn.ZeroPad2d"),
+        ("ctc_loss_backward_gpu", "'ctc' (CTCLoss)", "output.cpu()"),
+        ("grid_sampler_2d_backward_cuda", "", "resample in the data set"),
+        ("nll_loss2d_forward_out_cuda_template", "'loss' (CrossEntropyLoss)", "flatten(0, -2)"),
+    ],
+)
+def test_an_operator_without_a_fixed_order_is_named_with_its_layer_and_what_to_use(operator, layer, instead):
+    error = RuntimeError(
+        f"{operator} does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation."
+    )
+    with pytest.raises(ConfigError) as refused:
+        explain_operator(error, Unordered())
+    for words in (operator, layer, instead, "deterministic=False", "level C"):
+        assert words in str(refused.value)

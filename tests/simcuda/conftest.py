@@ -2,7 +2,7 @@
 
 import pytest
 from tests.simcuda.build import NoCompiler, library
-from tests.simcuda.layouts import LAYOUTS
+from tests.simcuda.layouts import LAYOUTS, WIDER
 from tests.simcuda.machine import Machine
 from tests.simcuda.trainings import train
 
@@ -24,9 +24,9 @@ def trained(machine):
     known = {}
 
     def once(layout, model, **options):
-        key = layout, model, tuple(options.items())
+        key = layout, model, repr(options)
         if key not in known:
-            ranks, strategy, own = LAYOUTS[layout]
+            ranks, strategy, own = {**LAYOUTS, **WIDER}[layout]
             known[key] = machine.run(train, ranks, model, strategy, {**own, **options})
         return known[key]
 

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.simcuda import cuda, nccl
 from tests.simcuda.layouts import require
 from tests.simcuda.trainings import job_of, open_run, train
 
-from lockstep.errors import ConfigError, NonFiniteError
+from lockstep.errors import ConfigError, NonFiniteError, RankError
 
 
 def on_another_stream(world, waits, records):
@@ -141,7 +142,7 @@ def test_a_first_use_in_two_orders_is_a_deadlock(machine):
         machine.run(first_uses, 2)
 
 
-@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2"])
+@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2", "data x layers"])
 def test_a_layout_is_equal_to_one_device(trained, layout):
     (reference,) = trained("single", "convolutions")
     require([reference], reference, "single")
@@ -187,7 +188,9 @@ def settings(world):
 
     open_run(world, "single").close()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    assert "(132 multiprocessors) CUDA 13.0" in device_model(torch.device("cuda", 0))
+    assert re.search(
+        r"\(132 multiprocessors\) CUDA 13\.0 .*cuBLAS .+ cuDNN ", device_model(torch.device("cuda", 0))
+    )
     return torch.are_deterministic_algorithms_enabled(), filled, "torch._inductor" in sys.modules
 
 
@@ -210,6 +213,63 @@ def test_squares_of_rows_are_added_one_by_one_on_a_device(machine):
     ((launched, equal),) = machine.run(norm_launches, 1)
     assert equal
     assert not [name for name in launched if "sum" in name or "dot" in name or "mm" in name]
+
+
+def normalising(world):
+    """What the host waits for where a synchronised BatchNorm computes, forward and backward."""
+    from lockstep.numerics.sync_batch_norm import convert_sync_batch_norm
+
+    norm = convert_sync_batch_norm(torch.nn.BatchNorm1d(3)).cuda()
+    values = torch.arange(12.0).view(4, 3).cuda().requires_grad_()
+    with cuda.observed() as seen:
+        norm(values).square().sum().backward()
+    return dict(seen.waits)
+
+
+def test_the_host_does_not_wait_in_a_synchronised_batch_norm(machine):
+    assert machine.run(normalising, 1) == [{}]
+
+
+def computing(world):
+    """What the host waits for in losses, by what they return, and in normalising photos; not in the first call."""
+    from lockstep.data import Normalize
+    from lockstep.run.step import exact, sum_and_weight
+
+    output, target = torch.randn(4, 5).cuda(), torch.arange(4).cuda()
+    photos, normalize = torch.zeros(4, 3, 2, 2, dtype=torch.uint8).cuda(), Normalize([0.5] * 3, [0.25] * 3)
+    weights = torch.ones(5).cuda()
+    functions = {
+        "a mean": torch.nn.functional.cross_entropy,
+        "a number a sample": lambda output, target: output.sum(1),
+        "a sum and a count": lambda output, target: (output.sum(), len(target)),
+        "class weights": exact(torch.nn.CrossEntropyLoss(weights, ignore_index=2)),
+        "photos": lambda output, target: normalize(photos).mean(),
+    }
+    found = {}
+    for name, function in functions.items():
+        function(output, target)
+        with cuda.observed() as seen:
+            sum_and_weight(function(output, target), 4)
+        found[name] = dict(seen.waits)
+    return found
+
+
+def test_the_host_does_not_wait_in_a_loss_or_for_photos(machine):
+    (found,) = machine.run(computing, 1)
+    assert found == {name: {} for name in found}
+
+
+def unsent(world):
+    """Trains with fsdp where the sums of some gradients are lost."""
+    from lockstep.strategies.fsdp.gathering import Gathering
+
+    Gathering.take = lambda gathering: {}
+    train(world, "perceptron", "fsdp", {})
+
+
+def test_a_parameter_that_was_used_and_has_no_gradient_is_an_error(machine):
+    with pytest.raises(RankError, match=r"'0\.weight' was used in this step, and no gradient of it was"):
+        machine.run(unsent, 2)
 
 
 def test_dp_copies_a_micro_batch_straight_to_the_device_of_its_replica(machine):

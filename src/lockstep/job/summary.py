@@ -76,10 +76,11 @@ def _level(config: JobConfig) -> str:
     training = config.training
     if training.strategy == "parameter_server" and config.parameter_server.mode == "asynchronous":
         return "C (statistical)"
-    splits_layers = training.strategy == "tensor" or "tensor" in training.mesh
-    exact = "B (tolerance)" if splits_layers and not config.tensor.shards else "A (bitwise)"
     if not training.deterministic:
-        exact = "C (statistical) on CUDA: deterministic = false"
+        return "C (statistical) on CUDA: deterministic = false"
+    splits_layers = training.strategy == "tensor" or "tensor" in training.mesh
+    rounds = training.strategy == "fsdp" and (config.fsdp.cpu_offload or config.fsdp.mixed_precision)
+    exact = "B (tolerance)" if rounds or (splits_layers and not config.tensor.shards) else "A (bitwise)"
     return _LEVELS.get(training.reduce, exact)
 
 

@@ -151,7 +151,8 @@ def gather_moments(x: Tensor, rows: Rows, counts: bool = True) -> Moments:
     row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
     if counts and x.numel():
         mean, variance = torch.batch_norm_update_stats(x.to(statistics_dtype(x)), None, None, 0.0)
-        row[0] = count = x.numel() // channels
+        count = x.numel() // channels
+        row[0].fill_(count)  # an assignment copies the number to the device, which the host waits for
         row[1 : channels + 1] = mean
         row[channels + 1 :] = variance.double() * count
     gathered = rows.gather(row)

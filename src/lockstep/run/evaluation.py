@@ -308,8 +308,10 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     gathered = strategy.gather(rows.view(-1)).view(share.holders, *rows.shape)
     ordered = rows.new_zeros(share.holders * len(rows), *rows.shape[1:])
     for holder, part in enumerate(gathered):
-        held = list(share.of(count, holder))
-        ordered[held] = part[: len(held)]
+        held = share.of(
+            count, holder
+        )  # not a list: it would be copied to the device, which the host waits for
+        ordered[held.start : held.stop : held.step] = part[: len(held)]
     return ordered[:count]
 
 

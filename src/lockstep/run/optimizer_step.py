@@ -215,9 +215,13 @@ class GradientState:
             gradients: Iterable[Tensor | None] = (p.grad for p in strategy.trainable().values())
             if isinstance(strategy, IndependentStrategy):
                 gradients = strategy.gradients()
+            factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(factor.to(gradient.device, gradient.dtype))
+                    kind = gradient.device, gradient.dtype
+                    if kind not in factors:
+                        factors[kind] = factor.to(*kind)
+                    gradient.mul_(factors[kind])
         return norm
 
     def forget(self, optimizer: Optimizer) -> None:

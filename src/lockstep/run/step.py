@@ -174,15 +174,14 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
     """
     if isinstance(value, tuple) and len(value) == 2:
         total = value[0] if isinstance(value[0], Tensor) else torch.tensor(float(value[0]))
-        weight = (
-            value[1] if isinstance(value[1], Tensor) else torch.tensor(float(value[1]), device=total.device)
-        )
+        weight = value[1]
+        if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
+            weight = torch.full((), float(weight), device=total.device)
         return _wide(total).sum(), weight.detach().sum()
     if not isinstance(value, Tensor):
         raise no_value(value)
     value = _wide(value)
     if value.dim() == 0:
-        # torch.tensor would copy to the device, which waits for it.
         return value * samples, torch.full((), float(samples), device=value.device)
     numbers = value if value.is_floating_point() else value.to(torch.float64)
     return numbers.sum(), torch.full((), float(value.numel()), device=value.device)

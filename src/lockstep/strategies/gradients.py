@@ -315,7 +315,8 @@ class GradientTree:
             push_leaf(slot.stack, gradient, merges)
             return
         place = slot.staging[self._reducer.turn][len(slot.stack) - merges] if merges else None
-        out = place if place is not None and place.dtype == gradient.dtype else None
+        is_alike = place is not None and (place.dtype, place.device) == (gradient.dtype, gradient.device)
+        out = place if is_alike else None
         push_leaf(slot.stack, gradient, merges, out)
         self._hand_over(slot, self._reducer)
 
@@ -440,7 +441,9 @@ class StepSums:
     def _used(self, everyones: Tensor) -> list[int]:
         """Uses of each parameter over all holders; read back from the device only where this one left one unused."""
         mine = self.tree.used()
-        return mine if all(mine) else [int(count) for count in everyones.tolist()]
+        if self._reducer is None or all(mine):
+            return mine
+        return [int(count) for count in everyones.tolist()]
 
 
 def one_dense(name: str, gradient: Tensor, *, is_first: bool) -> Tensor:

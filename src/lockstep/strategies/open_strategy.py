@@ -81,7 +81,7 @@ def _open_ddp(options: RunOptions, groups: Groups, device: torch.device) -> Stra
 
 def _open_dp(options: RunOptions, groups: Groups, device: torch.device) -> Strategy:
     _require_one_process("dp", "strategy 'ddp'", groups)
-    devices = _devices_of_process(device, options.dp.replicas)
+    devices = _devices_of_process(device, options.dp.replicas, groups)
     return DataParallel(devices, options.micro_batches, torch.get_num_threads(), options.running_buffers)
 
 
@@ -90,7 +90,7 @@ def _open_layers(options: RunOptions, groups: Groups, device: torch.device) -> S
     if options.strategy == "layers":
         _require_one_process("layers", "strategy 'hybrid' with a mesh such as data=2,layers=2", groups)
         count = options.layers.devices
-    devices = _devices_of_process(device, count)
+    devices = _devices_of_process(device, count, groups)
     reducer = _open_reducer(options, group, device) if group is not None else None
     k, buffers = options.micro_batches, options.running_buffers
     return ModelParallel(devices, k, options.layers, reducer, group, buffers)
@@ -104,13 +104,15 @@ def _require_one_process(strategy: str, other: str, groups: Groups) -> None:
         )
 
 
-def _devices_of_process(first: torch.device, count: int) -> list[torch.device]:
+def _devices_of_process(first: torch.device, count: int, groups: Groups) -> list[torch.device]:
     """The devices of one process: ``count`` from its first; 0 for all GPUs, or two on CPUs, which are all the same."""
     if first.type == "cpu":
         return [first] * (count or 2)
     start, found = first.index or 0, count_gpus()
     if shared := shared_devices():
-        return [gpu(number) for number in shared[: count or None]]
+        count = count or len(shared)
+        begin = groups.rank % max(1, len(shared) // count) * count
+        return [gpu(number) for number in shared[begin : begin + count]]
     if start + count > found:
         raise ConfigError(
             f"{count} devices starting at cuda:{start} were requested, but this process sees {found} GPUs. Use fewer."

@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -102,9 +103,7 @@ class Normalize:
         """The normalised images, on the device they are on."""
         if images.dtype != torch.uint8:
             return images
-        scale = [1.0 / (255.0 * std) for std in self.std]
-        shift = [-mean / std for mean, std in zip(self.mean, self.std, strict=True)]
-        factors = torch.tensor([scale, shift], device=images.device)[:, :, None, None]
+        factors = _factors(tuple(self.mean), tuple(self.std), images.device, torch.get_default_dtype())
         if images.device.type != "cpu" or not images.numel():
             return images.to(torch.float32).mul_(factors[0]).add_(factors[1])
         result = torch.empty_like(images, dtype=torch.float32)
@@ -113,6 +112,17 @@ class Normalize:
             block = result[first : first + rows]
             block.copy_(images[first : first + rows]).mul_(factors[0]).add_(factors[1])
         return result
+
+
+@lru_cache
+def _factors(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """What to multiply pixels with, and what to add; kept, as a host waits for what it copies to a device."""
+    scale = [1.0 / (255.0 * each) for each in std]
+    shift = [-centre / each for centre, each in zip(mean, std, strict=True)]
+    with torch.inference_mode(False):
+        return torch.tensor([scale, shift], device=device, dtype=dtype)[:, :, None, None]
 
 
 Uniforms = npt.NDArray[np.float64]

@@ -371,7 +371,8 @@ class Pipeline(Strategy):
 
     def gather(self, row: Tensor) -> Tensor:
         """The rows of the ranks with the last stage, shape (holders, n). Collective over the world."""
-        return all_gather_rows(row, self._groups.world)[self._last_ranks]
+        rows = all_gather_rows(row, self._groups.world)
+        return torch.stack([rows[rank] for rank in self._last_ranks])
 
     def release(self) -> None:
         """See ``Strategy.release``."""
