@@ -107,6 +107,13 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path, content):
     assert str(path) in message(load_job, str(path))
 
 
+def test_a_file_that_is_not_utf8_is_told_so(tmp_path):
+    """The words were Python's: 'utf-8' codec can't decode byte 0xf6 in position 11."""
+    path = tmp_path / "job.toml"
+    path.write_bytes('job = "größe"\n'.encode("latin-1"))
+    assert "cannot be read: it is not in UTF-8 (byte 10 is 0xf6); save it so." in message(load_job, str(path))
+
+
 def test_a_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
     assert "has 0 folders with photos" in message(load_job, str(tmp_path))
     assert "Did you mean 'digits'?" in message(load_job, "digist")

@@ -69,6 +69,14 @@ def test_of_many_ranks_the_first_and_the_last_are_drawn(tmp_path):
     assert "Left out: ranks 3 to 5 of 7." in timeline_text(trace)
 
 
+def test_a_run_folder_is_taken_for_its_timeline(tmp_path):
+    with pytest.raises(ConfigError, match=r"timeline.json': No such file .* A run with --profile writes it"):
+        explain_timeline(tmp_path)
+    written(tmp_path)
+    with pytest.raises(ConfigError, match=r"is empty"):
+        explain_timeline(tmp_path)
+
+
 def test_an_empty_timeline_says_what_to_ask_for(tmp_path):
     with pytest.raises(ConfigError, match=r"is empty: .*for example with --profile 0:5"):
         explain_timeline(written(tmp_path))

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.launch.runs import end_processes, find_runs, run_directory, write_note
+from lockstep.launch.runs import choose_run, end_processes, find_runs, run_directory, write_note
 from lockstep.runtime.process_handle import ProcessHandle
 
 NO_ROOM = SimpleNamespace(f_bavail=10, f_frsize=4096, f_favail=1000, f_files=1000)
@@ -134,6 +134,18 @@ def test_a_run_of_another_process_namespace_is_not_signalled(tmp_path, monkeypat
         assert main(["stop", "their-run"]) == 0
         assert bystander.poll() is None
         bystander.kill()
+
+
+def test_a_run_is_found_by_the_folder_of_its_job(tmp_path, monkeypatch):
+    """``lockstep stop runs/digits-001`` matched no run, and ``lockstep stacks`` neither."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with run_directory() as directory, run_directory() as other:
+        write_note(directory, "one", [], tmp_path / "runs" / "digits-001" / "ranks", 1)
+        write_note(other, "two", [], tmp_path / "runs" / "digits-002" / "ranks", 1)
+        assert choose_run("runs/digits-002/").run_id == "two"
+        with pytest.raises(ConfigError, match=r"No run matches 'runs/digits-003'"):
+            choose_run("runs/digits-003")
 
 
 @pytest.mark.fault("T6")

@@ -54,6 +54,15 @@ def test_a_bar_shows_the_loss_and_accuracy_of_the_epoch_and_the_latest_speed():
     console.close()
 
 
+def test_the_number_of_a_class_stays_with_its_name():
+    """``validation iou 0 1`` did not tell which of the two numbers was the value."""
+    stream = io.StringIO()
+    console = Console(stream)
+    console.begin(0, epochs=1, start=0, steps=4)
+    console.epoch(0, 4, {"validation_iou_0": 1.0, "learning_rate_1": 0.5})
+    assert "validation iou_0 1  lr_1 0.5" in stream.getvalue()
+
+
 def test_the_learning_rate_and_the_loss_scale_stand_beside_the_loss():
     stream = Terminal()
     console = Console(stream)

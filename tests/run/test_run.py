@@ -280,3 +280,16 @@ def test_a_metric_of_several_numbers_gives_each_by_its_name():
     named.compute = lambda: torch.zeros(2, 2)
     with pytest.raises(ConfigError, match="which is neither a number nor a dict or list of numbers"):
         run.evaluate(dataset(), named)
+
+
+def test_a_run_folder_that_cannot_be_written_is_told_of_at_the_start(tmp_path, caplog):
+    """It was refused by the first save, after the first epoch."""
+    (tmp_path / "file").touch()
+    begin(directory=tmp_path / "file" / "run")
+    assert (
+        f"run.save() will fail: the run folder is {tmp_path}/file/run, and {tmp_path}/file is not a"
+        in caplog.text
+    )
+    caplog.clear()
+    begin(directory=tmp_path / "new" / "run")
+    assert "run.save()" not in caplog.text

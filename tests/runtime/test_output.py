@@ -95,6 +95,13 @@ def test_the_stream_keeps_name_and_encoding_and_says_that_it_is_no_terminal(tmp_
     assert (tmp_path / "file").read_bytes() == b"\xe9 ?\n"
 
 
+def test_letters_that_the_encoding_lacks_fail_nothing(tmp_path):
+    """The table of a prediction ended in a UnicodeEncodeError where the locale was not UTF-8."""
+    with (tmp_path / "file").open("w", encoding="ascii") as file:
+        print("größe", os.fsdecode(b"\xff"), "\u86c7\udcff", file=lasting(file, None))
+    assert (tmp_path / "file").read_bytes() == b"gr\\xf6\\xdfe \xff \\u86c7\\udcff\n"
+
+
 @pytest.mark.fault("T8")
 def test_escape_codes_in_what_lockstep_logs_are_shown_and_those_of_other_libraries_obeyed():
     shown = PrintableFormatter("%(message)s")

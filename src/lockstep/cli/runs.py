@@ -34,7 +34,12 @@ from lockstep.runtime.heartbeat import Membership
 from lockstep.runtime.process_handle import ProcessHandle
 from lockstep.text import format_bytes, format_duration, plural, printable
 
-_RUN = ("run", "RUN", "", "id of the run, or the beginning or end of it (default: the only run)")
+_RUN = (
+    "run",
+    "RUN",
+    "",
+    "ID of the run, its beginning or end, or the run folder of a job (default: the only run)",
+)
 
 
 def ps(arguments: argparse.Namespace) -> int:

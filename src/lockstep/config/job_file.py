@@ -84,7 +84,12 @@ def _read(path: Path) -> str:
         raise ValueError("Is a directory" if stat.S_ISDIR(found.st_mode) else "it is not a regular file")
     if found.st_size > _LARGEST:
         raise ValueError(f"it has {found.st_size:,} bytes, and no job is larger than {_LARGEST:,}")
-    return path.read_bytes().decode()
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"it is not in UTF-8 (byte {error.start + 1} is {error.object[error.start]:#04x}); save it so"
+        ) from error
 
 
 def load_job(

@@ -491,4 +491,4 @@ def _resume_exists(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
 def _run_folder_is_free(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     folder = Path(job.run.directory).expanduser() / job.run.name
     if machine.is_here and job.run.name and not job.checkpoint.resume and folder.exists():
-        yield f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume."
+        yield f"is '{job.run.name}', and '{folder}' exists. Choose another name, or go on with --resume auto."

@@ -69,8 +69,8 @@ class TimelineFacts(PictureFacts):
 
 
 def explain_timeline(path: Path) -> TimelineFacts:
-    """Reads the timeline of a run; ``ConfigError`` where it cannot be read, is not a timeline, or is empty."""
-    events = trace.read(path)
+    """Reads a timeline, or that of a run folder; ``ConfigError`` if that cannot be read, is none, or is empty."""
+    events = trace.read(path / trace.FILE if path.is_dir() else path)
     try:
         spans = [event for event in events if event["ph"] == "X"]
         numbers = sorted({event["pid"] for event in spans})

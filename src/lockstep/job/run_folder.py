@@ -275,7 +275,7 @@ def _create(config: JobConfig) -> Path:
                 return folder
     except FileExistsError as error:
         raise ConfigError(
-            f"The run folder '{error.filename}' exists. Choose another run.name, or go on with --resume."
+            f"The run folder '{error.filename}' exists. Choose another run.name, or go on with --resume auto."
         ) from error
     except OSError as error:
         raise ConfigError(

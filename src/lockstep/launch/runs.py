@@ -217,9 +217,17 @@ def find_runs() -> list[RunOnHost]:
 
 
 def choose_run(name: str | None) -> RunOnHost:
-    """Returns the run whose id begins or ends with ``name``, or the only one; ``ConfigError`` unless one matches."""
+    """The run whose ID begins or ends with ``name``, or whose folder it is; or the only one. Else ``ConfigError``."""
     runs = find_runs()
-    meant = [run for run in runs if not name or run.run_id.startswith(name) or run.run_id.endswith(name)]
+    folder = Path(name or ".").resolve()
+    meant = [
+        run
+        for run in runs
+        if not name
+        or run.run_id.startswith(name)
+        or run.run_id.endswith(name)
+        or Path(run.logs).parent == folder
+    ]
     if len(meant) == 1:
         return meant[0]
     if not runs:

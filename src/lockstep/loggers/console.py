@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -115,7 +116,8 @@ def _shown(values: Mapping[str, float]) -> list[str]:
 def _metric(name: str, value: float) -> str:
     if name == "samples_per_second":
         return f"{value:,.0f} samples/s"
-    words = name.replace("learning_rate", "lr").replace("_", " ")
+    short = name.replace("learning_rate", "lr")
+    words = re.sub(r"_(?!\d+$)", " ", short)  # the number of a class or of a group stays, as in lr_1
     if name.endswith("accuracy"):
         return f"{words} {100 * value:.2f} %"
     return f"{words} {value:.4g}"

@@ -6,6 +6,7 @@ The main process writes; where every process holds rows of the model, each write
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -246,6 +247,20 @@ def clean_up(directory: Path | str | None) -> None:
     wait_for_critical_threads()
     if directory is not None:
         checkpoint.clean(Path(directory))
+        _mention_if_read_only(Path(directory))
+
+
+def _mention_if_read_only(directory: Path) -> None:
+    """Says at the start that a checkpoint cannot be written; a run that only evaluates needs none."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = "may not be written to" if there.is_dir() else "is not a folder"
+        logger.warning(
+            "run.save() will fail: the run folder is %s, and %s %s. Give another directory=.",
+            directory,
+            there,
+            found,
+        )
 
 
 def note(text: str, *arguments: object) -> None:

@@ -7,6 +7,7 @@ user has sent to a file fails as ever, because a file with a hole would be taken
 
 from __future__ import annotations
 
+import codecs
 import io
 import logging
 import os
@@ -82,9 +83,21 @@ def lasting(stream: TextIO, folder: Path | None, *, is_result: bool = False) -> 
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors=_ERRORS if stream.errors in ("strict", "surrogateescape") else stream.errors,
         line_buffering=True,
     )
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What stands for letters that the encoding lacks: the bytes of a file's name, else Python's escapes of them."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
+
+
+_ERRORS = "lockstep.escaped"
+codecs.register_error(_ERRORS, _escaped)
 
 
 @contextmanager
