@@ -23,8 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,13 +121,6 @@ class Kit:
                 print(details, file=sys.stderr)
                 found, verdict = f"{type(error).__name__}: {str(error)[:200]}", "not met"
             self._add(Row(part, name, expected, found, verdict, round(time.monotonic() - began, 1), details))
-
-    @contextmanager
-    def another_machine(self, environment: dict[str, str]) -> Iterator[Machine]:
-        """A machine with other variables, for one check."""
-        with Machine(simulated=self.simulated, environment=environment) as machine:
-            machine.deadline = self.machine.deadline
-            yield machine
 
     def seconds_left(self, most: float) -> float:
         """Seconds for a check that asks for so many at most."""

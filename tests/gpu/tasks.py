@@ -151,14 +151,29 @@ def _finds_a_wait() -> bool:
 
 def finds_a_race(world: Any) -> bool:
     """Whether the sanitizer raises where a stream writes what another has just written, and nothing orders them."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors, enable_cuda_sanitizer
+
+    enable_cuda_sanitizer()  # type: ignore[no-untyped-call]  # torch's stub
     values = torch.zeros(1 << 10, device="cuda")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
             values.add_(1)
         values.mul_(2)
-    except Exception:
+    except CUDASanitizerErrors:
         return True
     return False
+
+
+def sanitized(world: Any, shared: dict[str, str], *arguments: Any) -> dict[tuple[str, str], int]:
+    """``train`` of ``tests.simcuda.trainings`` under torch's sanitizer, which raises; the races on simulated devices.
+
+    It is turned on here: by its variable it would look for devices in the process that forks the ranks.
+    """
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+    _share(shared)
+    enable_cuda_sanitizer()  # type: ignore[no-untyped-call]  # torch's stub
+    return train(world, *arguments).races
 
 
 def kernel_sums(world: Any, device: str = "cuda", leave_out: tuple[torch.dtype, ...] = ()) -> list[str]:

@@ -30,6 +30,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/GPUTrace.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
@@ -67,6 +68,13 @@ static void tell() {
     if (observer) observer(each.kind.c_str(), each.what.c_str());
 }
 
+// Tells torch's CUDA sanitizer, where it is switched on. Not called under the timeline's lock either.
+template <typename... Given, typename... Arguments>
+static void trace(void (impl::PyInterpreterVTable::*what)(DeviceType, Given...) const, Arguments... arguments) {
+  if (const auto* interpreter = impl::GPUTrace::get_trace())
+    ((**interpreter).*what)(kCUDA, ((Given)(arguments))...);
+}
+
 static int queue_of(DeviceIndex device) { return timeline().queue(device, current_stream[device]); }
 
 // --- memory
@@ -74,6 +82,7 @@ static int queue_of(DeviceIndex device) { return timeline().queue(device, curren
 struct DeviceMemory final : c10::DeviceAllocator {
   static void release(void* address) {
     if (!address) return;
+    trace(&impl::PyInterpreterVTable::trace_gpu_memory_deallocation, address);
     {
       Locked guard(timeline().lock);
       timeline().free(static_cast<char*>(address));
@@ -94,6 +103,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       timeline().allocate(static_cast<char*>(address), size, device, queue_of(device));
     }
     std::memset(address, 0xFF, size);  // not a number, so that what is used before it is written is seen
+    trace(&impl::PyInterpreterVTable::trace_gpu_memory_allocation, address);
     tell();
     return {address, address, &release, Device(kCUDA, device)};
   }
@@ -177,7 +187,9 @@ struct Guard final : impl::DeviceGuardImplInterface {
   Stream getDefaultStream(Device device) const override { return stream(device, kDefaultStream); }
   Stream getNewStream(Device device, int) const override {
     static std::atomic<StreamId> last = kDefaultStream;
-    return stream(device, ++last);
+    const Stream made = stream(device, ++last);
+    trace(&impl::PyInterpreterVTable::trace_gpu_stream_creation, made.id());
+    return made;
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream given) const override {
@@ -202,14 +214,24 @@ struct Guard final : impl::DeviceGuardImplInterface {
     tell();
   }
   void record(void** event, const Stream& on, const DeviceIndex, const EventFlag) const override {
-    Locked guard(timeline().lock);
-    if (!*event) *event = new Event;
-    timeline().launch(queue(on), "");
-    *static_cast<Event*>(*event) = {timeline().clock(queue(on)), std::chrono::steady_clock::now()};
+    if (!*event) {
+      *event = new Event;
+      trace(&impl::PyInterpreterVTable::trace_gpu_event_creation, *event);
+    }
+    {
+      Locked guard(timeline().lock);
+      timeline().launch(queue(on), "");
+      *static_cast<Event*>(*event) = {timeline().clock(queue(on)), std::chrono::steady_clock::now()};
+    }
+    trace(&impl::PyInterpreterVTable::trace_gpu_event_record, *event, on.id());
   }
   void block(void* event, const Stream& waits) const override {
-    Locked guard(timeline().lock);
-    if (event) timeline().follow(queue(waits), static_cast<Event*>(event)->clock);
+    if (!event) return;
+    {
+      Locked guard(timeline().lock);
+      timeline().follow(queue(waits), static_cast<Event*>(event)->clock);
+    }
+    trace(&impl::PyInterpreterVTable::trace_gpu_event_wait, event, waits.id());
   }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void* event) const override {
@@ -223,7 +245,10 @@ struct Guard final : impl::DeviceGuardImplInterface {
     const auto between = static_cast<Event*>(second)->moment - static_cast<Event*>(first)->moment;
     return std::chrono::duration<double, std::milli>(between).count();
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    if (event) trace(&impl::PyInterpreterVTable::trace_gpu_event_deletion, event);
+    delete static_cast<Event*>(event);
+  }
   void recordDataPtrOnStream(const DataPtr& data, const Stream& on) const override {
     device_memory().recordStream(data, on);
   }
