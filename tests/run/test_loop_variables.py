@@ -328,6 +328,34 @@ def test_attributes_of_an_object_that_only_an_inner_function_goes_on_to_read_are
     assert "trained: task.step (0, was 4)" in record.getMessage()
 
 
+class Annealed(nn.Module):
+    """A loss, whose ``beta`` a loop changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta, self.inner = 0.5, nn.CrossEntropyLoss(label_smoothing=0.25)
+
+
+def annealing(state, stop=None):
+    loss, stored = Annealed(), None
+    for epoch in range(2):
+        state.begin_epoch()
+        state.begin_steps()
+        for step in range(STEPS):
+            loss.beta *= 2
+            loss.inner.label_smoothing *= 0.5
+            stored = state.capture() if epoch * STEPS + step == stop else stored
+    return stored
+
+
+def test_numbers_of_a_module_beside_the_model_are_named(caplog):
+    stored = annealing(LoopState(frozenset(), is_main=True), 0)
+    annealing(resumed(stored, inside=True))
+    (record,) = caplog.records
+    assert "annealing: loss.beta (0.5, was 1.0)" in record.getMessage()
+    assert "annealing: loss.inner.label_smoothing (0.25, was 0.125)" in record.getMessage()
+
+
 def test_what_the_script_gives_back_itself_is_not_named(caplog):
     stored, _ = a_loop(LoopState(frozenset(), is_main=True), 3, stop=4)
     task = Task()

@@ -209,3 +209,17 @@ def under_pipeline(world):
 
 def test_a_strategy_that_runs_the_model_in_parts_is_refused_on_every_rank():
     run_ranks(under_pipeline, 2)
+
+
+def test_a_loss_may_write_into_the_outputs_of_the_whole_batch():
+    """They were leaves of the graph, into which torch lets nothing be written."""
+    run, _, _ = begin()
+    (batch, *_) = run.batches(dataset())
+
+    def centred(output, target):
+        output -= output.mean(0)
+        return (output**2).sum(1)
+
+    found = run.backward(batch, centred, whole_batch=True)
+    run.close()
+    assert float(found) > 0

@@ -182,6 +182,61 @@ def test_a_tensor_that_the_loss_reads_and_the_loop_changes_is_not_resumed_withou
     assert "The loss or the model reads train: center, which the loop changes" in ended.sentence
 
 
+TAUGHT = """
+import copy
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+RECIPE = {"global_batch": 16, "micro_batches": 4, "seed": 3, "threads": 1}
+EPOCHS = 3
+data = TensorDataset(torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4)
+
+
+def train(run, epochs):
+    global found
+    found = {}
+    base = nn.Sequential(nn.Linear(6, 4))
+    MADE
+    model, optimizer = run.prepare(base, torch.optim.SGD(base.parameters(), lr=0.1))
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            run.backward(batch, lambda output, data: LOSS, forward=lambda data: model(data[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+            CHANGED
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "loss", "changed"),
+    [
+        (
+            "teacher = copy.deepcopy(base).requires_grad_(False)",
+            "F.cross_entropy(output, data[1]) + F.mse_loss(output, teacher(data[0]))",
+            "teacher[0].weight.data.mul_(0.9)",
+        ),
+        (
+            "teacher = nn.CrossEntropyLoss(weight=torch.ones(4))",
+            "teacher(output, data[1])",
+            "teacher.weight[0] *= 1.1",
+        ),
+    ],
+    ids=["a copy of the model", "class weights"],
+)
+def test_a_module_that_the_loss_calls_and_the_loop_changes_is_not_resumed_without_its_values(
+    made, loss, changed
+):
+    """It was named in a warning, and the run went on with other bits."""
+    text = TAUGHT.replace("MADE", made).replace("LOSS", loss).replace("CHANGED", changed)
+    with Worlds() as worlds:
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "The loss or the model reads train: teacher, which the loop changes" in ended.sentence
+
+
 def test_such_a_tensor_goes_on_from_what_the_script_stores_itself():
     stored = CENTERED.replace("GIVE_BACK", 'run.extra["center"] = center.tolist()').replace(
         "    for epoch",

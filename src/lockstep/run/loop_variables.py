@@ -51,7 +51,8 @@ class Variables:
     """The ids of objects that checkpoints hold."""
     texts: dict[str, str] = field(default_factory=dict)
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
+    """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
     generators: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     """Those that ``run.prepare`` was not given and the frames go on to read."""
@@ -106,7 +107,7 @@ class Variables:
             self.optimizers[name] = value
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
-                self.tensors[name] = value
+                self.tensors[name] = [value]
                 self._note(name, self._text_of(value), has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
@@ -154,14 +155,19 @@ class Variables:
             self._note(name, f"{list(array.shape)} of digest {_digest(content)}", has_values=True)
 
     def _module(self, module: nn.Module, name: str) -> None:
-        """One text of all tensors of a module, such as a copy of the model that follows it, or a metric."""
+        """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
         tensors = [*module.parameters(), *module.buffers()]
         tensors += [
             held for each in module.modules() for held in vars(each).values() if isinstance(held, Tensor)
         ]
         if tensors and not any(id(tensor) in self.known for tensor in tensors):
             content = repr([self._text_of(tensor) for tensor in tensors])
+            self.tensors[name] = [module, *tensors]
             self._note(name, f"tensors of digest {_digest(content.encode())}", has_values=True)
+        for path, each in module.named_modules(prefix=name):
+            for key, held in _copied(vars(each).items()) if id(each) not in self.known else ():
+                if is_plain(held) and key != "training" and not key.startswith("_"):
+                    self._note(f"{path}.{key}", text_of_plain(held))
 
     def _note(self, name: str, text: str, *, has_values: bool = False) -> None:
         self.texts[name] = text
@@ -185,8 +191,8 @@ class LoopState:
 
     def __init__(self, known: Collection[int], *, is_main: bool) -> None:
         self._known, self._is_main = known, is_main
-        self.lost_tensors: dict[str, Tensor] = {}
-        """Variables of a resumed run that begin anew and are tensors, by name."""
+        self.lost_tensors: dict[str, list[Any]] = {}
+        """Variables of a resumed run that begin anew and are tensors or modules, by name; see ``Variables.tensors``."""
         self.unsaved: list[str] = []
         """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}

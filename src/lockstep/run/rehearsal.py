@@ -311,7 +311,7 @@ class Rehearsals:
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
         lost = prepared.state.loop.lost_tensors
-        findings.lost = [name for name, tensor in lost.items() if before.name_of(tensor)]
+        findings.lost = [name for name, held in lost.items() if any(map(before.name_of, held))]
         findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
@@ -488,7 +488,8 @@ def _require_nothing_lost(found: Findings) -> None:
         raise ConfigError(
             f"The loss or the model reads {shorten(found.lost, _MOST)}, which the loop changes and no checkpoint "
             "holds: it begins anew in this resumed run, so the bits would not continue. Give it back from run.extra "
-            f"before run.batches; or make it a buffer of the model, and begin anew without resume. {_OFF}"
+            "before run.batches; or make it a part of the model, such as a buffer or a frozen module, and begin anew "
+            f"without resume. {_OFF}"
         )
 
 

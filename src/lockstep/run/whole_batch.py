@@ -202,7 +202,7 @@ def _surrogate(
         each.requires_grad_() if number < first.of_output and each.is_floating_point() else each
         for number, each in enumerate(whole)
     ]
-    waiting = iter(inputs)
+    waiting = (each.clone() for each in inputs)  # the loss may write into them
     leaves = [next(waiting) if isinstance(each, Tensor) else each for each in first.leaves]
     output, target = tree_unflatten(leaves, first.spec)
     compute.randomness.begin_micro_batch(compute.plan.step, compute.first_key)
