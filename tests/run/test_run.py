@@ -8,7 +8,7 @@ from tests.run.jobs import GLOBAL_BATCH, begin, dataset, train_step
 from torch import nn
 
 import lockstep
-from lockstep.errors import CheckpointMismatch, ConfigError, NonFiniteError
+from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError, NonFiniteError
 from lockstep.runtime.control import Stopped, StopReason
 
 cross_entropy = nn.functional.cross_entropy
@@ -293,3 +293,23 @@ def test_a_run_folder_that_cannot_be_written_is_told_of_at_the_start(tmp_path, c
     caplog.clear()
     begin(directory=tmp_path / "new" / "run")
     assert "run.save()" not in caplog.text
+
+
+def test_a_run_goes_on_from_a_run_folder(tmp_path):
+    """The folder was called an incomplete checkpoint; lockstep train --resume took it."""
+    saved(tmp_path / "old")
+    again, *_ = begin(directory=tmp_path / "new", resume=tmp_path / "old")
+    assert again.position.step == 1
+    again.close()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint at .*empty. Give .* or a run folder"):
+        begin(resume=str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"), [("accuracy", "'metric' of run.evaluate is a str"), ({"a": 1}, "'a'")]
+)
+def test_what_is_no_metric_is_named(metric, said):
+    run, *_ = begin()
+    with pytest.raises(ConfigError, match=f"The metric {said}.*Give a function of .output, target."):
+        run.evaluate(dataset(), metric)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError
 
 from lockstep.checkpoint.folder import committed, step_of
-from lockstep.checkpoint.manifest import RECORD, Manifest, decode, load_tensors, tensor_files
+from lockstep.checkpoint.manifest import MANIFEST, RECORD, Manifest, decode, load_tensors, tensor_files
 from lockstep.checkpoint.state import CheckpointState
 from lockstep.errors import CheckpointError
 from lockstep.runtime.stop_signals import wait_for_critical_threads
@@ -32,9 +32,9 @@ def verify(path: Path | str) -> Manifest:
     """Compares every byte of a checkpoint with its manifest; ``CheckpointError`` names what differs."""
     wait_for_critical_threads()
     path = Path(path)
-    if not path.is_dir():
+    if not path.is_dir() or (step_of(path) is None and not (path / MANIFEST).exists()):
         raise CheckpointError(
-            f"There is no checkpoint at {path}. Give the folder of one, such as RUN/step-00000450."
+            f"There is no checkpoint at {path}. Give the folder of one, such as RUN/step-00000450, or a run folder."
         )
     manifest = Manifest.read(path)
     manifest.verify(path)

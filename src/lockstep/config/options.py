@@ -98,7 +98,7 @@ class RunOptions(RunSettings):
     """The run folder, for checkpoints and logs; nothing is written without one."""
     resume: str = ""
     """Empty: start anew. "auto": go on from the newest sound checkpoint of ``directory``, if any. Else: the path of
-    one checkpoint."""
+    one checkpoint, or of a run folder, whose newest one counts."""
     force_context: bool = False
     """Resume although the checkpoint was written with other software, device or threads (level B from there on)."""
     keep: int | None = field(default=3, metadata={"check": at_least(1)})

@@ -220,6 +220,12 @@ def evaluate_all(
         data, how: as for ``evaluation``.
     """
     metrics = metric if isinstance(metric, Mapping) else {"metric": metric}
+    for name, each in metrics.items():
+        if not (callable(each) or isinstance(each, SetMetric)):
+            raise ConfigError(
+                f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
+                'an object with update, compute and reset, or a dict of these: run.evaluate(data, {"accuracy": accuracy}).'
+            )
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
     unchecked = {name for name, each in means.items() if run.rehearsals.is_new_metric(each)}

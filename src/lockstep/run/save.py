@@ -336,7 +336,9 @@ def _restore(
 
 
 def find(resume: str, directory: Path | str | None) -> checkpoint.Restored | None:
-    """The checkpoint that ``resume`` names ("auto": the newest sound one of the run folder, if any)."""
+    """The checkpoint that ``resume`` names, or the newest of that run folder ("auto": of the run's own, if any)."""
     if resume == "auto":
         return checkpoint.read_newest(directory) if directory is not None else None
+    if newest := checkpoint.read_newest(resume):
+        return newest
     return checkpoint.Restored(Path(resume), checkpoint.read(resume))
