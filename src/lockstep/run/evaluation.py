@@ -224,7 +224,7 @@ def evaluate_all(
         if not (callable(each) or isinstance(each, SetMetric)):
             raise ConfigError(
                 f"The metric {name!r} of run.evaluate is a {type(each).__name__}. Give a function of (output, target), "
-                'an object with update, compute and reset, or a dict of these: run.evaluate(data, {"accuracy": accuracy}).'
+                "an object with update, compute and reset, or a dict of these, such as {'accuracy': accuracy}."
             )
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
