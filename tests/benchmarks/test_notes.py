@@ -29,12 +29,19 @@ def _settings(command):
     return [parse_set(words[place + 1]) for place, word in enumerate(words) if word == "--set"]
 
 
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    return folder
+
+
 def _job(command):
     return load_job(str(NOTES / "notes.toml"), _settings(command), imports=False)
 
 
-def test_both_sides_train_one_batch_on_as_many_processes(sides, tmp_path):
-    compared = sides.compared(tmp_path, tmp_path, 1)
+def test_both_sides_train_one_batch_on_as_many_processes(sides, photos, tmp_path):
+    compared = sides.compared(photos, tmp_path, 1)
     theirs = compared[sides.PLAIN](Path("control"))
     assert f"--nproc_per_node={sides.PROCESSES}" in theirs
     assert theirs[theirs.index("--global-batch") + 1] == str(sides.GLOBAL_BATCH)
@@ -47,16 +54,16 @@ def test_both_sides_train_one_batch_on_as_many_processes(sides, tmp_path):
         assert job.data.workers == 1
 
 
-def test_the_sides_differ_in_precision_alone(sides, tmp_path):
-    compared = sides.compared(tmp_path, tmp_path, 1)
+def test_the_sides_differ_in_precision_alone(sides, photos, tmp_path):
+    compared = sides.compared(photos, tmp_path, 1)
     fp32, bf16 = _job(compared[sides.FP32]), _job(compared[sides.BF16])
     assert (fp32.training.precision, bf16.training.precision) == ("fp32", "bf16")
     assert fp32.to_json().replace('"fp32"', '"bf16"') == bf16.to_json()
 
 
-def test_every_part_that_is_left_out_makes_another_job_or_command(sides, tmp_path):
-    whole = sides.ours(tmp_path, tmp_path, 1)(Path("control"))
-    for name, command in sides.parts(tmp_path, tmp_path, 1).items():
+def test_every_part_that_is_left_out_makes_another_job_or_command(sides, photos, tmp_path):
+    whole = sides.ours(photos, tmp_path, 1)(Path("control"))
+    for name, command in sides.parts(photos, tmp_path, 1).items():
         words = command(Path("control"))
         assert words != whole, name
         _job(command)  # raises where a setting is not known
