@@ -95,7 +95,9 @@ def look_at_host(
 def _system() -> CheckResult:
     found = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     if sys.platform != "linux":
-        advice = "Only on Linux do ranks end when their launcher is killed. Use Linux for long runs."
+        advice = (
+            "Lockstep is tested on Linux; elsewhere a rank that hangs may outlive a launcher that was killed."
+        )
         return warning("system", found, advice)
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
     if kernel < _OLDEST_KERNEL:

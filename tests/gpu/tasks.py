@@ -208,13 +208,35 @@ def kernel_sums(world: Any, device: str = "cuda", leave_out: tuple[torch.dtype, 
     return differ
 
 
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, Any]]):
+    """Samples that processes collate, as they do photos, in both loops.
+
+    A TensorDataset, or a Subset of one, Lockstep reads in the process that trains, whatever workers it is given.
+
+    Args:
+        images: what there is.
+        samples: of an epoch.
+    """
+
+    def __init__(self, images: torch.Tensor, samples: int) -> None:
+        self._images, self._samples = images, samples
+
+    def __getitem__(self, index: int | list[int]) -> tuple[torch.Tensor, Any]:
+        """One sample, or the batch of several."""
+        if isinstance(index, list):
+            places = torch.tensor(index)
+            return self._images[places % len(self._images)], places % 1000
+        return self._images[index % len(self._images)], index % 1000
+
+    def __len__(self) -> int:
+        return self._samples
+
+
 # Epochs are longer than what is timed, so that no loop pays for the begin of one within.
 def _resnet(batch: int) -> tuple[torch.nn.Module, Any]:
     from lockstep.models import resnet50
 
-    images, labels = torch.randn(8 * batch, 3, 224, 224), torch.arange(8 * batch) % 1000
-    few = torch.utils.data.TensorDataset(images, labels)
-    return resnet50(num_classes=1000), torch.utils.data.Subset(few, [*range(8 * batch)] * 16)
+    return resnet50(num_classes=1000), Rows(torch.randn(8 * batch, 3, 224, 224), 128 * batch)
 
 
 def _perceptron(batch: int) -> tuple[torch.nn.Module, Any]:
@@ -378,7 +400,8 @@ def photo_rate(
         run.prepare(unused, torch.optim.SGD(unused.parameters(), lr=0.1))
         data = ImageFolder(folder, transform=RandomResizedCrop(224))
         steps = (each for _ in run.epochs(100_000) for each in run.batches(data, workers=workers))
-        next(steps)  # after the workers have started
+        for _ in range(2 * workers):  # they begin together; later they end one after the other
+            next(steps)
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             count += sum(len(part.data[0]) for part in next(steps).micro_batches)
@@ -484,10 +507,13 @@ def sum_speeds(
 
 
 def used_memory(world: Any) -> int:
-    """Bytes that are in use on the first card, with those of this process."""
-    torch.zeros(1, device="cuda")
-    free, total = torch.cuda.mem_get_info(0)
-    return total - free
+    """Bytes that are in use on all cards, with those of this process."""
+    used = 0
+    for card in range(torch.cuda.device_count()):
+        torch.zeros(1, device=torch.device("cuda", card))
+        free, total = torch.cuda.mem_get_info(card)
+        used += total - free
+    return used
 
 
 def fails(world: Any, shared: dict[str, str], how: str) -> None:

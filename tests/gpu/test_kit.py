@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.gpu import kit
-from tests.gpu.tasks import idle_share, without_waits
+from tests.gpu.tasks import Rows, idle_share, without_waits
 
+from lockstep.data.reader import SampleReader
 from lockstep.profile.trace import TraceSpan
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,3 +124,13 @@ def test_the_idle_share_counts_what_no_span_covers():
 def test_a_device_that_ran_nothing_has_no_idle_share():
     with pytest.raises(ValueError, match="saw nothing run"):
         idle_share([])
+
+
+def test_photos_of_the_resnet_are_read_by_processes_in_both_loops():
+    """Lockstep reads what is in memory itself, such as a Subset of tensors: then only the plain loop had workers."""
+    data = Rows(torch.randn(4, 3, 2, 2), 16)
+    assert len(data) == 16
+    assert not SampleReader(data, seed=0).in_memory
+    images, labels = data[[1, 6]]
+    assert torch.equal(images, torch.stack([data[1][0], data[6][0]]))
+    assert labels.tolist() == [1, 6]

@@ -74,7 +74,9 @@ def test_a_script_without_a_launcher_ends_in_it_too(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["interrupted", "a rank killed", "stopped by command"])
+@pytest.mark.parametrize(
+    "how", ["interrupted", "a rank killed", "stopped by command", "all but its ranks killed"]
+)
 def test_a_run_that_is_ended_leaves_no_process(start, how):
     run = start(*LAUNCH, epochs=100_000)
     assert run.stdout.readline().startswith("epoch")
@@ -87,10 +89,15 @@ def test_a_run_that_is_ended_leaves_no_process(start, how):
         run.send_signal(signal.SIGINT)
     elif how == "a rank killed":
         ranks[0].kill()
+    elif how == "all but its ranks killed":
+        run.kill()
+        for each in processes:  # and what forked the ranks: nobody is left to end them
+            if each not in ranks:
+                each.kill()
     else:
         stop = start("-m", "lockstep", "stop")
         assert stop.wait(timeout=60) == 0, stop.stderr.read()
-    _, errors = run.communicate(timeout=60)
-    assert run.returncode != 0
+    assert run.wait(timeout=60) != 0
+    errors = "" if how == "all but its ranks killed" else run.communicate(timeout=60)[1]
     assert how != "a rank killed" or "killed by SIGKILL" in errors
     wait_until(lambda: not any(each.is_running() for each in processes), 5, "all processes to end")

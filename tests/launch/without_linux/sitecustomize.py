@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 for module, names in (
     (
@@ -13,3 +14,9 @@ for module, names in (
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
+
+from lockstep.runtime import parent_death  # noqa: E402  # now that those are gone
+
+parent_death.sys = SimpleNamespace(
+    platform="darwin"
+)  # the signal of the kernel is asked for by a system call
