@@ -259,7 +259,7 @@ def loop(world, strategy, what):
 
 
 @pytest.mark.parametrize("what", ["a loss with a count", "metrics", "whole batch", "unused"])
-@pytest.mark.parametrize(("ranks", "strategy"), FROM_1_TO_4)
+@pytest.mark.parametrize(("ranks", "strategy"), [*FROM_1_TO_4, (1, "dp")])
 def test_the_host_does_not_wait_for_what_a_loop_may_use_besides(machine, ranks, strategy, what):
     """Photos that are normalised on the device, a loss that gives sum and count, metrics, a loss of the whole batch."""
     if strategy == "pipeline" and what in ("whole batch", "unused"):

@@ -72,15 +72,16 @@ class SurrogateCompute(StepCompute):
             if self.metrics is not None and micro_batch.k == k:
                 self.metrics.note(output, target, micro_batch)
         tensors = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor)]
-        products = [
-            (each.float() * gradient).sum()
+        products = [  # a gradient is on another device where one process has several replicas
+            (each.float() * gradient.to(each.device)).sum()
             for each, gradient in zip(tensors, self.gradients[k], strict=True)
             if gradient is not None and each.requires_grad
         ]
         if not products:
             raise no_gradient(output)
         product, weight = torch.stack(products).sum(), float(k == 0)
-        return product - product.detach() + self.total * weight, torch.full((), weight, device=product.device)
+        total = self.total.to(product.device) * weight
+        return product - product.detach() + total, torch.full((), weight, device=product.device)
 
 
 def surrogate(
