@@ -141,7 +141,7 @@ def test_a_run_that_is_asked_to_stop_stops_decoding(photos, tmp_path):
 def test_a_folder_in_a_job_file_begins_at_the_file(tmp_path, text, cache):
     path = tmp_path / "job.toml"
     path.write_text(JOB.replace("workers = 1", f"workers = 1\ncache = {text}"))
-    found = load_job(str(path), [parse_set("data.root=.")], imports=False).data.cache
+    found = load_job(str(path), [parse_set(f"data.root={tmp_path}")], imports=False).data.cache
     assert found == (str(tmp_path / cache) if cache == "kept" else cache)
 
 

@@ -411,13 +411,13 @@ def with_note(world, settings, **arguments):
     try:
         train(world, settings, **arguments)
     except Exception as error:
-        return " ".join(error.__notes__)
+        return " ".join([str(error), *getattr(error, "__notes__", ())])
     raise AssertionError("nothing was raised")
 
 
 def test_other_errors_of_the_model_and_the_loss_show_what_they_were_given(in_one_process):
     said = with_note(*in_one_process, data=TensorDataset(X.double(), Y))
-    assert re.search(r"\(float64 \[2, 6\], int64 \[2\]\).*input is float64 and the model float32", said), said
+    assert re.search(r"input is float64 and the model float32.*\(float64 \[2, 6\], int64 \[2\]\)", said), said
     said = with_note(*in_one_process, data=[(X[i], int(Y[i]), "name") for i in range(20)])
     assert "(float32 [2, 6], int64 [2], list of 2 str)" in said or "tuple of 2 str" in said, said
     said = with_note(*in_one_process, loss=failing)

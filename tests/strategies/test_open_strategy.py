@@ -1,5 +1,7 @@
 """The strategy that options name, in a world of one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_strategies_of_one_process_take_several_devices(strategy):
 
 def test_devices_of_a_process_are_counted_from_its_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    first = torch.device("cuda", 2)
-    assert [device.index for device in _devices_of_process(first, 0)] == [2, 3]
+    first, alone = torch.device("cuda", 2), SimpleNamespace(rank=0)
+    assert [device.index for device in _devices_of_process(first, 0, alone)] == [2, 3]
     with pytest.raises(ConfigError, match=r"3 devices starting at cuda:2 .* sees 4 GPUs"):
-        _devices_of_process(first, 3)
+        _devices_of_process(first, 3, alone)
