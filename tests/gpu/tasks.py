@@ -30,8 +30,8 @@ from lockstep.profile.trace import TraceSpan
 _NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 """Variables of NCCL that nobody has set: the loopback interface, and its reasons where it refuses."""
 _SPIN_CYCLES = 1 << 42
-_SHARED_BYTES = 4 << 30
-"""Two loops read ahead 16 batches of 154 MB each at most; one of them stands still."""
+_SHARED_BYTES = 8 << 30
+"""Three loops read ahead 16 batches of 154 MB each at most; two of them stand still."""
 
 
 def _share(shared: dict[str, str]) -> None:

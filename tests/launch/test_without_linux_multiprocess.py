@@ -22,7 +22,7 @@ for epoch in run.epochs({epochs}):
         run.backward(batch, torch.nn.functional.cross_entropy)
         optimizer.step()
         optimizer.zero_grad()
-    print(f"epoch {{epoch}}", flush=True)
+    print(f"epoch {{epoch}} {{run.world.run_id}}", flush=True)
 run.print(run.fingerprint())
 """
 
@@ -79,7 +79,8 @@ def test_a_script_without_a_launcher_ends_in_it_too(start):
 )
 def test_a_run_that_is_ended_leaves_no_process(start, how):
     run = start(*LAUNCH, epochs=100_000)
-    assert run.stdout.readline().startswith("epoch")
+    word, _, run_id = run.stdout.readline().split()
+    assert word == "epoch"
     import psutil
 
     processes = psutil.Process(run.pid).children(recursive=True)
@@ -95,9 +96,9 @@ def test_a_run_that_is_ended_leaves_no_process(start, how):
             if each not in ranks:
                 each.kill()
     else:
-        stop = start("-m", "lockstep", "stop")
+        stop = start("-m", "lockstep", "stop", run_id)  # others may run on this host
         assert stop.wait(timeout=60) == 0, stop.stderr.read()
     assert run.wait(timeout=60) != 0
     errors = "" if how == "all but its ranks killed" else run.communicate(timeout=60)[1]
     assert how != "a rank killed" or "killed by SIGKILL" in errors
-    wait_until(lambda: not any(each.is_running() for each in processes), 5, "all processes to end")
+    wait_until(lambda: not any(each.is_running() for each in processes), 30, "all processes to end")
