@@ -220,7 +220,7 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
         },
         remarks=(
             f"{plural(len(photos), 'photo')} in {plural(len(classes), 'class')}: {shorten(classes)}",
-            f"{split}; pictures of {size} x {size} pixels",
+            f"{split}; photos are scaled to {size} x {size} pixels",
             f"ResNet-18{' for small images' if is_small else ''}, from random weights",
         ),
     )
