@@ -51,7 +51,7 @@ def test_photos_in_folders_of_their_splits_have_the_classes_below(tmp_path):
         write_photos(tmp_path / "photos" / split)
     found = look_at(tmp_path / "photos", "images")
     assert (found.samples, found.outputs) == (24, 2)
-    assert "the folders are the splits" in found.remarks[1]
+    assert found.remarks[1] == "the folders are the splits; photos are scaled to 32 x 32 pixels"
 
 
 def test_a_folder_of_images_is_a_job(tmp_path):

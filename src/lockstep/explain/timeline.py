@@ -70,7 +70,7 @@ class TimelineFacts(PictureFacts):
 
 def explain_timeline(path: Path) -> TimelineFacts:
     """Reads a timeline, or that of a run folder; ``ConfigError`` if that cannot be read, is none, or is empty."""
-    events = trace.read(path / trace.FILE if path.is_dir() else path)
+    events = trace.read(path)
     try:
         spans = [event for event in events if event["ph"] == "X"]
         numbers = sorted({event["pid"] for event in spans})
