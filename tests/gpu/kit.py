@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,18 +34,22 @@ _NEEDED = {"PIL": "pillow"} | {
     name: name for name in ("torch", "numpy", "safetensors", "tqdm", "psutil", "filelock")
 }
 """Packages by the names of their modules."""
-if __name__ == "__main__" and (missing := [_NEEDED[name] for name in _NEEDED if not find_spec(name)]):
-    sys.exit(
-        f"{sys.executable} has no {', '.join(missing)}, which the kit needs. Name another Python (make gpu "
-        "PYTHON=/path/to/python), or install into this one what is missing; the kit installs nothing."
-    )
-if __name__ == "__main__":
-    import torch
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8):
+
+def _require_packages() -> None:
+    if missing := [package for module, package in _NEEDED.items() if not find_spec(module)]:
         sys.exit(
-            f"{sys.executable} has torch {torch.__version__}; Lockstep needs 2.8 or newer. Name another Python."
+            f"{sys.executable} has no {', '.join(missing)}, which the kit needs. Name another Python (make gpu "
+            "PYTHON=/path/to/python), or install into this one what is missing; the kit installs nothing."
         )
+    if tuple(map(int, version("torch").split(".")[:2])) < (2, 8):
+        sys.exit(
+            f"{sys.executable} has torch {version('torch')}; Lockstep needs 2.8 or newer. Name another Python."
+        )
+
+
+if __name__ == "__main__":
+    _require_packages()
 
 from tests.gpu import checks  # noqa: E402  # after what they import was looked for
 from tests.simcuda.machine import Machine  # noqa: E402

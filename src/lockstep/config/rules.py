@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from lockstep.config.checks import KeyPath, Problem, device_request, refuse
 from lockstep.config.components import Component
+from lockstep.config.starter import TRAINING_FOLDERS
 from lockstep.config.strategy_options import (
     ELEMENTWISE,
     IN_SHARDS,
@@ -466,7 +467,7 @@ def _runs_are_no_class(job: JobConfig, machine: AvailableDevices) -> Iterator[st
     ):
         return
     photos, runs = Path(root).resolve(), Path(job.run.directory).expanduser().resolve()
-    has_splits = any((photos / name).is_dir() for name in ("train", "training"))
+    has_splits = any((photos / name).is_dir() for name in TRAINING_FOLDERS)
     if runs.is_relative_to(photos) and not has_splits:
         yield (
             f"is '{runs}', in the folder of the photos, where it would be taken for a class. Set it to a folder "

@@ -36,7 +36,8 @@ GOALS = ("classes", "numbers")
 _EPOCHS = {"images": 10, "table": 20, "text": 5, "tensors": 10}
 _PHOTOS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 _TEXTS = (".txt", ".md", ".text")
-_SPLITS = {"train", "training", "validation", "val", "valid", "test"}
+TRAINING_FOLDERS = {"train", "training"}
+_SPLITS = TRAINING_FOLDERS | {"validation", "val", "valid", "test"}
 _MOST_CLASSES = 20
 """Different whole numbers in a target up to which they are taken for classes."""
 _WINDOW = 64
@@ -184,7 +185,7 @@ def _look_at_images(data: Path, target: str, goal: str) -> DataSummary:
 
     photos = [path for path in _files(data) if path.suffix.lower() in _PHOTOS]
     top = {path.relative_to(data).parts[0] for path in photos if len(path.relative_to(data).parts) > 1}
-    by_split = bool(top & {"train", "training"}) and bool(top & (_SPLITS - {"train", "training"}))
+    by_split = bool(top & TRAINING_FOLDERS) and bool(top & (_SPLITS - TRAINING_FOLDERS))
     depth = 1 if by_split else 0
     parts = [path.relative_to(data).parts for path in photos]
     classes = sorted({each[depth] for each in parts if len(each) > depth + 1})

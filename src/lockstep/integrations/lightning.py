@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.data.batch import MicroBatch
 from lockstep.data.keyed import generators_kept
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import ConfigError
@@ -41,7 +41,7 @@ from lockstep.integrations.lightning_log import (
 from lockstep.numerics.hidden_state import Snapshot
 from lockstep.run import Run, init
 from lockstep.run.evaluation import evaluation
-from lockstep.run.means import together
+from lockstep.run.means import own_rows, together
 from lockstep.run.short_step import Buffers
 from lockstep.run.step import evaluating
 from lockstep.runtime.events import Callback
@@ -327,7 +327,7 @@ class LightningTrainer:
             known |= new
 
         def logged(rows: slice) -> dict[str, Logged]:
-            part = map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
+            part = own_rows(data, rows)
             (_, found), _ = compute.output_and_target(part, forward, module, None)
             return {name: each for name, each in found.items() if name in new}
 

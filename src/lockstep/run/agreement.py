@@ -36,7 +36,14 @@ from lockstep.distributed.collectives import broadcast_tensors, exchange_device
 from lockstep.errors import CheckpointMismatch, ConfigError, ReplicaError
 from lockstep.models.weights import compare
 from lockstep.run.epoch_loop import Position
-from lockstep.run.prepare import Parts, PreparedModel, frozen_parameters, hyperparameters
+from lockstep.run.prepare import (
+    EVALUATING,
+    FREEZING,
+    Parts,
+    PreparedModel,
+    frozen_parameters,
+    hyperparameters,
+)
 from lockstep.run.same_call import by_rank, gather_agreed
 from lockstep.strategies import Strategy, gather_records, one_sided_writes
 from lockstep.text import shorten
@@ -281,10 +288,10 @@ def weights_of_main(
 
 
 _SWITCHES = {
-    "<evaluation mode of ": ("in evaluation mode", "in training mode", "model.eval() and model.train()"),
-    "<freezing of ": ("frozen", "trained", "requires_grad_()"),
+    EVALUATING: ("in evaluation mode", "in training mode", "model.eval() and model.train()"),
+    FREEZING: ("frozen", "trained", "requires_grad_()"),
 }
-"""Beginnings of names in ``Parts.digests``: what a module or parameter is if it is set, what if not, what sets it."""
+"""By the beginning of a name in ``Parts.digests``: what something is if that is set, what if not, and what sets it."""
 
 
 def require_equal_replicas(

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows
-from lockstep.data.batch import MicroBatch, map_leaves
+from lockstep.data.batch import MicroBatch
 from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
 from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons
 from lockstep.run.save import save_and_stop
-from lockstep.run.short_step import copied
+from lockstep.run.short_step import with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.heartbeat import Heartbeat
@@ -159,8 +159,7 @@ def evaluation(
 
     def rehearse(micro_batch: MicroBatch | None) -> None:
         def output_of(given: MicroBatch) -> Any:
-            own = map_leaves(given.data, copied)  # a forward pass may write into its input
-            output = _output(output_and_target, replace(given, data=own), forward)
+            output = _output(output_and_target, with_own_data(given), forward)
             randomness.leave()
             return output
 
@@ -314,9 +313,7 @@ def gathered_in_order(rows: Tensor, count: int, share: Share, strategy: Strategy
     gathered = strategy.gather(rows.view(-1)).view(share.holders, *rows.shape)
     ordered = rows.new_zeros(share.holders * len(rows), *rows.shape[1:])
     for holder, part in enumerate(gathered):
-        held = share.of(
-            count, holder
-        )  # not a list: it would be copied to the device, which the host waits for
+        held = share.of(count, holder)  # not as a list, which would be copied to the device and waited for
         ordered[held.start : held.stop : held.step] = part[: len(held)]
     return ordered[:count]
 
@@ -361,13 +358,9 @@ def evaluate_whole(
         targets = rows[:, border:].to(_dtype(target_dtype)).view(-1, *target_shape)
         size = opened.loader.micro_batch_size
         for name, metric in metrics.items():
-            for each in (
-                metric,
-                *(metric.modules() if isinstance(metric, nn.Module) else ()),
-            ):  # or a collection
-                if hasattr(
-                    each, "sync_on_compute"
-                ):  # torchmetrics would wait for the other ranks, which have no part
+            # torchmetrics, also in a collection, would wait for the other ranks, which have no part.
+            for each in metric.modules() if isinstance(metric, nn.Module) else (metric,):
+                if hasattr(each, "sync_on_compute"):
                     vars(each)["sync_on_compute"] = False
             metric.reset()
             for begin in range(0, len(rows), size):

@@ -31,7 +31,7 @@ from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
 from lockstep.run.rehearsal import Findings
-from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
+from lockstep.run.short_step import Buffers, RehearsalCompute, parameter_values, shortened, with_own_data
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.strategies import gather_records
 from lockstep.strategies.ddp import Replicated
@@ -152,7 +152,7 @@ class LoopRehearsal:
 
     def _given(self, micro_batch: MicroBatch) -> Generator[MicroBatch, None, None]:
         """Gives one micro-batch to the loop's body, on data of its own: the body may write into them."""
-        self._waiting = replace(micro_batch, data=map_leaves(micro_batch.data, copied))
+        self._waiting = with_own_data(micro_batch)
         with self._compute.autocast():
             yield self._waiting
         if self._waiting is not None:

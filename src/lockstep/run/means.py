@@ -257,7 +257,7 @@ def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]
         # Every call has keys of its own, so that a model which draws is not judged.
         compute.randomness.begin_micro_batch(compute.plan.step, next(calls))
         transform = compute.compute.device_transform
-        some = map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
+        some = own_rows(data, rows)
         given = some, compute.forward, compute.compute.model, transform
         value = compute.function(*compute.compute.output_and_target(*given))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
@@ -295,6 +295,11 @@ def has_rows(data: Any, samples: int) -> bool:
 def rows_of(data: Any, rows: slice) -> Any:
     """Copies of some rows of each tensor in the data, which a function may write into."""
     return tree_map_only(Tensor, lambda leaf: leaf.detach()[rows].clone(), data)
+
+
+def own_rows(data: Any, rows: slice) -> Any:
+    """The data of a micro-batch with copies of some rows of its tensors, which a model may write into."""
+    return map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def copies_of(data: Any) -> Any:

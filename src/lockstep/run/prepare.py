@@ -37,6 +37,9 @@ from lockstep.strategies import IndependentStrategy, Strategy
 from lockstep.strategies.optimizer_trial import Unit, refused_optimizer, require_gradients_only, try_optimizer
 from lockstep.strategies.sharding import require_separate_memory
 
+EVALUATING, FREEZING = "<evaluation mode of ", "<freezing of "
+"""Beginnings of names in ``Parts.digests``."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -89,10 +92,10 @@ class Parts:
             of_all_modules: every process calls all modules, so that they agree on the modes that a forward pass sets.
         """
         found = {f"<{name}>": value for name, value in hyperparameters(self.optimizers).items()}
-        found |= {f"<freezing of {name}>": "set" for name in frozen_parameters(prepared)}
+        found |= {f"{FREEZING}{name}>": "set" for name in frozen_parameters(prepared)}
         modules = prepared.named_modules() if of_all_modules else [("", prepared)]
         evaluating = [name for name, each in modules if not each.training]
-        found |= {f"<evaluation mode of {name or 'the model'}>": "set" for name in evaluating}
+        found |= {f"{EVALUATING}{name or 'the model'}>": "set" for name in evaluating}
         tensors: dict[str, Tensor] = {}
         for name, value in encoded_extra_states(self.model, tensors).items():
             found[f"<extra state of {name or 'the model'}>"] = repr(value)

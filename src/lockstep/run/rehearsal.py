@@ -27,7 +27,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.data.batch import Batch, map_leaves
+from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
@@ -36,7 +36,7 @@ from lockstep.run.agreement import common_data, other_on_ranks
 from lockstep.run.attributes import generators_of, numbers_of, values_of
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
-from lockstep.run.short_step import Buffers, RehearsalCompute, copied, parameter_values, shortened
+from lockstep.run.short_step import Buffers, RehearsalCompute, parameter_values, shortened, with_own_data
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -374,7 +374,7 @@ class Rehearsals:
 
     def _pass(self, batch: Batch, compute: StepCompute, scale: float) -> _Result:
         """One computation of the short step, on data of its own: a forward pass may write into its input."""
-        parts = tuple(replace(each, data=map_leaves(each.data, copied)) for each in batch.micro_batches)
+        parts = tuple(with_own_data(each) for each in batch.micro_batches)
         result = self._strategy.backward(replace(batch, micro_batches=parts), compute, scale=scale, stop=0)
         compute.randomness.leave()
         trained = self._strategy.trainable()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.plan import Share
-from lockstep.data.batch import Batch, MicroBatch
+from lockstep.data.batch import Batch, MicroBatch, map_leaves
 from lockstep.data.keyed import generators_kept
 from lockstep.run.means import Deviation, copies_of, deviation, has_rows
 from lockstep.run.step import StepCompute
@@ -102,8 +102,12 @@ def shortened(batch: Batch, compute: StepCompute, share: Share, most: int) -> tu
     return Batch(short, own), rehearsal
 
 
-def copied(value: Any) -> Any:
-    """A leaf of a micro-batch's data again, which may be written into."""
+def with_own_data(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with a copy of its data, into which a forward pass may write."""
+    return replace(micro_batch, data=map_leaves(micro_batch.data, _copied))
+
+
+def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     try:

@@ -450,19 +450,18 @@ class DeferredResults:
         results = [*(self._sent.results if self._sent is not None else ()), *self._results]
         self._sent, self._results = None, []
         if results:
-            finite = (True if self._overflow_expected else bool(each.finite) for each, _ in results)
-            self._look(results, finite, results[-1][0].stop, later=0)
+            self._look(results, [each.finite for each, _ in results], results[-1][0].stop, later=0)
 
     def _look(
         self,
         results: list[tuple[StepResult, StepPlan]],
-        finite: Iterable[float],
+        finite: Iterable[float | Tensor],
         stop: float | Tensor,
         later: int,
     ) -> None:
         """Looks at the flags of steps, after which there were so many ``later`` ones."""
         for number, ((result, plan), good) in enumerate(zip(results, finite)):
-            if not good and not self._overflow_expected:
+            if not self._overflow_expected and not good:  # in this order: a tensor is read
                 raise_non_finite(result, plan, later_updates=later + len(results) - 1 - number)
         self.stop = StopReason(int(stop)) or self.stop
 

@@ -134,18 +134,20 @@ class StepMetrics:
         if self._entries is None:
             looked_at = () if self._sums else self._unchecked
             before = held_by(self._given, looked_at)
-            found = [self._call(name, output, target) for name in self._functions]
+            found = self._called(output, target)
             self._kept |= before.changed(held_by(self._given, looked_at))
         else:
             found = self._entries.values()
         self._sums[micro_batch.k] = [sum_and_weight(each, samples) for each in found]
 
-    def _call(self, name: str, output: Any, target: Any) -> Any:
+    def _called(self, output: Any, target: Any) -> list[Any]:
         leaves = [leaf for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor)]
-        before = [leaf._version for leaf in leaves]
-        found = self._functions[name](output, target)
-        if [leaf._version for leaf in leaves] != before:
-            self._writing.append(name)
+        versions, found = [leaf._version for leaf in leaves], []
+        for name, function in self._functions.items():
+            found.append(function(output, target))
+            before, versions = versions, [leaf._version for leaf in leaves]
+            if versions != before:
+                self._writing.append(name)
         return found
 
     @contextmanager

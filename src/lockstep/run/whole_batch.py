@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lockstep.core.plan import StepPlan
-from lockstep.data.batch import Batch, MicroBatch, map_leaves
+from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.short_step import copied
+from lockstep.run.short_step import with_own_data
 from lockstep.run.step import StepCompute
 from lockstep.run.step_errors import no_gradient, no_value
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -155,9 +155,10 @@ def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
     model = compute.compute.model
     compute.begin(micro_batch)
     with torch.no_grad():
-        # The model runs on the data once more, and may write into its input.
-        given = map_leaves(micro_batch.data, copied), compute.forward, model
-        output, target = compute.compute.output_and_target(*given, compute.compute.device_transform)
+        own = with_own_data(micro_batch).data  # the model runs on the data once more
+        output, target = compute.compute.output_and_target(
+            own, compute.forward, model, compute.compute.device_transform
+        )
     compute.randomness.leave()
     if compute.forward is not None or isinstance(target, dict):
         target = None
