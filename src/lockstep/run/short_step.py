@@ -109,7 +109,8 @@ def with_own_data(micro_batch: MicroBatch) -> MicroBatch:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.clone()
+        # From pageable memory a copy to a GPU would be waited for.
+        return torch.empty_like(value, pin_memory=True).copy_(value) if value.is_pinned() else value.clone()
     try:
         return copy.deepcopy(value)
     except Exception:

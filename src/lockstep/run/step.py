@@ -436,7 +436,7 @@ class DeferredResults:
         self._results.append((result, plan))
         if len(self._results) < self._every:
             return
-        if self._every == 1 or not (is_gpu(result.finite.device) and is_gpu(result.stop.device)):
+        if self._every == 1 or not is_gpu(result.finite.device):
             self.read()
             return
         before, self._sent = self._sent, _SentFlags(self._results)

@@ -99,7 +99,7 @@ class StepResult:
     weight: Tensor
     """The weight of the global batch, by which the sum of the losses is divided: float64, 0-dim."""
     stop: Tensor
-    """The largest stop code that any process was given, 0-dim; 0 if none was."""
+    """The largest stop code that any process was given, 0-dim, on the device of ``finite``; 0 if none was."""
     finite: Tensor
     """True if no loss and no gradient is NaN or infinite, 0-dim bool."""
 

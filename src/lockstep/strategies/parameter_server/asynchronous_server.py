@@ -112,8 +112,8 @@ class Server(Participant):
                 self._buffers.finish_step(accumulator.statistics, accumulator.leaves, accumulator.counters)
         numbers = [self._loss, accumulator.loss, accumulator.weight]
         loss, total, weight = torch.tensor(numbers, dtype=torch.float64, device=self._shards.device)
-        stops, finite = torch.tensor(self.stop.reason_after(self._step + 1)), torch.ones_like(loss).bool()
-        return StepResult(loss, total.reshape(1), weight, stops, finite)
+        stops = torch.full((), self.stop.reason_after(self._step + 1), device=loss.device)
+        return StepResult(loss, total.reshape(1), weight, stops, torch.ones_like(loss).bool())
 
     def _require_finite(self, gradient: Tensor, loss: float) -> None:
         """Workers check for themselves, on GPUs only every few steps, so the server must not use what is not finite."""

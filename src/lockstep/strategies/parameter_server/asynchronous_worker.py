@@ -104,7 +104,7 @@ class Worker(Participant):
             mean,
             losses,
             weights.sum(),
-            torch.tensor(self._stop.reason_after(self._step + 1)),
+            torch.full((), self._stop.reason_after(self._step + 1), device=losses.device),
             losses.sum().isfinite() & finite,
         )
 
