@@ -1,11 +1,21 @@
 """The one summation order: written out by hand, and against slower definitions of the same thing."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.plan import share
-from lockstep.core.summation_tree import Node, TreeStack, children, fold, merges_after_leaf, nodes_within
+from lockstep.core.summation_tree import (
+    Node,
+    TreeStack,
+    children,
+    fold,
+    fold_in_place,
+    merges_after_leaf,
+    merges_by_level,
+    nodes_within,
+)
 
 BY_HAND = {
     1: "0",
@@ -128,6 +138,29 @@ def test_the_order_of_arrival_does_not_change_a_sum(leaves, random):
     order = list(range(leaves))
     random.shuffle(order)
     assert fold(((leaf(k), str(k)) for k in order), leaves, written) == binary_counter(leaves)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_folding_level_by_level_is_the_same_tree(leaves, holders):
+    shares = [share(leaves, holders, holder) for holder in range(holders)]
+    nodes = [node for each in shares for node in nodes_within(each.start, each.stop, leaves)]
+    parts = torch.randn(len(nodes), 3, generator=torch.Generator().manual_seed(leaves))
+    whole = fold(list(zip(nodes, parts.clone())), leaves, torch.add)
+    assert torch.equal(fold_in_place(nodes, parts, leaves), whole)
+    levels = merges_by_level(tuple(nodes), leaves)
+    assert sum(len(lefts) for lefts, _ in levels) == len(nodes) - 1
+
+
+def test_eight_nodes_are_folded_in_three_levels():
+    nodes = tuple(Node(k, k + 1) for k in range(8))
+    assert merges_by_level(nodes, 8) == (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (2, 6)), ((0,), (4,)))
+
+
+def test_levels_over_nodes_that_do_not_tile_the_tree_are_an_error():
+    for nodes in ((), (Node(0, 1),), (Node(0, 1), Node(2, 3))):
+        with pytest.raises(ValueError, match="do not tile"):
+            merges_by_level(nodes, 3)
 
 
 def test_a_missing_leaf_is_an_error_and_no_sum():

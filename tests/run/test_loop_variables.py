@@ -393,6 +393,8 @@ def test_values_of_every_kind_have_texts():
         "array": np.ones(2),
         "queue": deque([1.0]),
         "many": list(range(1000)),
+        "pairs": [(f"{number}.png", number) for number in range(100)],
+        "mixed": [object() for _ in range(100)],
         "objects": np.array([None], dtype=object),
         "big": torch.zeros(40_000_000),
         "meta": torch.empty(3, device="meta"),
@@ -406,7 +408,9 @@ def test_values_of_every_kind_have_texts():
     kept["itself"] = kept
     found = Variables.of_loop(frozenset()).texts
     own = {name.rpartition(": ")[2]: text for name, text in found.items()}
-    assert own["kept['many']"] == "1000 entries"
+    assert own["kept['many']"].startswith("1000 entries of digest ")
+    assert own["kept['pairs']"].startswith("100 entries of digest ")
+    assert own["kept['mixed']"] == "100 entries"
     assert own["kept['queue'][0]"] == "1.0"
     assert own["kept['tensor']"].startswith("[3] of sum")
     assert own["kept['big']"] == "version 0, a sample of sum 0"

@@ -244,3 +244,241 @@ def test_such_a_tensor_goes_on_from_what_the_script_stores_itself():
         1,
     )
     require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), DDP])
+
+
+COMPUTED = (
+    BEGIN
+    + """
+def train(run, epochs):
+    global found
+    model, found = layers(), {}
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        center = model(inputs).mean(0)
+    GIVE_BACK
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            run.backward(batch, lambda y, t: F.mse_loss(y, center.expand_as(y)))
+            optimizer.step()
+            optimizer.zero_grad()
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_tensor_that_is_computed_from_the_model_is_not_resumed_with_other_values(stop):
+    """As the center of Deep SVDD: the resumed run computed it from the trained weights, without a word."""
+    with Worlds() as worlds:
+        ended = run_trial(
+            COMPUTED.replace("GIVE_BACK", "pass"),
+            [dataclasses.replace(SINGLE, stop=stop), SINGLE],
+            60,
+            worlds,
+        )
+    assert ended.how == "refused", ended
+    assert "The loss or the model reads train: center, which the loop changes or computes" in ended.sentence
+
+
+def test_a_computed_tensor_goes_on_from_what_the_script_stores_itself():
+    stored = COMPUTED.replace(
+        "GIVE_BACK", 'center = torch.tensor(run.extra.setdefault("center", center.tolist()))'
+    )
+    require_equal(alone(stored), stored, [dataclasses.replace(SINGLE, stop=4), DDP])
+
+
+RELABELLED = (
+    BEGIN
+    + """
+import numpy
+from torch.utils.data import DataLoader, Dataset, Subset
+
+
+class Labelled(Dataset):
+    def __init__(self):
+        self.inputs, self.labels = inputs, KIND([number % 4 for number in range(200)])
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return self.inputs[index], int(self.labels[index])
+
+
+class Duck:
+    __init__, __len__, __getitem__ = Labelled.__init__, Labelled.__len__, Labelled.__getitem__
+
+
+class Cached(Labelled):
+    def __init__(self):
+        super().__init__()
+        self.cache, self.has_read = torch.zeros(40, 6), [False] * 100
+
+    def __getitem__(self, index):
+        if not self.has_read[index]:
+            self.cache[index], self.has_read[index] = 2 * self.inputs[index], True
+        return self.cache[index], self.labels[index]
+
+
+def train(run, epochs):
+    global found
+    model, found = layers(), {}
+    MADE
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    GIVE_BACK
+    for epoch in run.epochs(epochs):
+        for batch in run.batches(data):
+            run.backward(batch, F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        CHANGE
+        STORE
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+KINDS = {"list": "list", "array": "numpy.array", "tensor": "torch.tensor"}
+
+
+def relabelled(
+    kind="list",
+    made="data = Labelled()",
+    change="data.labels[7] = (data.labels[7] + 1) % 4",
+    give_back="pass",
+    store="pass",
+):
+    text = RELABELLED.replace("KIND", KINDS[kind]).replace("MADE", made).replace("CHANGE", change)
+    return text.replace("GIVE_BACK", give_back).replace("STORE", store)
+
+
+def require_labels_refused(text, stop):
+    with Worlds() as worlds:
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "in a data set when the checkpoint was written" in ended.sentence
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [4, 6])
+def test_labels_that_the_loop_changes_in_its_data_set_are_not_lost_in_silence(kind, stop):
+    """Neither of the samples that are compared at a resume was one of those that had changed."""
+    require_labels_refused(relabelled(kind), stop)
+
+
+SET = "TensorDataset(inputs, torch.arange(40) % 4)"
+
+
+@pytest.mark.parametrize(
+    ("made", "change"),
+    [
+        (
+            "labels = torch.arange(40) % 4\n    data = TensorDataset(inputs, labels)",
+            "data.tensors[1][7] = epoch",
+        ),
+        (f"data = Subset({SET}, range(40))", "data.dataset.tensors[1][7] = epoch"),
+        (f"data = DataLoader({SET}, batch_size=16)", "data.dataset.tensors[1][7] = epoch"),
+        ("data = Duck()", "data.labels[7] = epoch"),
+    ],
+    ids=["also a variable", "subset", "loader", "no Dataset"],
+)
+def test_changed_labels_are_found_wherever_the_data_set_is(made, change):
+    require_labels_refused(relabelled(made=made, change=change), 4)
+
+
+def test_labels_go_on_from_what_the_script_stores_itself():
+    text = relabelled(
+        give_back='data.labels = run.extra.get("labels", data.labels)',
+        store='run.extra["labels"] = list(data.labels)',
+    )
+    require_equal(alone(text), text, [dataclasses.replace(SINGLE, stop=4), DDP])
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["pass", 'found[f"e{epoch} score"] = run.evaluate(tested, F.cross_entropy).hex()'],
+    ids=["trained", "evaluated"],
+)
+def test_data_sets_that_keep_what_they_have_read_go_on(change):
+    text = relabelled(made="data, tested = Cached(), Cached()", change=change)
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+
+
+def test_labels_that_the_start_of_an_epoch_computes_go_on():
+    """In another epoch they are again those that the run began with."""
+    begins = "    for epoch in run.epochs(epochs):\n"
+    computed = begins + "        data.labels = torch.arange(200) % (2 + epoch % 2)\n"
+    text = relabelled("tensor", change="pass").replace(begins, computed)
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+
+
+WEIGHTED = (
+    BEGIN
+    + """
+class Task:
+    beta = 0.0
+
+    def __init__(self):
+        self.beta = 0.1
+
+
+def train(run, epochs):
+    global found, weight
+    model, found, task, weight = layers(), {}, Task(), 0.1
+    beta, beside = 0.1, {"beta": 0.1}
+
+    def loss(y, t):
+        return F.cross_entropy(y, t) + READ * y.square().mean()
+
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in run.epochs(epochs):
+        AT_EPOCH
+        for batch in run.batches(data):
+            IN_STEP
+            run.backward(batch, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            AFTER_STEP
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+PLACES = {
+    "beta": "train: beta",
+    "task.beta": "train: task.beta",
+    "beside['beta']": "train: beside['beta']",
+    "weight": "weight",
+}
+
+
+def weighted(read, epoch="pass", step="pass", after="pass"):
+    text = (
+        WEIGHTED.replace("READ", read)
+        .replace("AT_EPOCH", epoch)
+        .replace("IN_STEP", step)
+        .replace("AFTER_STEP", after)
+    )
+    return text.replace(
+        "global found, weight", "global found, weight" if read == "weight" else "global found"
+    )
+
+
+@pytest.mark.parametrize("read", PLACES)
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_without_its_value(read, stop):
+    """It was named in a warning, and the run went on with other bits."""
+    with Worlds() as worlds:
+        text = weighted(read, after=f"{read} += 0.1")
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=stop), SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
+
+
+@pytest.mark.parametrize("read", PLACES)
+@pytest.mark.parametrize(
+    "where", [{"step": "SET = 0.1 * (run.position.step % 2)"}, {"epoch": "SET = 0.1 * (epoch % 2 + 1)"}]
+)
+def test_a_number_that_the_loop_sets_anew_goes_on(read, where):
+    """Also one that has the value of the beginning again."""
+    text = weighted(read, **{key: value.replace("SET", read) for key, value in where.items()})
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:  # the functions on tensors import torch themselves: ``lockstep explain`` needs none
@@ -147,6 +148,49 @@ def merges_after_nodes(nodes: Iterable[Node], leaves: int) -> tuple[int, ...]:
             stack[-2:] = [parents[stack[-1]]]
             counts[-1] += 1
     return tuple(counts)
+
+
+@lru_cache(maxsize=256)
+def merges_by_level(
+    nodes: tuple[Node, ...], leaves: int
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """For whoever holds all nodes that tile the tree, left to right: what merges at once, level by level.
+
+    Returns:
+        Of each level, the places of the left values, where the sums go, and those of the right ones. The sum over all
+        leaves is then in place 0.
+    """
+    parents, held = _parents(leaves), dict(enumerate(nodes))
+    levels: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    while len(held) > 1:
+        pairs = [(a, b) for a, b in pairwise(held) if parents.get(held[a]) == parents.get(held[b], held[a])]
+        if not pairs:
+            break
+        for left, right in pairs:
+            held[left] = parents[held.pop(right)]
+        lefts, rights = zip(*pairs)
+        levels.append((lefts, rights))
+    if held != {0: Node(0, leaves)}:
+        raise ValueError(f"the nodes {list(held.values())} do not tile the {leaves} leaves of the tree")
+    return tuple(levels)
+
+
+def fold_in_place(nodes: Iterable[Node], parts: Tensor, leaves: int) -> Tensor:
+    """The sum over the tree of what its nodes hold: one launch for each level on a GPU.
+
+    Args:
+        nodes: that tile the tree, left to right.
+        parts: theirs, shape (nodes, ...); overwritten.
+        leaves: of the tree.
+
+    Returns:
+        Shape (...), in the memory of ``parts``.
+    """
+    import torch
+
+    for lefts, rights in merges_by_level(tuple(nodes), leaves):
+        torch._foreach_add_([parts[place] for place in lefts], [parts[place] for place in rights])
+    return parts[0]
 
 
 def push_leaf(stack: list[Tensor], leaf: Tensor, merges: int, out: Tensor | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -45,6 +46,7 @@ from lockstep.text import shorten
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, np.generic, torch.dtype, torch.device, torch.Size)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _OF_TORCH = vars(nn.Module()).keys() - {"training"}
+_INNER = ".<locals>."
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLOSED = (
     ModuleType,
@@ -81,6 +83,11 @@ class Kind(Enum):
     OTHER = "other"
 
 
+Place = tuple[int | str, Any]
+"""Where a value is: by the id of the dict or list that holds it, and the key; a variable of a function by the qualified
+name of the function, and its own."""
+
+
 class Snapshot:
     """What is kept by the given objects now.
 
@@ -97,6 +104,8 @@ class Snapshot:
         self.texts: dict[str, str] = {}
         """What stands at each place, as text that is equal where values are."""
         self.kinds: dict[str, Kind] = {}
+        self.places: dict[Place, tuple[str, Any]] = {}
+        """The name and the value of each attribute, entry and variable that was found."""
         self.draws_globally = False
         """True if code was found that names NumPy's or Python's global generator."""
         self._known = {id(tensor) for tensor in known}
@@ -205,18 +214,21 @@ class Snapshot:
             )
             self._remember(functools.partial(_refill, value, entries))
         if isinstance(value, dict):
-            self._entries(_entries_of(value), name, len(value))
+            self._entries(_entries_of(value), name, value)
         elif isinstance(value, set):
             self._note(name, f"{len(value)} entries {_short(repr(sorted(map(repr, value))))}")
         elif not isinstance(value, bytearray):
-            self._entries(enumerate(value), name, len(value))
+            self._entries(enumerate(value), name, value)
         else:
             self._note(name, _short(repr(bytes(value))))
 
-    def _entries(self, entries: Iterable[tuple[Any, Any]], name: str, count: int = 0) -> None:
-        if count <= _MOST_ENTRIES:
+    def _entries(self, entries: Iterable[tuple[Any, Any]], name: str, container: Any = ()) -> None:
+        if len(container) <= _MOST_ENTRIES:
             for key, value in entries:
-                self._value(value, f"{name}[{key!r}]" if isinstance(key, _PLAIN) else f"{name}[...]")
+                entry = f"{name}[{key!r}]" if isinstance(key, _PLAIN) else f"{name}[...]"
+                if isinstance(key, _PLAIN):
+                    self.places[id(container), key] = entry, value
+                self._value(value, entry)
 
     def _callable_or_object(self, value: Any, name: str) -> None:
         if isinstance(value, functools.partial):
@@ -274,7 +286,9 @@ class Snapshot:
             self._remember(functools.partial(_rebind, held, kept, frozenset(leave_out)))
         for key, value in list(held.items()):
             if key not in leave_out:
-                self._value(value, f"the attribute {key!r} of {owner}")
+                words = f"the attribute {key!r} of {owner}"
+                self.places[id(held), key] = words, value
+                self._value(value, words)
 
     def _class(self, cls: type) -> None:
         for each in cls.__mro__:
@@ -304,8 +318,9 @@ class Snapshot:
         if not is_users_code(code, function.__module__ or ""):
             return
         words = name or function.__qualname__
+        *outer, _ = itertools.accumulate(code.co_qualname.split(_INNER), lambda one, two: one + _INNER + two)
         for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-            self._cell(cell, f"the variable {key!r} of {words}")
+            self._cell(cell, f"the variable {key!r} of {words}", [(each, key) for each in outer])
         for values in (function.__defaults__, function.__kwdefaults__):
             self._value(values, f"a default of {words}")
         self._slots(vars(function), words)
@@ -313,11 +328,12 @@ class Snapshot:
         for key in names & function.__globals__.keys():
             self._global(function.__globals__, key, names)
 
-    def _cell(self, cell: CellType, name: str) -> None:
+    def _cell(self, cell: CellType, name: str, places: Iterable[Place]) -> None:
         try:
             held = cell.cell_contents
         except ValueError:  # it has no value yet
             return
+        self.places |= dict.fromkeys(places, (name, held))
         self._remember(functools.partial(_set, cell, "cell_contents", held))
         self._value(held, name)
 
@@ -334,6 +350,7 @@ class Snapshot:
                     self._global(vars(value), inner, names)
             return
         words = f"the global variable {key!r}"
+        self.places[id(space), key] = words, value
         if not isinstance(value, type | FunctionType):
             self._remember(functools.partial(_bind, space, key, value))
         self._value(value, words)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.strategy_options import Level
-from lockstep.core.summation_tree import Node, fold
+from lockstep.core.summation_tree import Node, fold_in_place
 from lockstep.distributed.collectives import all_gather_flat
 from lockstep.reduce.reducer import BucketShape, NodeLayout, Reducer, most_slots
 from lockstep.runtime.devices import current_stream, new_stream, on_stream
@@ -178,8 +178,7 @@ class OrderedBucket:
 
     def _fold(self, nodes: list[Node], parts: Tensor, leaves: int) -> Tensor:
         """The folded shard from the ranks' nodes, shape (nodes, shard), which may be overwritten."""
-        folded: Tensor = fold(zip(nodes, parts), leaves, lambda left, right: left.add_(right))
-        return folded
+        return fold_in_place(nodes, parts, leaves)
 
     @stack_marker(Mark.WAITS_FOR_GRADIENTS)
     def _wait(self) -> None:

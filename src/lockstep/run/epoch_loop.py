@@ -169,12 +169,18 @@ class EpochLoop:
         except GeneratorExit:
             if walk == self._walk:
                 self._leave_early()
+                self._end_steps()
             raise
+        self._end_steps()
         self._back = replace(position, inside=True)
         position.inside, self._finished_epoch = False, position.epoch
         self._key("epoch end", position.epoch)
         if not self.in_epochs:
             self._next_epoch()
+
+    def _end_steps(self) -> None:
+        if self._variables is not None:
+            self._variables.end_steps()
 
     def end_epoch(self) -> None:
         """Ends an epoch whose steps were left early, unless a loop over ``epochs`` does so."""

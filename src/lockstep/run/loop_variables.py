@@ -6,7 +6,7 @@
 
 Generators of random numbers are stored in checkpoints and given back. Of other variables that the loop will read again
 (``live_names``) a checkpoint notes the values. Where a resumed loop begins again with those of the run's beginning, it
-has lost them: they are named in a warning, and refused where the loss reads them.
+has lost them: they are named in a warning, and refused where the loss reads them, or a data set holds them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import dis
 import functools
 import hashlib
+import itertools
 import logging
 import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -27,11 +29,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
-from lockstep.numerics.hidden_state import is_closed, is_plain, is_users_code, is_users_module, text_of_plain
+from lockstep.numerics.hidden_state import (
+    Place,
+    Snapshot,
+    is_closed,
+    is_plain,
+    is_users_code,
+    is_users_module,
+    text_of_plain,
+)
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import shorten
@@ -51,60 +62,78 @@ class Variables:
     """The ids of objects that checkpoints hold."""
     texts: dict[str, str] = field(default_factory=dict)
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
+    plain: dict[str, tuple[Place, Any]] = field(default_factory=dict)
+    """Values that are plain, and where they are."""
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
     generators: dict[str, Any] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
-    """Those that ``run.prepare`` was not given and the frames go on to read."""
+    """Those that ``run.prepare`` was not given."""
     with_values: set[str] = field(default_factory=set)
-    """Tensors, arrays, and modules."""
+    """Tensors, arrays, modules, and lists of many plain values."""
+    of_data: set[str] = field(default_factory=set)
+    """What data sets hold."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
     live: set[str] = field(default_factory=set)
-    """The texts of what the frames will read before they set it anew, as far as code tells that."""
+    """What the frames will read before they set it anew, as far as code tells that."""
     _is_live: bool = True
-    _seen: set[int] = field(default_factory=set)
+    _is_in_data: bool = False
+    _noted: list[str] = field(default_factory=list)
+    _seen: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By the id of an object, the first and the last of what was noted of it, and of what it holds."""
 
     @classmethod
     def of_loop(cls, known: Collection[int]) -> Variables:
         """Looks at the frames that are running."""
         found, frames = cls(known), list(_users_frames())
-        variables: list[tuple[str, Any, bool]] = []
+        variables: list[tuple[str, Any, bool, Place]] = []
         for frame in frames:
             code = frame.f_code
             live = live_names(code, frame.f_lasti)
-            owner = "" if code.co_name == "<module>" else f"{code.co_qualname}: "
+            is_script = code.co_name == "<module>"
+            owner = "" if is_script else f"{code.co_qualname}: "
+            holder = id(frame.f_globals) if is_script else code.co_qualname
             variables += [
-                (f"{owner}{name}", value, name in live)
+                (f"{owner}{name}", value, name in live, (holder, name))
                 for name, value in _copied(frame.f_locals.items())
                 if not name.startswith("__")
             ]
-        read = {id(value) for _, value, is_live in variables if is_live}  # by another frame, perhaps
-        for name, value, is_live in variables:
+        read = {id(value) for _, value, is_live, _ in variables if is_live}  # by another frame, perhaps
+        for name, value, is_live, place in variables:
             found.local.add(name)
             found._is_live = is_live or id(value) in read
-            found._look(value, name)
+            found._look(value, name, place)
         found._is_live = True
         for frame in frames:
             for name in _globals_of(frame.f_code, frame.f_globals):
                 if name in found.texts:
                     found.live.add(name)  # functions may read what the code of the module does not
                 else:
-                    found._look(frame.f_globals[name], name)
+                    found._look(frame.f_globals[name], name, (id(frame.f_globals), name))
         return found
 
-    def _look(self, value: Any, name: str, depth: int = 0, *, only_tensors: bool = False) -> None:
+    def _look(self, value: Any, name: str, place: Place, depth: int = 0, only_tensors: bool = False) -> None:
         """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
-        kind = type(value)
         if value is None or is_plain(value):
             if not only_tensors:
                 self._note(name, text_of_plain(value))
+                self.plain[name] = place, value
             return
-        if id(value) in self._seen or id(value) in self.known or len(self._seen) > _MOST_PLACES:
+        if id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
-        self._seen.add(id(value))
-        if self._is_live and issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
+        start = len(self._noted)
+        first, last = self._seen.setdefault(id(value), (start, start))
+        self._mark(self._noted[first:last])  # it may have been found as a variable that is read no more
+        if first == start:
+            self._look_into(value, name, depth, only_tensors)
+            self._seen[id(value)] = start, len(self._noted)
+
+    def _look_into(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        kind = type(value)
+        if issubclass(kind, Optimizer) and not issubclass(kind, PreparedOptimizer):
             self.optimizers[name] = value
+            self._mark([name])
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
                 self.tensors[name] = [value]
@@ -112,8 +141,9 @@ class Variables:
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
         elif (state := encoded_state(value)) is not None:
-            self.generators[name] = value
-            self._note(name, _digest(repr(state).encode()))
+            if not self._is_in_data:  # reading samples draws from it
+                self.generators[name] = value
+                self._note(name, _digest(repr(state).encode()))
         elif issubclass(kind, nn.Module):
             self._module(value, name)
         elif depth >= _MOST_DEPTH:
@@ -121,18 +151,25 @@ class Variables:
         elif issubclass(kind, FunctionType):
             if is_users_code(value.__code__, value.__module__ or ""):
                 for key, held in _copied(vars(value).items()):
-                    self._look(held, f"{name}.{key}", depth + 1, only_tensors=only_tensors)
+                    self._look(held, f"{name}.{key}", (id(vars(value)), key), depth + 1, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            if not only_tensors:
-                self._note(name, f"{len(value)} entries")
+            content = _content_of(value)
+            if content or not (only_tensors or self._is_in_data):  # what a data set has read may fill a cache
+                self._note(name, f"{len(value)} entries{content}", has_values=bool(content))
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
             for key, held in _copied(entries) if len(value) <= _MOST_ENTRIES else ():
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-                self._look(held, entry, depth + 1, only_tensors=only_tensors)
-        elif not is_closed(value) and isinstance(held := _attributes(value), dict):
+                self._look(held, entry, (id(value), key), depth + 1, only_tensors)
+        elif issubclass(kind, DataLoader):
+            self._look(value.dataset, f"{name}.dataset", (id(vars(value)), "dataset"), depth + 1)
+        elif issubclass(kind, Dataset) or not is_closed(value):
+            held = _attributes(value)
+            is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+            was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
             foreign = only_tensors or not is_users_module(kind.__module__)
             for key, each in _copied(held.items()):
-                self._look(each, f"{name}.{key}", depth + 1, only_tensors=foreign)
+                self._look(each, f"{name}.{key}", (id(held), key), depth + 1, foreign)
+            self._is_in_data = was_in_data
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
@@ -149,7 +186,7 @@ class Variables:
         return f"{list(tensor.shape)} of sum {int(sum_of_bits(tensor)):x}"
 
     def _array(self, array: Any, name: str) -> None:
-        if not array.dtype.hasobject:
+        if not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
             self._note(name, f"{list(array.shape)} of digest {_digest(content)}", has_values=True)
@@ -168,17 +205,60 @@ class Variables:
             for key, held in _copied(vars(each).items()) if id(each) not in self.known else ():
                 if is_plain(held) and key != "training" and not key.startswith("_"):
                     self._note(f"{path}.{key}", text_of_plain(held))
+                    self.plain[f"{path}.{key}"] = (id(vars(each)), key), held
 
     def _note(self, name: str, text: str, *, has_values: bool = False) -> None:
         self.texts[name] = text
-        if self._is_live:
-            self.live.add(name)
         if has_values:
             self.with_values.add(name)
+        self._noted.append(name)
+        self._mark([name])
+
+    def _mark(self, names: Iterable[str]) -> None:
+        if self._is_live:
+            self.live.update(names)
+        if self._is_in_data:
+            self.of_data.update(names)
+
+
+def _is_on_disk(array: Any) -> bool:
+    """True for an array, or a view of one, whose values would be read from a file."""
+    return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
+
+
+def _content_of(entries: Any) -> str:
+    """A digest of many entries, or of some of them, if they are plain or hold plain ones, such as (path, label)."""
+    if len(entries) <= _MOST_ENTRIES or isinstance(entries, dict):
+        return ""
+    some = list(itertools.islice(entries, 0, None, max(1, len(entries) // _SAMPLE)))
+    parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
+    is_read = all(part is None or is_plain(part) for part in parts)
+    return f" of digest {_digest(repr(some).encode())}" if is_read else ""
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A variable of a resumed run that is not what it was at the checkpoint."""
+
+    held: list[Any]
+    """See ``Variables.tensors``."""
+    plain: tuple[Place, Any] | None
+    """See ``Variables.plain``."""
+
+    def is_read_by(self, found: Snapshot) -> bool:
+        """True where what was looked at in a step holds it, and the step is not known to have set it anew."""
+        if any(map(found.name_of, self.held)):
+            return True
+        if self.plain is None or self.plain[0] not in found.places:
+            return False
+        (place, value), (_, now) = self.plain, found.places[self.plain[0]]
+        if isinstance(place[0], str):  # a live variable: nothing sets it before it is read
+            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
+        return now is value and type(now) is float  # others that are equal may be one object
 
 
 class LoopState:
@@ -191,8 +271,8 @@ class LoopState:
 
     def __init__(self, known: Collection[int], *, is_main: bool) -> None:
         self._known, self._is_main = known, is_main
-        self.lost_tensors: dict[str, list[Any]] = {}
-        """Variables of a resumed run that begin anew and are tensors or modules, by name; see ``Variables.tensors``."""
+        self.lost: dict[str, Lost] = {}
+        """By the names of variables."""
         self.unsaved: list[str] = []
         """Optimizers of the loop that step parameters of the run with a state that no checkpoint holds."""
         self._first: dict[str, str] = {}
@@ -203,6 +283,10 @@ class LoopState:
         """The generators' states when the current epoch began."""
         self._before: dict[str, str] = {}
         """The texts then, before the loop's own code at the start of the epoch."""
+        self._at_end: dict[str, str] = {}
+        """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
+        self._set_between: set[str] = set()
+        """What data sets hold and the loop has changed between two epochs."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
         self._generators: dict[str, Any] = {}
@@ -214,6 +298,7 @@ class LoopState:
         """Takes what ``capture`` gave. ``inside``: the checkpoint was written while an epoch's batches were read."""
         self._stored, self._inside, self._in_epochs = stored, inside, False
         self._first, self._walks = dict(stored.get("first", {})), stored.get("walks", 0)
+        self._set_between = set(stored.get("set_between", ()))
 
     def begin_epoch(self) -> None:
         """Gives generators what they had here, once after a resume; called where ``run.epochs`` gives an epoch."""
@@ -234,7 +319,9 @@ class LoopState:
                 self._give_without_epochs(found)
             lost = self._lost(found)
             self._require_generators(found, lost)
-            self.lost_tensors = {name: found.tensors[name] for name in lost if name in found.tensors}
+            self._require_data(lost)
+            names = [name for name in lost if name in found.tensors or self._is_certain(name)]
+            self.lost = {name: Lost(found.tensors.get(name, []), found.plain.get(name)) for name in names}
             if lost and self._is_main:
                 words = [
                     f"{name} (other values)" if name in found.with_values else f"{name} ({now}, was {before})"
@@ -248,8 +335,26 @@ class LoopState:
                 )
             self._stored = {}
         self._first = {**found.texts, **self._first}
-        self._start, self._generators = found.texts, found.generators
+        self._note_data(found)
+        self._start, self._generators, self._at_end = found.texts, found.generators, {}
         self._walks += 1
+
+    def end_steps(self) -> None:
+        """Notes what the loop has when the steps of an epoch have ended."""
+        self._at_end = Variables.of_loop(self._known).texts
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around an evaluation: what data sets then change by themselves, such as a cache, is not the loop's doing."""
+        before = Variables.of_loop(self._known).texts.items() if self._at_end else None
+        yield
+        if before is not None:
+            self._at_end |= dict(Variables.of_loop(self._known).texts.items() - before)
+
+    def _note_data(self, found: Variables) -> None:
+        """Notes what the loop has changed in data sets since the steps ended."""
+        end, names = self._at_end, found.of_data & found.with_values
+        self._set_between |= {name for name in names if end.get(name, found.texts[name]) != found.texts[name]}
 
     def _give_without_epochs(self, found: Variables) -> None:
         """Gives generators what they had at the end of an epoch, where nothing told that the next one begins."""
@@ -266,21 +371,30 @@ class LoopState:
 
     def _lost(self, found: Variables) -> dict[str, tuple[str, str]]:
         """The variables that begin anew: what they were at the checkpoint, and what they are."""
-        lost, saved, start = {}, self._stored["saved"], self._stored["start"]
+        lost, stored = {}, self._stored
+        times = stored["saved"], self._first, stored["start"]
         for name, text in found.texts.items():
-            before, first = saved.get(name, text), self._first.get(name)
-            if before == text or name in found.generators:
+            before, first, start = (each.get(name) for each in times)
+            if before in (None, text) or name in found.generators:
                 continue
-            if name in found.with_values:  # a copy of the model may begin anew with other values
-                is_lost = self._inside or name in self._stored["carried"]
-            else:
-                begins_anew = text == first or (self._inside and text == start.get(name))
-                # What is set anew in each epoch has the same value at the start of every one.
-                is_carried = self._inside or name in self._stored["read"] or start.get(name) != first
-                is_lost = begins_anew and is_carried
+            begins_anew = text == first or (self._inside and text == start)
+            # What is set anew in each epoch has the same value at the start of every one.
+            is_lost = begins_anew and (self._inside or name in stored["read"] or start != first)
+            if name in found.with_values:  # a copy of the model may begin with other values
+                is_set = self._in_epochs and name not in stored["carried"]  # at the start of an epoch
+                is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
             if is_lost:
                 lost[name] = before, text
         return lost
+
+    def _require_data(self, lost: Collection[str]) -> None:
+        """Refuses data sets that are not as the loop had left them."""
+        if names := sorted(filter(self._is_certain, self._set_between & set(lost))):
+            raise ConfigError(
+                f"The loop had changed {shorten(names, 3)} in a data set when the checkpoint was written, and no "
+                "checkpoint holds that: this resumed run would go on with other samples. Keep what the loop changes in "
+                "run.extra, and give it back to the data set before run.batches."
+            )
 
     def _require_generators(self, found: Variables, lost: Collection[str]) -> None:
         """Refuses, or warns of, generators that are not there yet, so that they cannot get their states back."""
@@ -297,8 +411,15 @@ class LoopState:
                 shorten(names, 3),
             )
 
-    def _has_changed(self, name: str, found: Variables) -> bool:
-        return self._first.get(name, found.texts[name]) != found.texts[name]
+    def _is_certain(self, name: str) -> bool:
+        """False where the start of an epoch may set it: the next one then gets its own value, as a curriculum's."""
+        stored = self._stored
+        return self._inside or not self._in_epochs or name in stored["read"] or name in stored["carried"]
+
+    def _is_noted(self, name: str, found: Variables) -> bool:
+        """True for what has changed since the run began, and for what a resumed run may compute from other weights."""
+        first = self._first.get(name)
+        return first is not None and (name in found.with_values or first != found.texts[name])
 
     def capture(self) -> dict[str, Any]:
         """What a checkpoint holds of the loop; called from within it."""
@@ -308,24 +429,25 @@ class LoopState:
         self.unsaved = [
             f"{name} ({type(each).__name__})"
             for name, each in found.optimizers.items()
-            if each.state
-            and any(id(p) in self._known for group in each.param_groups for p in group["params"])
+            if name in found.live and each.state
+            if any(id(p) in self._known for group in each.param_groups for p in group["params"])
         ]
-        changed = {name: found.texts[name] for name in found.live if self._has_changed(name, found)}
+        if self._at_end:
+            self._note_data(found)
+        noted = {name: found.texts[name] for name in found.live if self._is_noted(name, found)}
         # A thread, or a function that has ended, may have had the others.
         generators = {**self._generators, **found.generators}
         return {
-            "first": {name: self._first[name] for name in changed},
-            "start": {name: self._start[name] for name in changed if name in self._start},
-            "saved": changed,
-            "read": sorted(found.local & changed.keys()),
-            "carried": sorted(
-                name for name in changed if self._start.get(name, "") == self._before.get(name)
-            ),
+            "first": {name: self._first[name] for name in noted},
+            "start": {name: self._start[name] for name in noted if name in self._start},
+            "saved": noted,
+            "read": sorted(found.local & noted.keys()),
+            "carried": sorted(name for name in noted if self._start.get(name, "") == self._before.get(name)),
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
             "local": sorted(found.local & generators.keys()),
+            "set_between": sorted(self._set_between),
             "walks": self._walks,
         }
 
@@ -369,12 +491,13 @@ def _globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def _attributes(value: Any) -> Any:
-    """The attributes of an object as they are stored; None for one that has no dict."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object as they are stored; none for one that has no dict."""
     try:
-        return object.__getattribute__(value, "__dict__")
+        held = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        return None
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def live_names(code: CodeType, offset: int) -> frozenset[str]:

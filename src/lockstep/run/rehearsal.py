@@ -74,7 +74,7 @@ class Findings:
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
     lost: list[str] = field(default_factory=list)
-    """Tensors of the loop that the loss or the model reads, and that begin anew in a resumed run."""
+    """Variables of the loop that the loss or the model reads, and that are not what they were before a stop."""
 
     @classmethod
     def of_all(cls, everyone: Sequence[Mapping[str, Any]]) -> Findings:
@@ -310,8 +310,8 @@ class Rehearsals:
                 parameter.grad = gradient
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
-        lost = prepared.state.loop.lost_tensors
-        findings.lost = [name for name, held in lost.items() if any(map(before.name_of, held))]
+        lost = prepared.state.loop.lost
+        findings.lost = [name for name, each in lost.items() if each.is_read_by(before)]
         findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
@@ -486,10 +486,10 @@ class _Result:
 def _require_nothing_lost(found: Findings) -> None:
     if found.lost:
         raise ConfigError(
-            f"The loss or the model reads {shorten(found.lost, _MOST)}, which the loop changes and no checkpoint "
-            "holds: it begins anew in this resumed run, so the bits would not continue. Give it back from run.extra "
-            "before run.batches; or make it a part of the model, such as a buffer or a frozen module, and begin anew "
-            f"without resume. {_OFF}"
+            f"The loss or the model reads {shorten(found.lost, _MOST)}, which the loop changes or computes and no "
+            "checkpoint holds: it is not what it was before the stop, so the bits would not continue. Give it back "
+            "from run.extra before run.batches; or make it a part of the model, such as a buffer or a frozen module, "
+            f"and begin anew without resume. {_OFF}"
         )
 
 

@@ -383,7 +383,7 @@ class Run:
         Raises:
             ConfigError: a metric is neither a mean over samples nor such an object.
         """
-        with self.span("evaluate"):
+        with self.span("evaluate"), self.require_prepared().state.loop.reading():
             results = evaluate_all(self, metric, data, model, forward, workers, repeatable)
         for call in self._events.evaluation:
             call(self.position.step, results)
@@ -416,7 +416,8 @@ class Run:
             RankError: an independent process was lost, and its outputs with it.
         """
         alone = self.options.directory is None  # then a request to stop need not wait for the end of a step
-        with self.span("predict"), evaluation(self, data, model, forward, workers, alone) as opened:
+        reading = self.require_prepared().state.loop.reading()
+        with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
             return predict(opened, keep, self.strategy, self._session.group, is_main=self.is_main)
 
     def save(self, *, wait: bool = False, directory: Path | str | None = None) -> Path | None:

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.summation_tree import fold
+from lockstep.core.summation_tree import fold_in_place
 from lockstep.data.batch import Batch
 from lockstep.distributed.collectives import (
     all_gather_flat,
@@ -356,7 +356,7 @@ class _RowBucket(OrderedBucket):
         self._work.wait()
         nodes = list(chain.from_iterable(layout.ranks))
         parts = self._received.view(len(nodes), self._own)
-        self.total.copy_(fold(zip(nodes, parts), layout.leaves, lambda left, right: left.add_(right)))
+        self.total.copy_(fold_in_place(nodes, parts, layout.leaves))
 
     def finish(self) -> None:
         """Frees the memory of nodes and messages."""
