@@ -166,14 +166,28 @@ def _restore_torch(settings):
 
 def _children():
     own, found = str(os.getpid()), {}
-    for status in Path("/proc").glob("[0-9]*/stat"):
+    for pid in _candidates():
+        process = Path(f"/proc/{pid}")
         try:
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            command = (status.parent / "cmdline").read_text().replace("\0", " ").strip()
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            command = (process / "cmdline").read_text().replace("\0", " ").strip()
         except OSError:
             continue
         if parent == own and state != "Z" and not any(helper in command for helper in _STANDING_HELPERS):
-            found[int(status.parent.name)] = command
+            found[int(pid)] = command
+    return found
+
+
+def _candidates():
+    """Processes that may be children: those of each thread, or all where the kernel does not list children."""
+    found = []
+    for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
+        try:
+            found += (thread / "children").read_text().split()
+        except OSError:
+            if thread.exists():
+                return [each.name for each in Path("/proc").iterdir() if each.name.isdecimal()]
+            return _candidates()  # the thread has just ended, and another has its children
     return found
 
 
