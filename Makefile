@@ -25,10 +25,16 @@ PHOTOS ?=
 train: $(VENV)/.train
 	$(BIN)/lockstep train $(JOB) $(ARGS)
 
+# Compiled once: the tests start hundreds of processes, and where PYTHONDONTWRITEBYTECODE is set, as in many images, each
+# would compile all that it imports.
+COMPILED = @$(BIN)/python -m compileall -q src tests
+
 test: $(VENV)/.test
+	$(COMPILED)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/.test
+	$(COMPILED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --slow -m "not crowd" $(ARGS)
 	$(BIN)/python -m pytest --slow -m crowd
 
