@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.runtime.lazy_compiler import postpone_compiler
 
-GLOBAL_BATCH, MICRO_BATCHES, SAMPLES, EPOCHS = 16, 8, 101, 2
-"""Seven steps an epoch; the last has two micro-batches of two rows, so two of four ranks have none. A micro-batch of a
+GLOBAL_BATCH, MICRO_BATCHES, SAMPLES, EPOCHS = 16, 8, 53, 2
+"""Four steps an epoch; the last has two micro-batches of two rows, so two of four ranks have none. A micro-batch of a
 single row is left out."""
 
 

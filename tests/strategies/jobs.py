@@ -26,7 +26,7 @@ class Job:
     loss: Callable
     options: dict[str, Any] = field(default_factory=dict)
     epochs: int = 2
-    last: int = 14
+    last: int = 8
     """How many steps that makes."""
     clip: float | None = None
     schedule: Callable | None = None
@@ -50,7 +50,7 @@ def digits():
     data.transform = PadCropFlip(padding=1, flip=0.0)
     cross_entropy = nn.CrossEntropyLoss()
     options = {"global_batch": 104, "micro_batches": 8}
-    return Job(model, sgd(model), data, cross_entropy, options, epochs=1)
+    return Job(model, sgd(model), data, cross_entropy, options, epochs=1, last=14)
 
 
 def digits_adamw():
@@ -76,7 +76,7 @@ class SmallResNet(nn.Sequential):
         )
 
 
-def photos(count=101, classes=5):
+def photos(count=53, classes=5):
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(
         torch.randn(count, 3, 8, 8, generator=generator),
@@ -85,11 +85,11 @@ def photos(count=101, classes=5):
 
 
 def resnet():
-    """Seven steps an epoch; the last has two micro-batches of two rows, and a single row that is left out."""
+    """Four steps an epoch; the last has two micro-batches of two rows, and a single row that is left out."""
     model = SmallResNet()
 
     def schedule(optimizer):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=14)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
 
     return Job(
         model,
@@ -107,10 +107,10 @@ def resnet_frozen():
     freeze(model, ["0", "3"])
     model[3].eval()
     loss = nn.CrossEntropyLoss(reduction="none")
-    return Job(model, sgd(model), photos(102), loss, {"global_batch": 16, "micro_batches": 8})
+    return Job(model, sgd(model), photos(54), loss, {"global_batch": 16, "micro_batches": 8})
 
 
-def tokens(count=50, length=7, vocabulary=13):
+def tokens(count=26, length=7, vocabulary=13):
     """Sequences of different lengths: (tokens, next tokens), where -100 is no token."""
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(vocabulary, (count, length + 1), generator=generator)
@@ -141,7 +141,7 @@ def recurrent():
         torch.randint(13, (50, 6), generator=generator), torch.randint(3, (50,), generator=generator)
     )
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    return Job(model, adamw(model), data, loss, {"global_batch": 16, "micro_batches": 8}, epochs=4, last=16)
+    return Job(model, adamw(model), data, loss, {"global_batch": 16, "micro_batches": 8})
 
 
 class Experts(nn.Module):
@@ -165,9 +165,9 @@ def weighted_rows():
     """Rows of (input, weight, target) with weights that no float adds up exactly."""
     generator = torch.Generator().manual_seed(4)
     return TensorDataset(
-        torch.randn(75, 6, generator=generator),
+        torch.randn(39, 6, generator=generator),
         torch.stack(
-            [torch.randint(2, (75,), generator=generator).float(), torch.rand(75, generator=generator)], 1
+            [torch.randint(2, (39,), generator=generator).float(), torch.rand(39, generator=generator)], 1
         ),
     )
 
@@ -179,7 +179,7 @@ def weighted_loss(output, target):
 
 
 def experts():
-    """Parameters used in some micro-batches or in none, K = 6, weights per sample; 75 = 6 x 12 + 3 rows."""
+    """Parameters used in some micro-batches or in none, K = 6, weights per sample; 39 = 3 x 12 + 3 rows."""
     model = Experts()
     return Job(model, adamw(model), weighted_rows(), weighted_loss, {"global_batch": 12, "micro_batches": 6})
 
@@ -213,8 +213,6 @@ def augmented():
         Augmented(),
         nn.CrossEntropyLoss(),
         {"global_batch": 16, "micro_batches": 8},
-        epochs=3,
-        last=12,
     )
 
 
@@ -225,10 +223,10 @@ def two_threads():
     )
     generator = torch.Generator().manual_seed(6)
     data = TensorDataset(
-        torch.randn(620, 64, generator=generator), torch.randint(10, (620,), generator=generator)
+        torch.randn(140, 64, generator=generator), torch.randint(10, (140,), generator=generator)
     )
     options = {"global_batch": 96, "micro_batches": 6, "threads": 2}
-    return Job(model, sgd(model), data, nn.CrossEntropyLoss(), options)
+    return Job(model, sgd(model), data, nn.CrossEntropyLoss(), options, last=4)
 
 
 class Mixed(nn.Module):
@@ -250,7 +248,7 @@ class Mixed(nn.Module):
 def mixed():
     model = Mixed()
     return Job(
-        model, sgd(model), photos(102), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8}
+        model, sgd(model), photos(54), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8}
     )
 
 
@@ -278,7 +276,7 @@ class Saving(nn.Module):
 def saving():
     model = Saving()
     options = {"global_batch": 16, "micro_batches": 8, "running_buffers": ("mean",)}
-    return Job(model, sgd(model), photos(102), nn.CrossEntropyLoss(), options)
+    return Job(model, sgd(model), photos(54), nn.CrossEntropyLoss(), options)
 
 
 JOBS = {

@@ -38,7 +38,7 @@ def test_one_device_takes_the_steps_of_a_plain_loop_over_the_global_batch():
 @pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("name", EXACT)
 def test_every_number_of_ranks_has_the_bits_of_one(name, world_size):
-    """Losses, norms, gradients, parameters and running statistics of 14 steps, two of them ragged."""
+    """Losses, norms, gradients, parameters and running statistics of 8 steps, two of them ragged."""
     (found, accuracy, level), (expected, expected_accuracy, _) = trained(world_size, name), trained(1, name)
     assert furthest(found, expected) == (0.0, "nothing")
     assert accuracy == expected_accuracy

@@ -35,7 +35,7 @@ class Case:
 
 
 CASES = [
-    Case("digits", (2, 3)),
+    Case("digits", (3,)),
     Case("resnet", (3,)),
     Case("attention", (3,)),
     Case("recurrent", (2,)),

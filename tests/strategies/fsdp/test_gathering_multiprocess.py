@@ -295,7 +295,7 @@ QUICK = ["CalledThrice", "Experts", "Recomputed", "RecomputedInPart", "Recompute
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        (3, QUICK),
+        (2, QUICK),
         *(pytest.param(n, [m.__name__ for m in MODELS], marks=pytest.mark.slow) for n in (2, 3, 4)),
     ],
 )

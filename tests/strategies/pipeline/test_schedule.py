@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from lockstep.strategies.pipeline.schedule import (
     SCHEDULES,
@@ -29,6 +28,8 @@ def written(order):
 
 def torch_order(schedule, rank, ranks, stages_per_rank, count):
     """What torch's schedule says for a rank, without building stages."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B  # takes 1 s
+
     if schedule == "interleaved":
         rounds = max(1, count // ranks)
         told = SimpleNamespace(
