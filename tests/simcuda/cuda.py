@@ -104,6 +104,9 @@ def install(path: Path) -> None:
     torch._C._cuda_getDeviceCount = torch.cuda.device_count
     torch._C._cuda_getCurrentRawStream = lambda device: _core.simcuda_stream(device)
     torch.version.cuda = "13.0 (simulated)"
+    # As in a CPU build:
+    torch._C._has_cudnn = False
+    torch.backends.cudnn.m._init = lambda: False  # type: ignore[attr-defined]  # a module in a class
     _patch_storages()
 
 

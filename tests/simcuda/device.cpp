@@ -1,4 +1,4 @@
-// Simulated CUDA devices for a CPU build of torch.
+// Simulated CUDA devices for a build of torch without CUDA, or with it: then they take the place of its own.
 //
 // Device memory is host memory with CUDA's device type, and every operator on it runs at once on the CPU, through a
 // fallback of the dispatcher. What would have happened on a device is written to a timeline (timeline.h). Loaded before
@@ -47,6 +47,7 @@ using Tensor = at::Tensor;
 using Locked = std::lock_guard<std::recursive_mutex>;
 
 constexpr int kDevices = 4;
+constexpr auto kWithoutKernels = DispatchKey::IPU;  // no build of torch has kernels for it
 constexpr auto kDefaultStream = StreamId{0};
 static Timeline& timeline() {
   static auto* made = new Timeline(kDevices);  // never destroyed: tensors outlive static objects
@@ -644,6 +645,28 @@ class Call {
 
 static void run_on_host(const OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 
+static void run_composite(const OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(DispatchKeySet(kWithoutKernels), stack);
+}
+
+// Takes the place of the kernels that a CUDA build has, so that each operator runs as in a CPU build: made of others
+// where torch knows how, else on the CPU.
+static void replace_kernels(torch::Library& library) {
+  struct Silent final : WarningHandler {
+    void process(const Warning&) override {}  // that kernels are replaced
+  } silent;
+  WarningUtils::WarningHandlerGuard guard(&silent);
+  auto& dispatcher = Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(DispatchKey::CUDA)) {
+    const auto op = dispatcher.findSchema(name);
+    if (!op || name.getNamespace() != "aten") continue;
+    auto run = op->hasComputedKernelForDispatchKey(kWithoutKernels)
+                   ? torch::CppFunction::makeFromBoxedFunction<&run_composite>()
+                   : torch::CppFunction::makeFromBoxedFunction<&run_on_host>();
+    library.impl(toString(name).c_str(), std::move(run));
+  }
+}
+
 static void record_stream(Tensor& tensor, Stream stream) {
   if (tensor.has_storage()) device_memory().recordStream(tensor.storage().data_ptr(), stream);
 }
@@ -705,7 +728,7 @@ static void resize_storage(const Tensor& of, int64_t size) {
 
 namespace at {
 using simcuda::Hooks;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 }  // namespace at
 namespace c10d {
 // Measures nothing; DistributedDataParallel asks for one.
@@ -714,7 +737,7 @@ struct SimulatedTimer : Timer {
   void record(Event) override {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
-C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SimulatedTimer)
+static std::unique_ptr<Timer> simulated_timer(c10::Device device) { return std::make_unique<SimulatedTimer>(device); }
 }  // namespace c10d
 namespace at::native {
 REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &simcuda::math_attention)
@@ -730,6 +753,7 @@ TORCH_LIBRARY(simcuda, m) {
 }
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&simcuda::run_on_host>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  simcuda::replace_kernels(m);
   m.impl("empty.memory_format", simcuda::empty);
   m.impl("empty_strided", simcuda::empty_strided);
   m.impl("as_strided", simcuda::as_strided);
@@ -765,6 +789,7 @@ void simcuda_install(void (*observer)(const char*, const char*)) {
   simcuda::observer = observer;
   c10::SetAllocator(c10::kCUDA, &simcuda::device_memory());
   at::setHostAllocator(at::kCUDA, &simcuda::pinned_memory());
+  c10d::TimerRegistry()->Register(c10::kCUDA, &c10d::simulated_timer, c10::REGISTRY_PREFERRED);
 }
 int simcuda_devices() { return simcuda::kDevices; }
 bool simcuda_is_in_use() { return at::detail::getCUDAHooks().hasCUDA(); }
