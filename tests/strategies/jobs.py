@@ -247,9 +247,7 @@ class Mixed(nn.Module):
 
 def mixed():
     model = Mixed()
-    return Job(
-        model, sgd(model), photos(54), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8}
-    )
+    return Job(model, sgd(model), photos(54), nn.CrossEntropyLoss(), {"global_batch": 16, "micro_batches": 8})
 
 
 class Saving(nn.Module):

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import checkpoint
 from lockstep.config.job import CheckpointConfig, TrainingConfig
+from lockstep.errors import ConfigError
 from lockstep.loggers import open_loggers
 from lockstep.run import Run, RunOptions
 from lockstep.runtime.control import Stopped, StopReason
@@ -106,6 +107,23 @@ def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
     options = {"lr": 0.0, "early_stop": 1, "epochs": 9}
     before = run_ranks(outcome, 1, tmp_path, options)
     assert run_ranks(outcome, 2, tmp_path, {**options, "resume": "auto"}) == before * 2
+
+
+def refused(world, folder, options):
+    resumed = trainer(world, folder, resume="auto", **options)
+    with pytest.raises(ConfigError) as raised:
+        resumed.fit()
+    resumed._logger.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "most", "done"), [("epochs", 2, 3), ("max_steps", 9, 10)])
+def test_a_run_that_has_trained_longer_than_it_should_is_not_resumed(tmp_path, name, most, done):
+    """With fewer ``max_steps`` it trained on to the last epoch; with fewer epochs it had the result of all."""
+    run_ranks(outcome, 1, tmp_path, {"max_steps": 10})
+    (said,) = run_ranks(refused, 1, tmp_path, {name: most})
+    assert f"The checkpoint has step 10, of epoch 3, and training.{name} is {most}" in said
+    assert f"Set training.{name} to {done} or more" in said
 
 
 def interrupted(world, folder):

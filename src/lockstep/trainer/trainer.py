@@ -16,6 +16,7 @@ from lockstep.config.job import CheckpointConfig, TrainingConfig
 from lockstep.data.adopt import adopt
 from lockstep.data.batch import Batch
 from lockstep.data.naming import known_classes
+from lockstep.errors import ConfigError
 from lockstep.loggers import Logger
 from lockstep.run import Run
 from lockstep.runtime.devices import is_gpu
@@ -72,7 +73,12 @@ class Trainer(Callback):
         run.add_callback(self)
 
     def fit(self) -> TrainingOutcome:
-        """Trains to the end, or until evaluation stops improving. Collective."""
+        """Trains to the end, or until evaluation stops improving. Collective.
+
+        Raises:
+            ConfigError: the run was resumed after more epochs or steps than it is to have.
+        """
+        self._require_not_past_its_end()
         self._record_best()  # a run that was killed between a save and its record had not come to it
         position = self.run.position
         is_before_evaluation = position.inside and position.done == self.steps_per_epoch
@@ -259,6 +265,20 @@ class Trainer(Callback):
             return
         self.run.save()
         self._saved_step, self._is_within_epoch = step, False
+
+    def _require_not_past_its_end(self) -> None:
+        position, settings = self.run.position, self._settings
+        epochs = position.epoch + bool(position.inside)
+        for name, done, most in (
+            ("epochs", epochs, settings.epochs),
+            ("max_steps", position.step, settings.max_steps),
+        ):
+            if most is not None and done > most:
+                raise ConfigError(
+                    f"The checkpoint has step {position.step}, of epoch {epochs}, and training.{name} is {most}, so "
+                    f"the result would not be that of {most}. Set training.{name} to {done} or more, or resume from an "
+                    "earlier checkpoint."
+                )
 
     def _is_over(self, step: int) -> bool:
         """True after the last of ``max_steps``, or where evaluation has stopped improving."""
