@@ -8,7 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.job.run_folder import choose_run_folder, discard, locked, planned_run_folder, run_folder
+from lockstep.job.run_folder import (
+    FILE,
+    Start,
+    choose_run_folder,
+    discard,
+    locked,
+    planned_run_folder,
+    run_folder,
+    with_start,
+)
 
 
 @pytest.fixture
@@ -109,6 +118,37 @@ def test_resume_of_one_checkpoint_goes_on_in_a_new_folder(job, tmp_path):
     chosen = choose_run_folder(job(f"checkpoint.resume={one}"))
     assert chosen.run.name == "work-001"
     assert chosen.checkpoint.resume == str(one)
+
+
+@pytest.mark.parametrize("resume", ["auto", "old", "old/step-00000040"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["training.clip_norm=0.1"], "training.clip_norm 0.1 (was not set)"),
+        (
+            ["loss.label_smoothing=0.2", "run.threads=2"],
+            "loss.label_smoothing 0.2 (was not set), run.threads 2 (was 1)",
+        ),
+        (["training.epochs=7"], "training.epochs 7 (was 3)"),
+        (["training.epochs=7", "schedule.kind=constant"], 'schedule.kind "constant" (was "cosine")'),
+        (["data.workers=3", "run.devices=cpu:3", "log.every=2", "checkpoint.keep=2"], ""),
+    ],
+)
+def test_settings_that_a_resumed_run_had_not_before_are_named(job, tmp_path, capsys, resume, options, said):
+    """A job resumed with another loss, clipping or schedule ended as if nothing were amiss."""
+    own = ["training.epochs=3", "schedule.kind=cosine"]
+    start = Start(step=0, strategy="ddp", shares=[], level="A", device="cpu", context={}, job=job(*own))
+    checkpoint(tmp_path / "runs" / "old", step=40)
+    (tmp_path / "runs" / "old" / FILE).write_text(with_start([], start))
+    place = resume if resume == "auto" else tmp_path / "runs" / resume
+    name = "new" if "/" in resume else "old"
+    choose_run_folder(job(*own, *options, f"run.name={name}", f"checkpoint.resume={place}"))
+    found = capsys.readouterr().err
+    assert (
+        (f"lockstep: the run goes on with other settings than before: {said}. Its" in found)
+        if said
+        else not found
+    )
 
 
 @pytest.mark.fault("M8")

@@ -8,7 +8,8 @@
 
     {"starts": [{"step": 0, "strategy": "ddp", "shares": [...], "job": {...}}, {"step": 450, ...}]}
 
-A resumed run may have another layout, or other settings, than before; a step belongs to the last start at or before it.
+A resumed run may have another layout than before, or other settings, which are named. A step belongs to the last start
+at or before it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.job import JobConfig
+from lockstep.config.job import JobConfig, ScheduleConfig
 from lockstep.config.strategy_options import STRATEGIES
 from lockstep.core.atomic import sole_use
 from lockstep.core.plan import Share
 from lockstep.errors import ConfigError
 from lockstep.runtime.output import say
+from lockstep.text import shorten
 
 FILE, LOCK, RANKS = "job.json", "lock", "ranks"
 
@@ -113,12 +115,15 @@ def one_recipe(starts: Sequence[Start]) -> bool:
     return starts[0].step == 0 and len({_recipe(start.job) for start in starts}) == 1
 
 
+_ABSENT = "-"
 _OF_ONE_RUN = ("run.name", "run.directory", "checkpoint.resume", "code")
 _CONDITIONS = ("torch", "device", "cpu", "photos", "optimizers")
 """Entries of ``Start.context`` that no setting decides."""
 _NOT_OF_RECIPE = ("run", "checkpoint", "log", *STRATEGIES)
 """Tables of settings that do not decide the result, but for those of ``_OF_RECIPE``."""
 _OF_RECIPE = ("run.threads", "tensor.shards")
+_OF_NO_STEP = ("job", "data.root", "data.workers", "data.prefetch", "data.timeout", "data.cache")
+"""Settings of the recipe that a run may go on with all the same: no step depends on them."""
 _TRAINING_NOT_OF_RECIPE = (
     *("strategy", "mesh", "fingerprint_every", "checks", "gradients_every", "record_micro_batches", "audit"),
 )
@@ -143,7 +148,7 @@ def conditions_that_differ(starts: Mapping[str, Start]) -> list[tuple[str, ...]]
 def _differing(keys: Collection[str], tables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """A row for each key whose values are not the same in all tables."""
     for key in sorted(keys):
-        values = [json.dumps(table[key]) if key in table else "-" for table in tables]
+        values = [json.dumps(table[key]) if key in table else _ABSENT for table in tables]
         if len(set(values)) > 1:
             yield (key, *values)
 
@@ -191,11 +196,35 @@ def choose_run_folder(config: JobConfig) -> JobConfig:
     """
     resume = config.checkpoint.resume
     if folder := _resumed_folder(config):
+        _name_other_settings(config, folder)
         return _placed(config, folder, "auto")
+    if resume and resume != "auto":
+        _name_other_settings(config, Path(resume).parent)
     folder = _create(config)
     if resume == "auto":
         say(f"nothing to resume: no run of this job in '{folder.parent.resolve()}' has a checkpoint.")
     return _placed(config, folder, "" if resume == "auto" else resume)
+
+
+def _name_other_settings(config: JobConfig, folder: Path) -> None:
+    """Says which settings of the recipe are not those with which the run in a folder was last started."""
+    try:
+        last = read_starts(folder)[-1]
+    except ConfigError:  # one of a script, or of another version
+        return
+    ends = isinstance(config.schedule, ScheduleConfig) and config.schedule.kind in ("cosine", "linear")
+    free = _OF_NO_STEP if ends else (*_OF_NO_STEP, "training.epochs", "training.max_steps")
+    _, *rows = settings_that_differ({"before": last, "now": dataclasses.replace(last, job=config)})
+    others = [
+        f"{key} {now} (was {was})".replace(f" {_ABSENT}", " not set")
+        for key, was, now in rows
+        if decides_result(key) and key not in free
+    ]
+    if others:
+        say(
+            f"the run goes on with other settings than before: {shorten(others, 5)}. Its result is not that of one job "
+            "from beginning to end."
+        )
 
 
 def planned_run_folder(config: JobConfig) -> Path:
