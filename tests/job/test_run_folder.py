@@ -126,8 +126,8 @@ def test_resume_of_one_checkpoint_goes_on_in_a_new_folder(job, tmp_path):
     [
         (["training.clip_norm=0.1"], "training.clip_norm 0.1 (was not set)"),
         (
-            ["loss.label_smoothing=0.2", "run.threads=2"],
-            "loss.label_smoothing 0.2 (was not set), run.threads 2 (was 1)",
+            ["optimizer.lr=0.3", "run.threads=2"],
+            "optimizer.lr 0.3 (was 0.1), run.threads 2 (was 1)",
         ),
         (["training.epochs=7"], "training.epochs 7 (was 3)"),
         (["training.epochs=7", "schedule.kind=constant"], 'schedule.kind "constant" (was "cosine")'),
