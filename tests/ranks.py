@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 PRELOAD = [
@@ -25,7 +26,10 @@ PRELOAD = [
     "pytest",
     "lockstep.distributed.process_group",
     "lockstep.run",
+    "tests.ranks",
 ]
+_SERVES = "LOCKSTEP_TESTS_FORK_SERVER"
+"""In the environment of the process that ranks are forked from while it starts."""
 _AFTER_FAILURE = 3.0
 
 
@@ -66,6 +70,9 @@ def forked(target, tasks):
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
+    os.environ[_SERVES] = "1"
+    forkserver.ensure_running()
+    del os.environ[_SERVES]
     processes, pipes = [], []
     try:
         for rank, task in enumerate(tasks):
@@ -181,3 +188,10 @@ def _call(rank, world_size, threads, timeout, directory, task):
             return body(world, *args)
         finally:
             wait_for_critical_threads()  # the caller kills the process once it has the result
+
+
+if os.environ.pop(_SERVES, None):
+    # Once, and not on every rank: it looks at all functions of torch, and so copies the memory that they lie in.
+    from lockstep.runtime.lazy_compiler import postpone_compiler
+
+    postpone_compiler()
