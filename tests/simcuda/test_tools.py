@@ -174,7 +174,7 @@ def test_offloaded_rows_are_trained_at_level_b(machine, trained, ranks):
             waits.pop("squares_of_rows") <= each.steps * 6
         )  # the last of four ranks has no rows of two parameters
         assert waits == {
-            "<listcomp>": each.steps * 6 * -(-8 // ranks),
+            "gather": each.steps * 6 * -(-8 // ranks),
             "_set_gradients": each.steps * 6,
             "clip": each.steps,
         }
