@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
-from lockstep.run.agreement import require_equal_code, source_digests
+from lockstep.run.agreement import own_sources, require_equal_code, source_digests
 
 
 def messages(body, world_size, *args):
@@ -185,6 +185,35 @@ def test_digests_are_of_sources_and_not_of_installed_packages():
     assert f"source of {__name__}" in found
     assert "source of lockstep.run.agreement" in found
     assert not {"source of torch", "source of pytest", "source of json"} & found.keys()
+
+
+def saved(directory):
+    run, _, optimizer = begin(directory=directory, resume="auto")
+    for batch in run.batches(dataset()):
+        train_step(run, batch, optimizer)
+        run.save(wait=True)
+        break
+    run.close()
+
+
+def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog):
+    """It went on as if it were the same program."""
+    for digests, said in (
+        ({"source of net": "1", "source of __main__": "1"}, []),
+        ({"source of net": "2", "source of __main__": "1"}, ["the source of net has changed"]),
+        ({"source of net": "2", "source of data": "1"}, []),
+    ):
+        monkeypatch.setattr("lockstep.run.state.own_sources", lambda digests=digests: digests)
+        caplog.clear()
+        saved(tmp_path)
+        found = [each.getMessage() for each in caplog.records if "has changed" in each.getMessage()]
+        assert len(found) == len(said)
+        assert all(text in message for text, message in zip(said, found))
+
+
+def test_the_users_own_sources_are_not_lockstep():
+    assert f"source of {__name__}" in own_sources()
+    assert not [name for name in own_sources() if name.startswith("source of lockstep")]
 
 
 def other_values(world):

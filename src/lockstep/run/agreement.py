@@ -167,6 +167,12 @@ def source_digests() -> dict[str, str]:
     return found
 
 
+def own_sources() -> dict[str, str]:
+    """The same of the user's own modules alone."""
+    own = f"{_SOURCE} lockstep."
+    return {name: digest for name, digest in source_digests().items() if not f"{name}.".startswith(own)}
+
+
 @cache
 def _digest_of_file(file: str) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

@@ -295,6 +295,7 @@ def resume(
     if found is None:
         return False
     path, position = found.path, state.position
+    before, now = found.state.progress.get("sources", {}), state.sources
     with returning_freed_memory(state.strategy.device):
         written = _restore(state, path, found.state, options.force_context, restarted)
         del found  # its files are mapped into memory
@@ -310,6 +311,12 @@ def resume(
         between = position.epoch and not position.inside
         epoch = f"after epoch {position.epoch}" if between else f"epoch {position.epoch + 1}"
         note("Resumed from %s: %s, step %d.", path, epoch, position.step)
+        if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
+            logger.warning(
+                "The program is not the one that wrote the checkpoint: the %s has changed, so it may compute something "
+                "else from here on.",
+                shorten(changed, 3),
+            )
     return True
 
 

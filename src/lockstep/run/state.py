@@ -24,6 +24,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
+from lockstep.run.agreement import own_sources
 from lockstep.run.attributes import Attributes, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
@@ -152,6 +153,7 @@ class RunState:
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
+        self.sources = own_sources()  # as they are now: somebody may edit them while they run
         self.loop = LoopState(self._held_objects(), is_main=self.strategy.share.holder == 0)
         groups = {
             f"optimizer {number}, group {position}": group
@@ -224,12 +226,9 @@ class RunState:
             state.optimizer.update({f"{number}|{key}": tensor for key, tensor in tensors.items()})
         others = None if self.strategy.replicated else self.group
         state.progress.update(self._attributes.changed(others, self.strategy.device))
-        if frozen := sorted({*frozen_parameters(self.model.module)} - self.parts.frozen):
-            state.progress["frozen"] = frozen
-        if unsaved := self._unsaved():
-            state.progress["unsaved"] = unsaved
-        if self.loop.unsaved:
-            state.progress["unsaved_optimizers"] = self.loop.unsaved
+        frozen = sorted({*frozen_parameters(self.model.module)} - self.parts.frozen)
+        found = {"frozen": frozen, "unsaved": self._unsaved(), "unsaved_optimizers": self.loop.unsaved}
+        state.progress.update({name: values for name, values in found.items() if values})
         self._capture_gradients(state, keep, rows)
         for number, module in enumerate(self.parts.modules if keep else ()):
             own, _ = checkpoint.model_state(module)
@@ -420,6 +419,7 @@ class RunState:
             "data": self.data,
             "run": self.run_id,
             "loop": self.loop.capture(),
+            "sources": self.sources,
         }
         return CheckpointState({}, {}, progress, self.model.aliases)
 
