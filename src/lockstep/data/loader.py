@@ -39,21 +39,24 @@ def planned_steps(plan: SamplePlan, epoch: int, first: int = 0) -> Iterator[Step
 class Planner:
     """The steps of any epoch of a plan; where epochs are short, those of the next few are computed with one.
 
-    A call after another one costs a quarter of a call after a training step, which has emptied the core's caches.
+    A call after another one costs a quarter of a call after a training step, which has emptied the core's caches. The
+    first call computes one epoch, each later one twice as many as the one before: a run may have few.
     """
 
     def __init__(self, plan: SamplePlan) -> None:
         self._plan = plan
-        self._at_once = _SAMPLES_AT_ONCE // plan.samples
+        self._most = _SAMPLES_AT_ONCE // plan.samples
+        self._next = 1
         self._ready: dict[int, list[StepPlan]] = {}
 
     def steps(self, epoch: int, first: int = 0) -> Iterator[StepPlan]:
         """Yields ``plan.step(epoch, position)`` for every position from ``first`` to the end of the epoch."""
-        if self._at_once < 2:
+        if self._most < 2:
             return planned_steps(self._plan, epoch, first)
         if epoch not in self._ready:
             count = self._plan.steps_per_epoch
-            self._ready = {n: self._plan.steps(n, 0, count) for n in range(epoch, epoch + self._at_once)}
+            self._ready = {n: self._plan.steps(n, 0, count) for n in range(epoch, epoch + self._next)}
+            self._next = min(2 * self._next, self._most)
         return iter(self._ready[epoch][first:])
 
 
