@@ -14,6 +14,8 @@ import pytest
 
 _GRACE_SECONDS = 2.0
 _WRITTEN_SECONDS = 10.0
+_MANY_MODULES = 50
+_frozen_modules = 0
 _STANDING_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
@@ -41,10 +43,15 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Leaves what the collection made out of garbage collections, one of which ends each run."""
-    gc.freeze()
+    _freeze()
 
 
 def pytest_runtest_setup(item):
+    if (
+        len(sys.modules) - _frozen_modules > _MANY_MODULES
+    ):  # such as those of torch's compiler, which tests import
+        gc.collect()
+        _freeze()
     marker = item.get_closest_marker("gpus")
     if marker:
         needed = marker.args[0]
@@ -53,6 +60,12 @@ def pytest_runtest_setup(item):
         found = torch.cuda.device_count()
         if found < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {found}")
+
+
+def _freeze():
+    global _frozen_modules
+    gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -68,15 +68,16 @@ def train(name, directory, stop=None, resume="", number=float):
     return whole_state(run, model, optimizer, scheduler), rates
 
 
+@pytest.mark.parametrize("stops", [(2, 3, 5), pytest.param((1, 4, 6), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_resumed_schedule_goes_on_as_if_it_had_not_stopped(name, tmp_path):
+def test_a_resumed_schedule_goes_on_as_if_it_had_not_stopped(name, stops, tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="The epoch parameter", category=UserWarning
         )  # SequentialLR's own
         whole, rates = train(name, tmp_path / "whole")
         assert len(set(rates)) > 1
-        for stop in range(1, EPOCHS * STEPS + 1):
+        for stop in stops:
             path, first = train(name, tmp_path / "cut", stop)
             end, rest = train(name, tmp_path / "cut", resume=str(path))
             assert first + rest == rates
