@@ -66,7 +66,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=[pytest.mark.slow] * (job != "flowers")) for job in SMALL]
+    "job", [pytest.param(job, marks=[pytest.mark.slow] * (job != "mnist")) for job in SMALL]
 )
 def test_a_built_in_job_trains_on_data_in_its_format(process, tmp_path, job):
     write, batch, options = SMALL[job]

@@ -49,8 +49,7 @@ def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one
     on_three = process("train", "digits", *SHORT, "--set", "run.name=named", "--devices", "cpu:3")
     on_one = process(*proof_of(on_three))
     assert "cpu:1" in proof_of(on_three)
-    alone = process("train", "digits", *SHORT, "--devices", "cpu:1", "--strategy", "single")
-    assert fingerprint_of(on_three) == fingerprint_of(on_one) == fingerprint_of(alone)
+    assert fingerprint_of(on_three) == fingerprint_of(on_one)
 
 
 @pytest.mark.slow

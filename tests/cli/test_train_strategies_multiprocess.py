@@ -5,6 +5,7 @@ from tests.printed import fingerprint_of
 
 SHORT = (*("--epochs", "1"), *("--set", "log.tensorboard=false"), *("--set", "data.workers=0"))
 LAYOUTS = [
+    pytest.param(("ddp", "cpu:3"), marks=pytest.mark.slow),
     pytest.param(("dp", "cpu:3"), marks=pytest.mark.slow),
     pytest.param(("layers", "cpu:2", "--set", "layers.balance=time"), marks=pytest.mark.slow),
     pytest.param(("hybrid", "cpu:4", "--mesh", "data=2,pipeline=2"), marks=pytest.mark.slow),

@@ -29,8 +29,13 @@ def number(output, name="accuracy"):
     return float(re.search(rf"{name} ([0-9.]+)", output).group(1))
 
 
-def test_one_file_gives_one_fingerprint_under_python_and_torchrun():
-    assert fingerprint(run(TORCHRUN, "02_lockstep.py")) == fingerprint(run(PYTHON, "02_lockstep.py"))
+@pytest.mark.parametrize(
+    "launcher",
+    [(*LOCKSTEP, "cpu:2"), pytest.param(TORCHRUN, marks=pytest.mark.slow)],
+    ids=["lockstep run", "torchrun"],
+)
+def test_one_file_gives_one_fingerprint_under_python_and_a_launcher(launcher):
+    assert fingerprint(run(launcher, "02_lockstep.py")) == fingerprint(run(PYTHON, "02_lockstep.py"))
 
 
 @pytest.mark.slow

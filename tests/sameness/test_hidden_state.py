@@ -285,9 +285,9 @@ def all_cases(world, names, options):
 
 LAYOUTS = [
     ("fsdp", 2, {"strategy": "fsdp"}),
-    ("pipeline", 2, {"strategy": "pipeline"}),
 ]
 MORE = [
+    ("pipeline", 2, {"strategy": "pipeline"}),
     ("ddp", 2, {"strategy": "ddp"}),
     ("parameter_server", 2, {"strategy": "parameter_server"}),
     ("dp", 1, {"strategy": "dp"}),

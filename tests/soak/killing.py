@@ -120,6 +120,7 @@ class Soak:
     def kill(self, kill):
         """Starts a run and kills it as told; whether that cut a checkpoint off."""
         self.start(kill.world, kill.strategy, "--hold", HOLD)
+        self._wait((self.place / "run").exists, "the run folder", pause=0.01)
         self._wait(lambda: self._is_time(kill), f"step {kill.step}")
         select.select([], [], [], kill.delay)
         os.kill(self._victim(kill), signal.SIGKILL)
@@ -169,7 +170,9 @@ class Soak:
         return self.hidden() + [name for name in found if not name.startswith("torchinductor_")]
 
     def wait_until_nothing_runs(self):
-        self._wait(lambda: not self.processes(), f"processes {self.processes()} to end", limit=3.0)
+        self._wait(
+            lambda: not self.processes(), f"processes {self.processes()} to end", limit=3.0, pause=0.01
+        )
 
     def processes(self):
         """All living descendants of the process that starts commands."""
@@ -215,8 +218,8 @@ class Soak:
         path = getattr(self, "place", self.folder) / "stderr"
         return path.read_text() if path.exists() else ""
 
-    def _wait(self, condition, what, limit=60.0):
+    def _wait(self, condition, what, limit=60.0, pause=0.0005):
         deadline = time.monotonic() + limit
         while not condition():
             assert time.monotonic() < deadline, f"waited {limit} s for {what}; {self.errors()}"
-            time.sleep(0.0005)
+            time.sleep(pause)

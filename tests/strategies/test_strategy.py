@@ -60,7 +60,7 @@ LAYOUTS = [
     *[Layout("fsdp", world, slow=world != 3) for world in (2, 3, 4)],
     *[Layout("pipeline", world, jobs=UNTIED, slow=world != 3) for world in (2, 3, 4)],
     Layout("pipeline", 3, {"pipeline": {"schedule": "gpipe"}}, UNTIED, slow=True),
-    Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED),
+    Layout("pipeline", 2, {"pipeline": {"schedule": "interleaved"}}, UNTIED, slow=True),
     *[Layout("tensor", 2, bound=1e-3)],
     Layout("hybrid", 4, {"mesh": "data=2,tensor=2"}, bound=1e-3, slow=True),
     Layout("hybrid", 4, {"mesh": "data=2,pipeline=2"}, UNTIED, slow=True),
