@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -75,21 +76,28 @@ def test_a_head_for_other_classes_is_refused_where_asked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source, target",
+    "make_source, make_target",
     [
-        (resnet34(num_classes=2), resnet18(num_classes=2)),
-        (resnet50(num_classes=2), resnet18(num_classes=2)),
-        (resnet18(num_classes=2, small_images=True), resnet18(num_classes=2)),
-        (perceptron(hidden=(256, 64)), perceptron(hidden=(256, 128))),
-        (transformer(vocabulary_size=9, width=8, heads=2), transformer(vocabulary_size=11, width=8, heads=2)),
-        (nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))),
+        (partial(resnet34, num_classes=2), partial(resnet18, num_classes=2)),
+        (partial(resnet50, num_classes=2), partial(resnet18, num_classes=2)),
+        (partial(resnet18, num_classes=2, small_images=True), partial(resnet18, num_classes=2)),
+        (partial(perceptron, hidden=(256, 64)), partial(perceptron, hidden=(256, 128))),
         (
-            lstm(num_classes=2, vocabulary_size=9, hidden_size=8),
-            lstm(num_classes=2, vocabulary_size=7, hidden_size=8),
+            partial(transformer, vocabulary_size=9, width=8, heads=2),
+            partial(transformer, vocabulary_size=11, width=8, heads=2),
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 3)),
+            lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
+        ),
+        (
+            partial(lstm, num_classes=2, vocabulary_size=9, hidden_size=8),
+            partial(lstm, num_classes=2, vocabulary_size=7, hidden_size=8),
         ),
     ],
 )
-def test_weights_of_another_model_are_refused_and_nothing_is_loaded(source, target, tmp_path):
+def test_weights_of_another_model_are_refused_and_nothing_is_loaded(make_source, make_target, tmp_path):
+    source, target = make_source(), make_target()
     before = {name: value.clone() for name, value in target.state_dict().items()}
     with pytest.raises(CheckpointMismatch, match="the weights of another model") as raised:
         load_weights(target, save(tmp_path / "weights.pth", source.state_dict()))
