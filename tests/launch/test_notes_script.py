@@ -82,7 +82,7 @@ def weights(path):
     return {name: tensor.numpy().tobytes() for name, tensor in torch.load(path).items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_script_with_the_habits_of_the_notes_runs_and_rank_0_alone_logs(ranks, tmp_path):
     code, said = run("lockstep", ranks, OURS, tmp_path / "run")
     assert code == 0, said

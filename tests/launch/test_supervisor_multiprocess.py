@@ -87,7 +87,7 @@ def test_an_error_that_all_ranks_raise_is_shown_once(command):
     assert any(line.endswith(": the same error") for line in lines)
 
 
-@pytest.mark.parametrize("way", ["exit_zero", "leave_loop"])
+@pytest.mark.parametrize("way", [pytest.param("exit_zero", marks=pytest.mark.slow), "leave_loop"])
 @pytest.mark.fault("P15")
 def test_a_rank_that_leaves_early_is_named(command, way):
     code, lines = command.loop(f"1:2:{way}").end()
