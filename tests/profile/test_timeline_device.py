@@ -10,7 +10,7 @@ from lockstep.profile.timeline import DeviceTrace, device_spans
 
 def test_spans_of_the_profiler_stand_on_the_clock_of_the_recorder(tmp_path):
     unix = time.time_ns() - time.perf_counter_ns()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         began = time.perf_counter_ns()
         torch.rand(300, 300) @ torch.rand(300, 300)
         ended = time.perf_counter_ns()

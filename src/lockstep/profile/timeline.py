@@ -77,7 +77,8 @@ class DeviceTrace:
     def start(self) -> None:
         """Starts the profiler; where that fails, warns and leaves the device out of the timeline."""
         try:
-            profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+            # Without acc_events torch 2.11 warns of what a second cycle would clear, and there is only one.
+            profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True)
             profiler.start()
         except (
             RuntimeError,
