@@ -13,8 +13,8 @@ from lockstep.errors import ConfigError
     ("options", "expected"),
     [
         (
-            ["model.target=torchvison.models:resnet18"],
-            "there is no module 'torchvison'. Did you mean 'torchvision'?",
+            ["model.target=safetensor.torch:load_file"],
+            "there is no module 'safetensor'. Did you mean 'safetensors'?",
         ),
         (
             ["model.target=torchwhatever.models:net"],
