@@ -148,6 +148,15 @@ def test_other_samples_than_those_of_the_epoch_are_refused_after_a_stop(phases):
     assert "not what the checkpoint was reading in this epoch" in ended.message
 
 
+@pytest.mark.parametrize("how", ["shuffle", "drop_last"])
+def test_samples_that_are_read_in_another_way_are_refused_after_a_stop(how):
+    """The run went on with other batches, in silence."""
+    train = TRAIN.replace("batches(data)", f"batches(data, {how}=run.position.step == 0)")
+    ended = run_trial(BEGIN + "def make():\n    return layers()\n" + train, [stopped(SINGLE, 0), SINGLE])
+    assert ended.how == "refused", ended
+    assert f"{how}=False of the data set is not what the checkpoint was reading" in ended.message
+
+
 SAVING = """
 def train(run, epochs):
     model = layers()

@@ -428,21 +428,8 @@ def common_data(own: list[Any], strategy: Strategy, group: dist.ProcessGroup | N
     return map_leaves(own, lambda _: next(values)) if own else [None]
 
 
-def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
-    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
-    names = [
-        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
-    ]
-    cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
-    if names:
-        cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
-    return ConfigError(
-        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
-        f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
-        f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
-    )
-
-
+_HOW = ("drop_last", "shuffle")
+"""How the samples of a data set are read; earlier versions did not store that."""
 Digests = Callable[[], Mapping[str, str]]
 """Gives digests of some samples of a data set by name."""
 
@@ -503,7 +490,8 @@ class AgreedData:
             )
         self._position.samples = plan.samples
         if (number, plan) not in self._known and self._options.directory is not None:
-            self._known[number, plan] = dict(digests())
+            how = {name: str(getattr(plan, name)) for name in _HOW}
+            self._known[number, plan] = {**digests(), **how}
         self.digests = self._known.get((number, plan), {})
         if self._group is not None and (number, plan) not in self._agreed:
             seen = {
@@ -522,10 +510,13 @@ class AgreedData:
         """Refuses other samples than those of the epoch that goes on; warns of them in the epoch after it."""
         stored, self._resumed_digests = self._resumed_digests, {}
         names = sorted(
-            name for name in {*stored, *self.digests} if stored.get(name) != self.digests.get(name)
+            name
+            for name in {*stored, *self.digests}
+            if stored.get(name) != self.digests.get(name) and (name in stored or name not in _HOW)
         )
         if not (names and stored and self.digests) or self._options.force_context:
             return
+        names = [f"{name}={self.digests[name]}" if name in _HOW else name for name in names]
         found = f"{shorten(names, _MOST_NAMES)} of the data set {'is' if len(names) == 1 else 'are'} not what"
         if self._position.done and self.refuses_others:
             raise CheckpointMismatch(

@@ -32,7 +32,7 @@ from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
-from lockstep.run.agreement import common_data, other_on_ranks
+from lockstep.run.agreement import common_data
 from lockstep.run.attributes import generators_of, numbers_of, values_of
 from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
@@ -516,3 +516,18 @@ def _is_stored(name: str, model: nn.Module) -> bool:
 
 def _words(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
+    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
+    names = [
+        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
+    ]
+    cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
+    if names:
+        cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
+    return ConfigError(
+        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+        f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
+        f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
+    )
