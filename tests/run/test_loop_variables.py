@@ -13,7 +13,8 @@ from torch import nn
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
-from lockstep.run.loop_variables import LoopState, Variables, live_names
+from lockstep.run.loop_code import live_names
+from lockstep.run.loop_variables import LoopState, Variables
 
 STEPS = 3
 

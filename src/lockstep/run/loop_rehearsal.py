@@ -28,10 +28,16 @@ from lockstep.data.keyed import generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.run.agreement import common_data
-from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
 from lockstep.run.rehearsal import Findings, other_on_ranks
-from lockstep.run.short_step import Buffers, RehearsalCompute, parameter_values, shortened, with_own_data
+from lockstep.run.short_step import (
+    Buffers,
+    CalledModules,
+    RehearsalCompute,
+    parameter_values,
+    shortened,
+    with_own_data,
+)
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
 from lockstep.strategies import gather_records
 from lockstep.strategies.ddp import Replicated

@@ -34,9 +34,15 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data
 from lockstep.run.attributes import generators_of, numbers_of, values_of
-from lockstep.run.called_modules import CalledModules
 from lockstep.run.means import Deviation, deviation_of_model
-from lockstep.run.short_step import Buffers, RehearsalCompute, parameter_values, shortened, with_own_data
+from lockstep.run.short_step import (
+    Buffers,
+    CalledModules,
+    RehearsalCompute,
+    parameter_values,
+    shortened,
+    with_own_data,
+)
 from lockstep.run.step import StepCompute, code_of
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
