@@ -1,4 +1,4 @@
-"""A step of one micro-batch for each holder, which is computed and thrown away; what it calls, and buffers before it."""
+"""A step of one micro-batch for each holder, which is thrown away; what it calls, and the buffers before it."""
 
 from __future__ import annotations
 
