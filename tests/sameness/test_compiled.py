@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # the first that compiles finds no graph in torch's cache
     pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler (apt-get install g++)"),
 ]
 WIDTH = 40
