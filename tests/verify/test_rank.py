@@ -13,7 +13,7 @@ from lockstep.verify.micro_batches import AS_IT_IS, FirstStep, compared, table
 from lockstep.verify.plain import Recording
 from lockstep.verify.plain.diagnosis import compare_plain
 from lockstep.verify.plain.recorder import requested
-from lockstep.verify.rank import coarsest_type, nudge_inputs, settled, watch_micro_batches, watch_script
+from lockstep.verify.rank import coarsest_type, nudge, settled, watch_micro_batches, watch_script
 from lockstep.verify.trace import Trace, refusal
 
 OWN_LOOP = """
@@ -160,7 +160,7 @@ def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():
     inputs, seen = torch.linspace(0.1, 2, 200), []
     for _ in range(2):
         model = nn.Identity()
-        nudge_inputs(model, torch.float32)
+        nudge(model, torch.float32)
         seen.append((model(inputs), model(inputs)))
     changed = seen[0][0]
     assert 0.4 < (changed > inputs).float().mean() < 0.6
@@ -168,12 +168,22 @@ def test_inputs_change_in_their_last_place_only_and_alike_in_every_run():
     assert torch.equal(changed, seen[1][0])
 
 
+def test_another_change_has_other_signs_and_layers_change_too():
+    def changed(model, number):
+        nudge(model, torch.float32, number)
+        return model(torch.linspace(0.1, 2, 200))
+
+    inputs_only = changed(nn.Identity(), 1)
+    assert not torch.equal(inputs_only, changed(nn.Identity(), 2))
+    assert not torch.equal(inputs_only, changed(nn.Sequential(nn.Identity()), 1))
+
+
 def test_inputs_that_are_changed_are_alike_when_a_micro_batch_is_rehearsed():
     """Each pass drew anew, so that verify refused a job of level B as one that depends on what Lockstep cannot see."""
     run = Run(RunOptions.of(global_batch=8, micro_batches=2, strategy="single"), World())
     model = nn.Linear(4, 1)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    nudge_inputs(model, torch.float32)
+    nudge(model, torch.float32)
     (batch,) = run.batches([(torch.rand(4), torch.rand(1)) for _ in range(8)])
     run.backward(batch, nn.MSELoss())
 
@@ -190,7 +200,7 @@ def test_inputs_that_are_changed_are_alike_when_a_micro_batch_is_rehearsed():
 def test_inputs_change_by_the_unit_of_the_coarsest_type_that_is_computed_in(options, kind):
     assert coarsest_type(RunOptions.of(global_batch=8, **options)) is kind
     model, inputs = nn.Identity(), torch.rand(64) + 0.1
-    nudge_inputs(model, kind)
+    nudge(model, kind)
     assert ((model(inputs) - inputs) / inputs).abs().max().item() == pytest.approx(
         torch.finfo(kind).eps, rel=0.6
     )
@@ -199,7 +209,7 @@ def test_inputs_change_by_the_unit_of_the_coarsest_type_that_is_computed_in(opti
 def test_a_model_of_tokens_has_its_parameters_changed_once():
     model = nn.Embedding(8, 4)
     before = model.weight.detach().clone()
-    nudge_inputs(model, torch.float32)
+    nudge(model, torch.float32)
     model(torch.arange(8))
     after = model.weight.detach().clone()
     assert 0 < ((after - before) / before).abs().max() <= 2.0**-22

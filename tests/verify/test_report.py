@@ -40,7 +40,7 @@ def test_the_table_compares_with_what_one_device_does_when_its_inputs_change():
     ):
         text = table([compare(trace(), trace(memory=[1]), 0.0), level_b(0.5, sensitivity)])
         assert "differs by 5.0e-01, more than the bound of level B, 0.001" in text
-        assert f"by one unit in the last place differs by {sensitivity:.1e}" in text
+        assert f"by one unit in the last place differs by up to {sensitivity:.1e}" in text
         assert said in text
 
 

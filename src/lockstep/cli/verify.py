@@ -29,9 +29,11 @@ from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, reason_
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
-from lockstep.verify.report import Comparison, as_json, compare, table
+from lockstep.verify.report import Comparison, as_json, compare, is_enlarged, table
 from lockstep.verify.trace import Trace, refusal
 
+_NUDGES = 16
+"""Runs that look for what rounding can do, each of one device."""
 ENTRY = "lockstep.verify.rank:main"
 MICRO_BATCHES_ENTRY = "lockstep.verify.rank:watch_micro_batches"
 SCRIPT_ENTRY = "lockstep.verify.rank:watch_script"
@@ -185,13 +187,13 @@ class Ran:
 
 
 def _compare_all(
-    start: Callable[[L, Path, bool], Ran], one: L, others: Mapping[str, L], folder: Path
+    start: Callable[[L, Path, int], Ran], one: L, others: Mapping[str, L], folder: Path
 ) -> list[Comparison]:
     """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails.
 
-    ``start`` is given the layout, a folder, and whether to change the inputs in their last place.
+    ``start`` is given the layout, a folder, and the number of a change in last places, or 0.
     """
-    reference = start(one, folder / "reference", False)
+    reference = start(one, folder / "reference", 0)
     if reference.trace.in_training:
         return [Comparison(reference.trace, "")]
     if reference.trace.refused:
@@ -200,15 +202,24 @@ def _compare_all(
     @cache
     def again() -> Ran:
         """One device a second time, which shows operators that are not deterministic."""
-        return start(one, folder / "again", False)
+        return start(one, folder / "again", 0)
 
     @cache
-    def sensitivity() -> float:
-        """How far one device moves whose inputs are changed in their last place."""
-        nudged = start(one, folder / "nudged", True)
+    def moved(number: int) -> float:
+        """How far one device moves that rounds otherwise."""
+        nudged = start(one, folder / f"nudged-{number}", number)
         if nudged.trace.refused:
             raise ConfigError(nudged.trace.refused)
         return _difference(reference.folder, nudged.folder)
+
+    def sensitivity(gap: float) -> float:
+        """The most of several changes, until they explain a gap: a step may turn on a single value that is nearly 0."""
+        most = 0.0
+        for number in range(1, _NUDGES + 1):
+            most = max(most, moved(number))
+            if is_enlarged(gap, most):
+                break
+        return most
 
     first = (
         reference.trace if reference.records is None else trace_of(reference.records, reference.trace.label)
@@ -216,13 +227,13 @@ def _compare_all(
     comparisons = [Comparison(first, "A")]
     for number, (label, layout) in enumerate(others.items()):
         print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
-        ran = start(layout, folder / str(number), False)
+        ran = start(layout, folder / str(number), 0)
         comparisons.append(_judge(reference, ran, again, sensitivity))
     return comparisons
 
 
 def _judge(
-    reference: Ran, other: Ran, again: Callable[[], Ran], sensitivity: Callable[[], float]
+    reference: Ran, other: Ran, again: Callable[[], Ran], sensitivity: Callable[[float], float]
 ) -> Comparison:
     if other.trace.refused:
         return Comparison(other.trace, "")
@@ -233,11 +244,11 @@ def _judge(
     if found.diagnosis is None or again().trace.refused:
         return found
     repeats = compare(reference.trace, again().trace, 0.0).diagnosis is None
-    moves = sensitivity() if found.needs_sensitivity else None
+    moves = sensitivity(gap) if found.needs_sensitivity else None
     return compare(reference.trace, other.trace, gap, repeats=repeats, sensitivity=moves)
 
 
-def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge: bool) -> Ran:
+def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge: int) -> Ran:
     trace = folder / "trace.json"
     reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label, nudge=nudge)
     if not reason and trace.exists():
@@ -251,7 +262,7 @@ def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge:
 
 
 def _run_script(
-    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, nudge: bool
+    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, nudge: int
 ) -> Ran:
     folder.mkdir()
     label = _label(count)

@@ -217,17 +217,18 @@ _MIXES = -0x61C8864680B583EB
 """2^64 divided by the golden ratio, as a signed number: the high bits of a product with it depend on all bits."""
 
 
-def nudge_inputs(model: nn.Module, kind: torch.dtype) -> None:
-    """Changes all inputs of a model's forward passes by one unit in the last place of ``kind``, up or down.
+def nudge(model: nn.Module, kind: torch.dtype, number: int = 1) -> None:
+    """Changes a model's inputs and the outputs of its layers by one unit in the last place of ``kind``, up or down.
 
-    Which of the two is taken from the bits of each value, so that a micro-batch that is computed again is the same. A
-    model without a floating-point input, such as one of tokens, gets its parameters changed instead, once.
+    Which of the two is taken from the bits of each value, so that a micro-batch that is computed again is the same, and
+    from the ``number`` of the change, 1 to 60. A model without a floating-point input, such as one of tokens, gets its
+    parameters changed in place of inputs, once.
     """
 
     def nudged(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        bits = value.detach().double().view(torch.int64) * _MIXES >> 62 & 1
+        bits = value.detach().double().view(torch.int64) * _MIXES >> 63 - number & 1
         signs = 2 * bits.to(value.dtype) - 1
         return value * (1 + signs * torch.finfo(kind).eps)
 
@@ -242,6 +243,9 @@ def nudge_inputs(model: nn.Module, kind: torch.dtype) -> None:
         return given
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    for layer in model.modules():
+        if layer is not model and not any(layer.children()):
+            layer.register_forward_hook(lambda module, given, output: tree_map(nudged, output))
 
 
 def main(payload: Any) -> None:
@@ -249,7 +253,7 @@ def main(payload: Any) -> None:
 
     Args:
         payload: ``{"config": JSON of the job, "steps": number, "label": of the layout, "folder": for the trace}``, and
-            ``"nudge"``, true to change the inputs with ``nudge_inputs``.
+            ``"nudge"``, the number of a change with ``nudge``, or 0.
     """
     logging.basicConfig(level=logging.ERROR)
     config, world = JobConfig.from_json(payload["config"]), World.from_environment()
@@ -263,8 +267,8 @@ def main(payload: Any) -> None:
             refused.write(folder / "trace.json")
         return
     observer = Observer(trainer.run, payload["label"], payload["steps"])
-    if payload.get("nudge"):
-        nudge_inputs(observer.model, coarsest_type(trainer.run.options))
+    if number := payload.get("nudge", 0):
+        nudge(observer.model, coarsest_type(trainer.run.options), number)
     with contextlib.suppress(StopRecording), _keeping_refusals(folder):
         _train(trainer, config)
     trace = observer.finish(folder / "final.safetensors")
@@ -302,7 +306,7 @@ def watch_script(payload: Any) -> None:
     """
     logging.basicConfig(level=logging.ERROR)
     folder = Path(payload["folder"])
-    watch = _Watch(payload["label"], payload["steps"], folder, nudge=bool(payload.get("nudge")))
+    watch = _Watch(payload["label"], payload["steps"], folder, nudge=payload.get("nudge", 0))
     token = requested.set(RecordingRequest(folder / RECORDS, payload["steps"]))
     try:
         with observe_new_runs(watch, options=watch.redirect):
@@ -334,7 +338,7 @@ def _run_script(payload: Any, folder: Path) -> None:
 class _Watch(Callback):
     """Observes the first run that a script prepares."""
 
-    def __init__(self, label: str, steps: int, folder: Path, *, nudge: bool) -> None:
+    def __init__(self, label: str, steps: int, folder: Path, *, nudge: int) -> None:
         self._label, self._steps, self._folder, self._nudge = label, steps, folder, nudge
         self._observer: Observer | None = None
         self._trace: Trace | None = None
@@ -355,7 +359,7 @@ class _Watch(Callback):
         if self._observer is None:
             self._observer = Observer(run, self._label, self._steps)
             if self._nudge:
-                nudge_inputs(self._observer.model, coarsest_type(run.options))
+                nudge(self._observer.model, coarsest_type(run.options), self._nudge)
 
     def on_close(self, run: Run) -> None:
         """Ends the observation while the process group is still open."""

@@ -24,8 +24,8 @@ class Comparison:
     """Largest relative difference of a parameter at the end; 0 for equal bits."""
     diagnosis: Diagnosis | None = None
     sensitivity: float | None = None
-    """The same difference for one device whose inputs were changed by one unit in the last place; None if the layout
-    is within the bound, or if it was not measured."""
+    """The same difference, the largest of some runs, for one device whose inputs and layers were changed by one unit in
+    the last place; None if the layout is within the bound, or if it was not measured."""
 
     @property
     def is_broken(self) -> bool:
@@ -45,7 +45,7 @@ class Comparison:
 BOUND = 1e-3
 """Largest relative difference at level B of a parameter from that of one device, after the compared steps."""
 _FURTHER = 10.0
-"""A layout rounds in every operator and a changed input only at the beginning: it may differ by this much more."""
+"""A layout rounds in every operator, what it is compared with once a layer only: it may differ by this much more."""
 _PARTED = 0.1
 """Sensitivity from which the parameters of two runs have so little in common that their distance says nothing more."""
 _MAY_BE_ROUNDING = (
@@ -56,6 +56,11 @@ _MAY_BE_ROUNDING = (
     Cause.BUFFERS,
     Cause.UPDATE,
 )
+
+
+def is_enlarged(difference: float, sensitivity: float) -> bool:
+    """True for a difference that rounding alone explains in a model of this sensitivity."""
+    return difference <= _FURTHER * sensitivity or sensitivity >= _PARTED
 
 
 def compare(
@@ -73,7 +78,8 @@ def compare(
         other: the run of the layout.
         difference: the largest relative difference of a parameter at the end.
         repeats: as in ``diagnose``.
-        sensitivity: the difference of a run on one device whose inputs were changed by one unit in the last place.
+        sensitivity: the largest difference of runs on one device whose inputs and layers were changed by one unit
+            in the last place.
     """
     if other.refused:
         return Comparison(other, "")
@@ -84,7 +90,7 @@ def compare(
         return Comparison(other, "C", difference, None if other.independent else found)
     if difference <= BOUND:
         return Comparison(other, "B", difference, found)
-    near = sensitivity is not None and (difference <= _FURTHER * sensitivity or sensitivity >= _PARTED)
+    near = sensitivity is not None and is_enlarged(difference, sensitivity)
     enlarged = near and found.cause in _MAY_BE_ROUNDING and math.isfinite(difference)
     return Comparison(other, "~" if enlarged else "-", difference, found, sensitivity)
 
@@ -156,7 +162,8 @@ def _beyond_bound(each: Comparison) -> str:
         )
     return (
         f"{each.trace.label} differs by {each.difference:.1e}, more than the bound of level B, {BOUND:g}. One device "
-        f"whose inputs change by one unit in the last place differs by {each.sensitivity:.1e}: {explained}"
+        "whose inputs and layers change by one unit in the last place differs by up to "
+        f"{each.sensitivity:.1e}: {explained}"
     )
 
 
