@@ -85,6 +85,12 @@ def names_of(phases):
     return ", ".join(f"{each.name} until {each.stop}" if each.stop else each.name for each in phases)
 
 
+def over_first_epoch(text):
+    """The program, which ends after its first epoch, and goes on with the others where it is resumed."""
+    text = text.replace("in run.epochs(epochs):", "in run.epochs(epochs if run.position.epoch else 1):")
+    return text.replace('    found["fingerprint"]', '        run.save()\n    found["fingerprint"]')
+
+
 def alone(text):
     with Worlds() as worlds:
         ended = run_trial(text, [SINGLE], 40, worlds)
@@ -338,7 +344,13 @@ def train(run, epochs):
     return found
 """
 )
-KINDS = {"list": "list", "array": "numpy.array", "tensor": "torch.tensor"}
+KINDS = {
+    "list": "list",
+    "array": "numpy.array",
+    "tensor": "torch.tensor",
+    "dict": "(lambda labels: dict(enumerate(labels)))",
+    "short list": "(lambda labels: labels[:40])",
+}
 
 
 def relabelled(
@@ -412,9 +424,61 @@ def test_labels_that_the_start_of_an_epoch_computes_go_on():
     require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_that_the_loop_changes_after_its_first_epoch_are_not_lost_in_silence(kind):
+    with Worlds() as worlds:
+        ended = run_trial(over_first_epoch(relabelled(kind)), [SINGLE, SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "The loop had changed train: data.labels in a data set" in ended.sentence
+
+
+LEVEL = """data = Labelled()
+    data.level = 1.0
+    Labelled.__getitem__ = lambda self, index: (self.level * self.inputs[index], int(self.labels[index]))
+"""
+
+
+def test_a_number_that_the_loop_changes_in_a_data_set_is_not_lost_in_silence():
+    with Worlds() as worlds:
+        text = over_first_epoch(relabelled(made=LEVEL, change="data.level += 0.5"))
+        ended = run_trial(text, [SINGLE, SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "The loop had changed train: data.level in a data set" in ended.sentence
+
+
+def test_labels_in_a_table_of_pandas_are_not_lost_in_silence():
+    pytest.importorskip("pandas")
+    made = "import pandas\n    data = Labelled()\n    data.labels = pandas.Series(data.labels)"
+    require_labels_refused(relabelled(made=made), 4)
+
+
+OWN_PASS = """for inputs_, _ in DataLoader(tested, batch_size=4 + 4 * epoch):
+            found[f"e{epoch}"] = inputs_.sum().item()
+            break"""
+
+
+def test_data_sets_that_keep_what_a_loop_of_the_scripts_own_reads_go_on():
+    """They were refused: reading them changed them between two epochs."""
+    text = relabelled(made="data, tested = Cached(), Cached()", change=OWN_PASS)
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
+def test_an_array_that_each_epoch_sets_in_place_goes_on():
+    begins = "    for epoch in run.epochs(epochs):\n"
+    text = relabelled("array", change="data.labels[:] = epoch % 4").replace(
+        begins, begins + "        data.labels[:] = numpy.arange(200) % 4\n"
+    )
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
 WEIGHTED = (
     BEGIN
     + """
+import argparse
+import types
+
+
 class Task:
     beta = 0.0
 
@@ -426,6 +490,7 @@ def train(run, epochs):
     global found, weight
     model, found, task, weight = layers(), {}, Task(), 0.1
     beta, beside = 0.1, {"beta": 0.1}
+    space, arguments = types.SimpleNamespace(beta=0.1), argparse.Namespace(beta=0.1)
 
     def loss(y, t):
         return F.cross_entropy(y, t) + READ * y.square().mean()
@@ -448,6 +513,8 @@ PLACES = {
     "task.beta": "train: task.beta",
     "beside['beta']": "train: beside['beta']",
     "weight": "weight",
+    "space.beta": "train: space.beta",
+    "arguments.beta": "train: arguments.beta",
 }
 
 
@@ -475,10 +542,148 @@ def test_a_number_that_the_loss_reads_and_the_loop_changes_is_not_resumed_withou
 
 
 @pytest.mark.parametrize("read", PLACES)
+def test_such_a_number_is_not_resumed_after_the_first_epoch_either(read):
+    """An attribute that is the same at each start of an epoch was taken for one that is set there."""
+    with Worlds() as worlds:
+        text = over_first_epoch(weighted(read, after=f"{read} += 0.1"))
+        ended = run_trial(text, [SINGLE, SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
+
+
+@pytest.mark.parametrize("read", PLACES)
+def test_a_number_that_is_set_after_each_step_is_not_resumed_without_its_value(read):
+    """A variable that only the loss reads was taken for one that nothing reads."""
+    with Worlds() as worlds:
+        text = weighted(read, after=f"{read} = 0.1 + 0.1 * run.position.step")
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert f"The loss or the model reads {PLACES[read]}, which the loop changes" in ended.sentence
+
+
+@pytest.mark.parametrize("read", PLACES)
+def test_a_number_that_each_epoch_sets_goes_on_after_the_first_one(read):
+    text = weighted(read, epoch=f"{read} = 0.1 * (epoch + 1)")
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
+@pytest.mark.parametrize("read", PLACES)
 @pytest.mark.parametrize(
-    "where", [{"step": "SET = 0.1 * (run.position.step % 2)"}, {"epoch": "SET = 0.1 * (epoch % 2 + 1)"}]
+    "where",
+    [
+        {"step": "SET = 0.1 * (run.position.step % 2)"},
+        {"step": "SET = 0.1 if run.position.step % 2 else 0.2"},
+        {"epoch": "SET = 0.1 * (epoch % 2 + 1)"},
+    ],
 )
 def test_a_number_that_the_loop_sets_anew_goes_on(read, where):
     """Also one that has the value of the beginning again."""
     text = weighted(read, **{key: value.replace("SET", read) for key, value in where.items()})
     require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4, 6)), DDP])
+
+
+@pytest.mark.parametrize(
+    "place", ["        for batch in run.batches(data):\n", "    for epoch in run.epochs(epochs):\n"]
+)
+def test_a_tensor_that_each_step_or_epoch_sets_in_place_goes_on(place):
+    """It was refused: the loss reads it, and it was not what it was."""
+    indent = " " * (12 if "batches" in place else 8)
+    text = CENTERED.replace("center.mul_(0.9).add_(0.1 * float(loss))", "pass").replace("GIVE_BACK", "pass")
+    text = text.replace(place, f"{place}{indent}center[0] = 3\n{indent}center.fill_(epoch)\n")
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (2, 4)), DDP])
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
+CONSOLIDATED = (
+    BEGIN
+    + """
+def train(run, epochs):
+    global found
+    model, found = layers(), {}
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    importance, memory = {}, []
+
+    def loss(y, t):
+        value = F.cross_entropy(y, t)
+        for name, parameter in model.named_parameters():
+            if name in importance:
+                value = value + (importance[name] * parameter.square()).sum()
+        return value + 0.1 * len(memory) * y.square().mean()
+
+    for epoch in run.epochs(epochs):
+        AT_EPOCH
+        for batch in run.batches(data):
+            run.backward(batch, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        AFTER_EPOCH
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+SQUARES = "{name: each.detach() ** 2 for name, each in model.named_parameters()}"
+
+
+def test_what_the_start_of_an_epoch_computes_for_the_loss_is_not_computed_from_other_weights():
+    """Fisher information, of which only the loss reads the variable: it was computed anew within the epoch."""
+    text = CONSOLIDATED.replace("AT_EPOCH", f"importance = {SQUARES} if epoch else {{}}").replace(
+        "AFTER_EPOCH", "pass"
+    )
+    with Worlds() as worlds:
+        ended = run_trial(text, [dataclasses.replace(SINGLE, stop=4), SINGLE], 60, worlds)
+    assert ended.how == "refused", ended
+    assert "The loss or the model reads train: importance['0.weight']" in ended.sentence
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(f"importance.update({SQUARES})", "importance"), ("memory.append(1)", "memory")]
+)
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_dict_or_list_that_the_loss_reads_is_not_resumed_empty(change, name, is_within):
+    """It was named in a warning, and the run went on with other bits."""
+    text = CONSOLIDATED.replace("AT_EPOCH", "pass").replace("AFTER_EPOCH", change)
+    phases = [dataclasses.replace(SINGLE, stop=4) if is_within else SINGLE, SINGLE]
+    with Worlds() as worlds:
+        ended = run_trial(text if is_within else over_first_epoch(text), phases, 60, worlds)
+    assert ended.how == "refused", ended
+    assert f"The loss or the model reads train: {name}, which the loop changes" in ended.sentence
+
+
+TRAINER = (
+    BEGIN
+    + """
+class Trainer:
+    def __init__(self, run):
+        self.run, self.model = run, layers()
+        self.model, self.optimizer = run.prepare(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.smoothing, self.best, self.history, self.counts = 0.1, 0.0, [], torch.zeros(4)
+
+    def loss(self, y, t):
+        return F.cross_entropy(y, t, label_smoothing=self.smoothing)
+
+    def train(self, epoch):
+        for batch in self.run.batches(data):
+            self.run.backward(batch, self.loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.best = max(self.best, 1.0 + epoch)
+        self.history.append(epoch)
+        self.counts[epoch] += 1
+
+
+def train(run, epochs):
+    global found
+    found, trainer = {}, Trainer(run)
+    for epoch in run.epochs(epochs):
+        trainer.train(epoch)
+    found["fingerprint"] = run.fingerprint()
+    return found
+"""
+)
+
+
+def test_what_an_object_keeps_beside_its_method_that_is_the_loss_does_not_stop_a_resume():
+    """Its best score was refused as a number that the loss reads."""
+    require_equal(alone(TRAINER), TRAINER, [dataclasses.replace(SINGLE, stop=4), DDP])
+    require_equal(alone(TRAINER), over_first_epoch(TRAINER), [SINGLE, SINGLE])

@@ -10,6 +10,7 @@ looks into the user's own code only: functions and classes of installed packages
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import io
@@ -59,6 +60,8 @@ _CLOSED = (
     io.IOBase,
 )
 """Objects that are not looked into: they are no part of a forward pass."""
+NAMESPACES = (SimpleNamespace, argparse.Namespace)
+"""Classes of Python's own whose objects hold what the user puts there."""
 _CLOSED_PACKAGES = (sys.stdlib_module_names | {"lockstep", "torch", "numpy", "builtins"}) - {"__main__"}
 _LIBRARIES = tuple(
     dict.fromkeys(
@@ -123,6 +126,11 @@ class Snapshot:
     def name_of(self, value: Any) -> str:
         """The words for an object that was found; empty for others."""
         return self._seen[id(value)][1] if id(value) in self._seen else ""
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """The functions and methods that were found."""
+        return [value for value, _ in self._seen.values() if isinstance(value, FunctionType)]
 
     def restore(self) -> None:
         """Puts everything back, the latest found first."""
@@ -243,7 +251,7 @@ class Snapshot:
             self.draws_globally |= _is_global_generator(value)
         elif isinstance(value, nn.Module):
             self._module(value, name)
-        elif isinstance(value, SimpleNamespace) or not is_closed(value):
+        elif not is_closed(value):
             self._object(value, name)
         else:
             self._note(name, type(value).__qualname__)
@@ -390,7 +398,10 @@ def is_users_module(module: str) -> bool:
 
 def is_closed(value: Any) -> bool:
     """True for an object whose attributes are its own affair."""
-    return issubclass(type(value), _CLOSED) or type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
+    kind = type(value)
+    if issubclass(kind, NAMESPACES):
+        return False
+    return issubclass(kind, _CLOSED) or kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
 
 
 def _is_global_generator(function: Any) -> bool:

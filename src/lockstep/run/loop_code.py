@@ -1,13 +1,35 @@
-"""What code tells of variables: which of them it reads before it sets them."""
+"""What code tells of variables: which of them it reads before it sets them, and what it changes.
+
+beta = 0.1 * step          sets beta
+data.labels[7] = 1         changes labels
+queue.append(x)            changes queue, as x.add_(y) changes x
+backward(batch, loss)      reads what the function loss reads
+"""
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
+import re
+import sys
 from bisect import bisect_right
-from collections.abc import Mapping
-from types import CodeType, FunctionType
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lockstep.numerics.hidden_state import (
+    Place,
+    Snapshot,
+    is_plain,
+    is_users_code,
+    is_users_module,
+    text_of_plain,
+)
 
 
 def globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:
@@ -27,7 +49,8 @@ def globals_of(code: CodeType, space: Mapping[str, Any]) -> set[str]:
 def live_names(code: CodeType, offset: int) -> frozenset[str]:
     """The variables that code may read after an instruction before it sets them: those that are live there.
 
-    Variables that inner functions set count as live. Exceptions are not followed.
+    Variables that inner functions set count as live. What an inner function reads is read where its name is. Exceptions
+    are not followed.
 
     Args:
         code: of a function or a module.
@@ -48,6 +71,7 @@ def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
         if number + 1 < len(instructions) and each.opname not in _NEVER_CONTINUE:
             targets.append(number + 1)
         follow.append(targets)
+    inner = _inner_functions(instructions)
     before: list[frozenset[str]] = [frozenset()] * len(instructions)
     after = list(before)
     changed = True
@@ -57,12 +81,46 @@ def _live_after(code: CodeType) -> tuple[list[int], list[frozenset[str]]]:
             live = frozenset[str]().union(*(before[each] for each in follow[number]))
             after[number] = live
             for kind, name in reversed(_accesses(instructions[number])):
-                live = live | {name} if kind == "LOAD" else live - {name}
+                live = live | {name} | inner.get(name, frozenset()) if kind == "LOAD" else live - {name}
             changed |= live != before[number]
             before[number] = live
     return [each.offset for each in instructions], after
 
 
+def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset[str]]:
+    """The variables that inner functions, and those that they call, read, by the variable that holds the function."""
+    found: dict[str, frozenset[str]] = {}
+    for number, each in enumerate(instructions):
+        if not isinstance(each.argval, CodeType):
+            continue
+        following = itertools.islice(instructions, number + 1, None)
+        calls = 0
+        for later in itertools.takewhile(lambda one: one.opname not in _ENDS, following):
+            calls += later.opname.startswith("CALL")
+            if names := [name for kind, name in _accesses(later) if kind == "STORE"]:
+                if (
+                    not calls or names[0] == each.argval.co_name
+                ):  # decorated; otherwise it is what a call gave
+                    found[names[0]] = found.get(names[0], frozenset()) | _read_by(each.argval)
+                break
+    for _ in range(3):  # one calls another
+        found = {name: reads.union(*(found.get(each, ()) for each in reads)) for name, reads in found.items()}
+    return found
+
+
+@functools.cache
+def _read_by(code: CodeType) -> frozenset[str]:
+    """The variables of the functions around, and the globals, that code reads."""
+    found = {
+        name
+        for each in dis.get_instructions(code)
+        for kind, name in _accesses(each)
+        if kind == "LOAD" and (name in code.co_freevars or name in code.co_names)
+    }
+    return frozenset(found).union(*(_read_by(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+_ENDS = ("POP_TOP", "STORE_ATTR", "RETURN_VALUE")
 _JUMPS = frozenset(dis.hasjrel) | frozenset(dis.hasjabs)
 _NEVER_CONTINUE = (
     *("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"),
@@ -92,3 +150,244 @@ def _set_by_inner(code: CodeType) -> frozenset[str]:
                     found.add(str(each.argval))
             found |= _set_by_inner(inner)
     return frozenset(found)
+
+
+class _Effects(NamedTuple):
+    """What one instruction does."""
+
+    offset: int
+    changes: frozenset[str]
+    calls: frozenset[str]
+    """The names of functions."""
+    inner: CodeType | None
+
+
+def changed_names(
+    parts: Iterable[tuple[CodeType, float, float]], functions: Mapping[str, Collection[CodeType]]
+) -> set[str]:
+    """The names of variables, attributes and entries that code may set, or change in place.
+
+    Args:
+        parts: code, and the offsets after the first and up to the second of which it runs.
+        functions: those that it may call, by name.
+    """
+    found: set[str] = set()
+    named, todo = {"__call__"}, [*parts, *((each, -1, _ALL) for each in functions.get("__call__", ()))]
+    while todo:
+        code, first, last = todo.pop()
+        for each in _effects(code):
+            if first < each.offset <= last:
+                found |= each.changes
+                todo += [(each.inner, -1, _ALL)] if each.inner else []
+                todo += [(its, -1, _ALL) for name in each.calls - named for its in functions.get(name, ())]
+                named |= each.calls
+    return found
+
+
+@functools.cache
+def _effects(code: CodeType) -> list[_Effects]:
+    found: list[_Effects] = []
+    loads: list[tuple[Any, str]] = []
+    texts: list[tuple[Any, str]] = []
+    sets_by_name = not _BY_NAME.isdisjoint(code.co_names)
+    for each in dis.get_instructions(code):
+        where, kind, changes, names = each.positions, each.opname, set[str](), set[str]()
+        calls = _longest(where, loads) if kind.startswith("CALL") else set()
+        if kind in ("LOAD_ATTR", "LOAD_METHOD"):
+            names.add(str(each.argval))
+            if each.argval in _CHANGING or (each.argval[-1] == "_" and each.argval[-2:] != "__"):
+                changes |= _longest(where, loads)
+        elif kind in ("STORE_ATTR", "DELETE_ATTR"):
+            changes |= {str(each.argval)} | (_longest(where, loads) if each.argval == "data" else set())
+        elif kind in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"):
+            changes |= _longest(where, loads) | {text for its, text in texts if _is_within(its, where)}
+        elif isinstance(each.argval, str) and kind == "LOAD_CONST":
+            texts.append((where, each.argval))
+            changes |= {each.argval} if sets_by_name else set()
+        for access, name in _accesses(each):
+            (names if access == "LOAD" else changes).add(name)
+        loads += [(where, name) for name in names]
+        inner = each.argval if isinstance(each.argval, CodeType) else None
+        found.append(_Effects(each.offset, frozenset(changes), frozenset(calls), inner))
+    return found
+
+
+def _longest(where: Any, loads: list[tuple[Any, str]]) -> set[str]:
+    """The name of x in ``x[...]``, ``x.method`` and ``x(...)``: the longest that begins where they do."""
+    own = [(its, name) for its, name in loads if _is_within(its, where) and its[::2] == where[::2]]
+    longest = max(((its[1], its[3]) for its, _ in own), default=None)
+    return {name for its, name in own if (its[1], its[3]) == longest}
+
+
+def _is_within(inner: Any, outer: Any) -> bool:
+    if inner is None or outer is None or None in (*inner, *outer):
+        return False
+    begins = (outer[0], outer[2]) <= (inner[0], inner[2])
+    return begins and (inner[1], inner[3]) <= (outer[1], outer[3]) and inner != outer
+
+
+_ALL = float("inf")
+_BY_NAME = frozenset(("setattr", "__setattr__", "__dict__", "vars", "update"))
+_CHANGING = frozenset(
+    (
+        *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
+        *(
+            "load_state_dict",
+            "move_to_end",
+            "partition",
+            "pop",
+            "popitem",
+            "popleft",
+            "put",
+            "remove",
+            "reverse",
+        ),
+        *("rotate", "setdefault", "sort", "update"),
+    )
+)
+
+
+def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:
+    """The code of the user's functions and methods that variables, and what they hold, name; of a class, its first."""
+    found: dict[str, list[CodeType]] = defaultdict(list)
+    seen: set[int] = set()
+    todo = [value for space in spaces for value in list(space.values())]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType) and is_users_module(value.__module__ or ""):
+            found[value.__name__].append(value.__code__)
+            found[value.__code__.co_name].append(value.__code__)
+        elif isinstance(value, ModuleType):
+            todo += list(vars(value).values()) if is_users_module(value.__name__) else []
+        elif not isinstance(value, type):
+            todo.append(type(value))
+        elif is_users_module(value.__module__):
+            for name, method in functions_of(value):
+                found[name].append(method)
+                if name in ("__init__", "__post_init__"):
+                    found[value.__name__].append(method)
+    return found
+
+
+def functions_of(kind: type) -> Iterator[tuple[str, CodeType]]:
+    """The methods of a class of the user's, those that it inherits from others of his among them."""
+    for cls in kind.__mro__:
+        for name, value in list(vars(cls).items()) if is_users_module(cls.__module__) else ():
+            inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(inner, FunctionType):
+                yield name, inner.__code__
+
+
+@functools.cache
+def changed_by_reading(kind: type) -> frozenset[str]:
+    """The attributes that a data set changes itself where samples are read, as a cache."""
+    functions: dict[str, list[CodeType]] = defaultdict(list)
+    for name, code in functions_of(kind):
+        functions[name].append(code)
+    reading = [code for name in _READING for code in functions[name]]
+    return frozenset(changed_names([(code, -1, _ALL) for code in reading], functions))
+
+
+_READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
+
+
+def names_reached(codes: Iterable[CodeType], functions: Iterable[FunctionType]) -> set[str]:
+    """All names in code, and in functions that have one of these names, and so on."""
+    by_name: dict[str, list[CodeType]] = defaultdict(list)
+    for function in functions:
+        by_name[function.__name__].append(function.__code__)
+    special = [name for name in by_name if name.startswith("__") and name != "__init__"]
+    todo = [*codes, *(code for name in (*special, "forward") for code in by_name[name])]
+    found, seen = set[str](), set[CodeType]()
+    while todo:
+        code = todo.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        texts = {each for each in code.co_consts if isinstance(each, str)}
+        new = {*code.co_names, *code.co_freevars, *texts} - found
+        found |= new
+        todo += [each for each in code.co_consts if isinstance(each, CodeType)]
+        todo += [each for name in new for each in by_name.get(name, ())]
+    return found
+
+
+def users_frames() -> Iterator[FrameType]:
+    """The frames of the user's own code that are running in this thread, the outermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_code(frame.f_code, frame.f_globals.get("__name__", "")):
+            frames.append(frame)
+        frame = frame.f_back
+    return reversed(frames)
+
+
+def changed_since(offsets: Mapping[FrameType, int]) -> set[str]:
+    """The names that the user's frames that are running may have changed since then; see ``changed_names``.
+
+    Args:
+        offsets: of the frames' instructions then.
+    """
+    frames = list(users_frames())
+    functions = functions_by_name([space for each in frames for space in (each.f_globals, each.f_locals)])
+    parts = [(each.f_code, offsets.get(each, -1), each.f_lasti) for each in frames]
+    return changed_names(parts, functions)
+
+
+class Entry(NamedTuple):
+    """A plain value, and where it is."""
+
+    holder: Any
+    """The dict or list; of a variable of a function, the qualified name of that."""
+    key: Any
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        """See ``Place``."""
+        return (self.holder if isinstance(self.holder, str) else id(self.holder)), self.key
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A variable of a resumed run that is not what it was at the checkpoint."""
+
+    held: list[Any]
+    """A tensor, a module and its tensors, or a container."""
+    plain: Entry | None
+    state: str
+    """See ``state_of``; where the steps begin."""
+
+    def is_read_by(self, found: Snapshot, changed: Container[str], names: set[str]) -> bool:
+        """True where a loss reads it, and the step is not known to have set it anew.
+
+        Args:
+            found: what was looked at in a step.
+            changed: the names of what the loss and the model have changed themselves in it.
+            names: all that their code has.
+        """
+        if state_of(self.held) == self.state:
+            words = [word for each in self.held if (word := found.name_of(each)) and word not in changed]
+            if any(names.issuperset(re.findall(_ATTRIBUTE, word)) for word in words):
+                return True
+        if self.plain is None or self.plain.place not in found.places:
+            return False
+        word, now = found.places[self.plain.place]
+        value = self.plain.value
+        if isinstance(self.plain.holder, str):  # a live variable: nothing sets it before it is read
+            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
+        # Others that are equal may be one object.
+        return now is value and type(now) is float and names.issuperset(re.findall(_ATTRIBUTE, word))
+
+
+_ATTRIBUTE = r"attribute '(\w+)'"
+
+
+def state_of(held: Collection[Any]) -> str:
+    """A text that tells whether what is held was changed in place."""
+    versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
+    return repr([versions, *(len(each) for each in held if isinstance(each, list | dict | deque))])

@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import re
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any
@@ -32,15 +33,23 @@ from lockstep.core.fingerprint import sum_of_bits
 from lockstep.data.keyed import encoded_state, set_encoded_state
 from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import (
-    Place,
-    Snapshot,
+    NAMESPACES,
     is_closed,
     is_plain,
     is_users_code,
     is_users_module,
     text_of_plain,
 )
-from lockstep.run.loop_code import globals_of, live_names
+from lockstep.run.loop_code import (
+    Entry,
+    Lost,
+    changed_by_reading,
+    changed_since,
+    globals_of,
+    live_names,
+    state_of,
+    users_frames,
+)
 from lockstep.run.optimizer_step import PreparedOptimizer
 from lockstep.strategies.absent import AbsentTensor
 from lockstep.text import shorten
@@ -50,6 +59,8 @@ logger = logging.getLogger(__name__)
 _MOST_PLACES, _MOST_ENTRIES, _MOST_DEPTH = 2_000, 64, 4
 _MOST_BYTES, _SAMPLE = 1 << 20, 4_096
 """Of a tensor or array that is read; the numbers out of a larger one."""
+_CONFIGS = ("omegaconf.", "ml_collections.")
+"""Installed packages whose objects hold the user's numbers."""
 
 
 @dataclass
@@ -60,8 +71,10 @@ class Variables:
     """The ids of objects that checkpoints hold."""
     texts: dict[str, str] = field(default_factory=dict)
     """Values by the name of the variable, with attributes and entries, as text that is equal where values are."""
-    plain: dict[str, tuple[Place, Any]] = field(default_factory=dict)
-    """Values that are plain, and where they are."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The values themselves."""
+    plain: dict[str, Entry] = field(default_factory=dict)
+    """Values that are plain."""
     tensors: dict[str, list[Any]] = field(default_factory=dict)
     """Of each variable that is a tensor: it; of one that is a module: it, and its tensors."""
     generators: dict[str, Any] = field(default_factory=dict)
@@ -73,8 +86,12 @@ class Variables:
     """What data sets hold."""
     local: set[str] = field(default_factory=set)
     """Variables of the frames. Of attributes and globals no code tells whether they are set before they are read."""
+    read: set[str] = field(default_factory=set)
+    """Those of them that are read before they are set, as their code tells."""
     live: set[str] = field(default_factory=set)
     """What the frames will read before they set it anew, as far as code tells that."""
+    renewed: set[str] = field(default_factory=set)
+    """See ``renew_floats``."""
     _is_live: bool = True
     _is_in_data: bool = False
     _noted: list[str] = field(default_factory=list)
@@ -84,39 +101,57 @@ class Variables:
     @classmethod
     def of_loop(cls, known: Collection[int]) -> Variables:
         """Looks at the frames that are running."""
-        found, frames = cls(known), list(_users_frames())
-        variables: list[tuple[str, Any, bool, Place]] = []
+        found, frames = cls(known), list(users_frames())
+        variables: list[tuple[str, Any, bool, Any]] = []
         for frame in frames:
             code = frame.f_code
             live = live_names(code, frame.f_lasti)
             is_script = code.co_name == "<module>"
             owner = "" if is_script else f"{code.co_qualname}: "
-            holder = id(frame.f_globals) if is_script else code.co_qualname
             variables += [
-                (f"{owner}{name}", value, name in live, (holder, name))
+                (f"{owner}{name}", value, name in live, frame.f_globals if is_script else code.co_qualname)
                 for name, value in _copied(frame.f_locals.items())
                 if not name.startswith("__")
             ]
         read = {id(value) for _, value, is_live, _ in variables if is_live}  # by another frame, perhaps
-        for name, value, is_live, place in variables:
+        for name, value, is_live, holder in variables:
             found.local.add(name)
+            found.read |= {name} if is_live else set()
             found._is_live = is_live or id(value) in read
-            found._look(value, name, place)
+            found._look(value, name, holder, name.rpartition(": ")[2])
         found._is_live = True
         for frame in frames:
             for name in globals_of(frame.f_code, frame.f_globals):
                 if name in found.texts:
                     found.live.add(name)  # functions may read what the code of the module does not
                 else:
-                    found._look(frame.f_globals[name], name, (id(frame.f_globals), name))
+                    found._look(frame.f_globals[name], name, frame.f_globals, name)
         return found
 
-    def _look(self, value: Any, name: str, place: Place, depth: int = 0, only_tensors: bool = False) -> None:
+    def renew_floats(self, names: Collection[str]) -> None:
+        """Puts an equal float in the place of each that an object, a dict or a list holds: what is set anew shows."""
+        for name in names & self.plain.keys():
+            holder, key, value = self.plain[name]
+            if type(value) is not float:
+                continue
+            renewed = value * 1.0
+            if isinstance(holder, dict):
+                dict.__setitem__(holder, key, renewed)
+            elif isinstance(holder, list):
+                list.__setitem__(holder, key, renewed)
+            else:
+                continue
+            self.plain[name], self.values[name] = Entry(holder, key, renewed), renewed
+            self.renewed.add(name)
+
+    def _look(
+        self, value: Any, name: str, holder: Any, key: Any, depth: int = 0, only_tensors: bool = False
+    ) -> None:
         """Notes a value and what it holds. ``only_tensors``: no numbers, as of objects of installed packages."""
         if value is None or is_plain(value):
             if not only_tensors:
-                self._note(name, text_of_plain(value))
-                self.plain[name] = place, value
+                self._note(name, text_of_plain(value), value)
+                self.plain[name] = Entry(holder, key, value)
             return
         if id(value) in self.known or len(self._seen) > _MOST_PLACES:
             return
@@ -135,13 +170,13 @@ class Variables:
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter | AbsentTensor) and value.is_leaf and value.numel():
                 self.tensors[name] = [value]
-                self._note(name, self._text_of(value), has_values=True)
+                self._note(name, self._text_of(value), value, has_values=True)
         elif issubclass(kind, np.ndarray):
             self._array(value, name)
         elif (state := encoded_state(value)) is not None:
             if not self._is_in_data:  # reading samples draws from it
                 self.generators[name] = value
-                self._note(name, _digest(repr(state).encode()))
+                self._note(name, _digest(repr(state).encode()), value)
         elif issubclass(kind, nn.Module):
             self._module(value, name)
         elif depth >= _MOST_DEPTH:
@@ -149,25 +184,41 @@ class Variables:
         elif issubclass(kind, FunctionType):
             if is_users_code(value.__code__, value.__module__ or ""):
                 for key, held in _copied(vars(value).items()):
-                    self._look(held, f"{name}.{key}", (id(vars(value)), key), depth + 1, only_tensors)
+                    self._look(held, f"{name}.{key}", vars(value), key, depth + 1, only_tensors)
         elif issubclass(kind, list | tuple | deque | dict):
-            content = _content_of(value)
+            content = _content_of(value, 0 if self._is_in_data else _MOST_ENTRIES)
             if content or not (only_tensors or self._is_in_data):  # what a data set has read may fill a cache
-                self._note(name, f"{len(value)} entries{content}", has_values=bool(content))
+                self._note(name, f"{len(value)} entries{content}", value, has_values=bool(content))
             entries = dict.items(value) if issubclass(kind, dict) else enumerate(value)
-            for key, held in _copied(entries) if len(value) <= _MOST_ENTRIES else ():
+            is_read = len(value) <= _MOST_ENTRIES and not (content and self._is_in_data)
+            for key, held in _copied(entries) if is_read else ():
                 entry = f"{name}[{key!r}]" if is_plain(key) else f"{name}[...]"
-                self._look(held, entry, (id(value), key), depth + 1, only_tensors)
+                self._look(held, entry, value, key, depth + 1, only_tensors)
         elif issubclass(kind, DataLoader):
-            self._look(value.dataset, f"{name}.dataset", (id(vars(value)), "dataset"), depth + 1)
+            self._look(value.dataset, f"{name}.dataset", vars(value), "dataset", depth + 1)
+        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(kind, "iloc"):
+            self._table(value, name)
         elif issubclass(kind, Dataset) or not is_closed(value):
-            held = _attributes(value)
-            is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
-            was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
-            foreign = only_tensors or not is_users_module(kind.__module__)
-            for key, each in _copied(held.items()):
-                self._look(each, f"{name}.{key}", (id(held), key), depth + 1, foreign)
-            self._is_in_data = was_in_data
+            self._attributes(value, name, depth, only_tensors)
+
+    def _attributes(self, value: Any, name: str, depth: int, only_tensors: bool) -> None:
+        kind, held = type(value), _attributes(value)
+        is_data = issubclass(kind, Dataset) or (hasattr(kind, "__getitem__") and hasattr(kind, "__len__"))
+        was_in_data, self._is_in_data = self._is_in_data, self._is_in_data or is_data
+        is_open = is_users_module(kind.__module__) or issubclass(kind, NAMESPACES)
+        foreign = only_tensors or not (is_open or kind.__module__.startswith(_CONFIGS))
+        own: Collection[str] = changed_by_reading(kind) if is_data else ()  # type: ignore[arg-type]
+        for key, each in _copied(held.items()):
+            if key not in own:
+                self._look(each, f"{name}.{key}", held, key, depth + 1, foreign)
+        self._is_in_data = was_in_data
+
+    def _table(self, table: Any, name: str) -> None:
+        """Notes a table or a column of pandas."""
+        with suppress(Exception):  # entries that have no hash
+            some = table.iloc[:: max(1, len(table) // _SAMPLE)]
+            content = sys.modules["pandas"].util.hash_pandas_object(some).to_numpy().tobytes()
+            self._note(name, f"{table.shape} of digest {_digest(content)}", table, has_values=True)
 
     def _text_of(self, tensor: Tensor) -> str:
         version = "" if tensor.is_inference() else f"version {tensor._version}"
@@ -187,7 +238,7 @@ class Variables:
         if not (array.dtype.hasobject or _is_on_disk(array)):
             step = 1 if array.nbytes <= _MOST_BYTES else array.size // _SAMPLE
             content = np.ascontiguousarray(array.flat[::step]).tobytes()
-            self._note(name, f"{list(array.shape)} of digest {_digest(content)}", has_values=True)
+            self._note(name, f"{list(array.shape)} of digest {_digest(content)}", array, has_values=True)
 
     def _module(self, module: nn.Module, name: str) -> None:
         """One text of all tensors of a module, such as a copy of the model that follows it, and one of each number."""
@@ -198,15 +249,15 @@ class Variables:
         if tensors and not any(id(tensor) in self.known for tensor in tensors):
             content = repr([self._text_of(tensor) for tensor in tensors])
             self.tensors[name] = [module, *tensors]
-            self._note(name, f"tensors of digest {_digest(content.encode())}", has_values=True)
+            self._note(name, f"tensors of digest {_digest(content.encode())}", module, has_values=True)
         for path, each in module.named_modules(prefix=name):
             for key, held in _copied(vars(each).items()) if id(each) not in self.known else ():
                 if is_plain(held) and key != "training" and not key.startswith("_"):
-                    self._note(f"{path}.{key}", text_of_plain(held))
-                    self.plain[f"{path}.{key}"] = (id(vars(each)), key), held
+                    self._note(f"{path}.{key}", text_of_plain(held), held)
+                    self.plain[f"{path}.{key}"] = Entry(vars(each), key, held)
 
-    def _note(self, name: str, text: str, *, has_values: bool = False) -> None:
-        self.texts[name] = text
+    def _note(self, name: str, text: str, value: Any, *, has_values: bool = False) -> None:
+        self.texts[name], self.values[name] = text, value
         if has_values:
             self.with_values.add(name)
         self._noted.append(name)
@@ -224,11 +275,12 @@ def _is_on_disk(array: Any) -> bool:
     return isinstance(array, np.memmap) or (isinstance(array, np.ndarray) and _is_on_disk(array.base))
 
 
-def _content_of(entries: Any) -> str:
-    """A digest of many entries, or of some of them, if they are plain or hold plain ones, such as (path, label)."""
-    if len(entries) <= _MOST_ENTRIES or isinstance(entries, dict):
+def _content_of(entries: Any, least: int) -> str:
+    """A digest of more than ``least`` entries, or some of them, if they are plain or hold such, as (path, label)."""
+    if len(entries) <= least:
         return ""
-    some = list(itertools.islice(entries, 0, None, max(1, len(entries) // _SAMPLE)))
+    every = _copied(dict.items(entries)) if isinstance(entries, dict) else entries
+    some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
     parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
     is_read = all(part is None or is_plain(part) for part in parts)
     return f" of digest {_digest(repr(some).encode())}" if is_read else ""
@@ -236,27 +288,6 @@ def _content_of(entries: Any) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A variable of a resumed run that is not what it was at the checkpoint."""
-
-    held: list[Any]
-    """See ``Variables.tensors``."""
-    plain: tuple[Place, Any] | None
-    """See ``Variables.plain``."""
-
-    def is_read_by(self, found: Snapshot) -> bool:
-        """True where what was looked at in a step holds it, and the step is not known to have set it anew."""
-        if any(map(found.name_of, self.held)):
-            return True
-        if self.plain is None or self.plain[0] not in found.places:
-            return False
-        (place, value), (_, now) = self.plain, found.places[self.plain[0]]
-        if isinstance(place[0], str):  # a live variable: nothing sets it before it is read
-            return now is value or (is_plain(now) and text_of_plain(now) == text_of_plain(value))
-        return now is value and type(now) is float  # others that are equal may be one object
 
 
 class LoopState:
@@ -279,14 +310,16 @@ class LoopState:
         """When the steps of the current epoch began."""
         self._at_epoch: dict[str, Any] = {}
         """The generators' states when the current epoch began."""
-        self._before: dict[str, str] = {}
-        """The texts then, before the loop's own code at the start of the epoch."""
         self._at_end: dict[str, str] = {}
         """The texts when the steps of the last epoch had ended; those after evaluations of what these have changed."""
         self._set_between: set[str] = set()
         """What data sets hold and the loop has changed between two epochs."""
         self._stored: Mapping[str, Any] = {}
         self._inside = self._in_epochs = False
+        self._resumed: tuple[Variables, dict[str, str], dict[FrameType, int]] | None = None
+        """What a resumed run has where its first epoch begins, the states of tensors, and where its frames are."""
+        self._untouched: set[str] = set()
+        """What the loop's own code has not set since then."""
         self._generators: dict[str, Any] = {}
         """Those that there were when the steps of the current epoch began."""
         self._walks = 0
@@ -303,9 +336,11 @@ class LoopState:
         found = Variables.of_loop(self._known)
         if self._stored and not self._in_epochs:
             _give(found, self._stored["at_epoch" if self._inside else "generators"])
+            found.renew_floats(self._stored["saved"].keys())
+            states = {name: state_of(held) for name, held in found.tensors.items()}
+            self._resumed = found, states, {frame: frame.f_lasti for frame in users_frames()}
         self._in_epochs = True
         self._at_epoch = {name: encoded_state(each) for name, each in found.generators.items()}
-        self._before = found.texts
 
     def begin_steps(self) -> None:
         """Notes what the loop has before the steps of an epoch; warns of what a resumed run has lost."""
@@ -315,11 +350,13 @@ class LoopState:
                 _give(found, stored["generators"])
             elif not self._in_epochs:
                 self._give_without_epochs(found)
+            self._untouched = self._untouched_in(found) if self._resumed and self._in_epochs else set()
+            self._resumed = None
+            found.renew_floats(stored["saved"].keys())
             lost = self._lost(found)
             self._require_generators(found, lost)
             self._require_data(lost)
-            names = [name for name in lost if name in found.tensors or self._is_certain(name)]
-            self.lost = {name: Lost(found.tensors.get(name, []), found.plain.get(name)) for name in names}
+            self.lost = {name: _lost_of(found, name) for name in lost if self._is_certain(name)}
             if lost and self._is_main:
                 words = [
                     f"{name} (other values)" if name in found.with_values else f"{name} ({now}, was {before})"
@@ -351,7 +388,7 @@ class LoopState:
 
     def _note_data(self, found: Variables) -> None:
         """Notes what the loop has changed in data sets since the steps ended."""
-        end, names = self._at_end, found.of_data & found.with_values
+        end, names = self._at_end, found.of_data & (found.with_values | found.plain.keys())
         self._set_between |= {name for name in names if end.get(name, found.texts[name]) != found.texts[name]}
 
     def _give_without_epochs(self, found: Variables) -> None:
@@ -377,9 +414,12 @@ class LoopState:
                 continue
             begins_anew = text == first or (self._inside and text == start)
             # What is set anew in each epoch has the same value at the start of every one.
-            is_lost = begins_anew and (self._inside or name in stored["read"] or start != first)
+            is_untouched = name in self._untouched
+            is_lost = begins_anew and (
+                self._inside or name in stored["read"] or is_untouched or start != first
+            )
             if name in found.with_values:  # a copy of the model may begin with other values
-                is_set = self._in_epochs and name not in stored["carried"]  # at the start of an epoch
+                is_set = self._in_epochs and not is_untouched  # at the start of an epoch
                 is_lost = self._inside or (not is_set and (is_lost or self._in_epochs or before == first))
             if is_lost:
                 lost[name] = before, text
@@ -411,8 +451,24 @@ class LoopState:
 
     def _is_certain(self, name: str) -> bool:
         """False where the start of an epoch may set it: the next one then gets its own value, as a curriculum's."""
-        stored = self._stored
-        return self._inside or not self._in_epochs or name in stored["read"] or name in stored["carried"]
+        is_carried = name in self._stored["read"] or name in self._untouched
+        return self._inside or is_carried or (not self._in_epochs and name not in self._stored["plain"])
+
+    def _untouched_in(self, found: Variables) -> set[str]:
+        """What the loop's own code has not set since this epoch began, as far as objects and that code tell it."""
+        assert self._resumed is not None
+        was, states, frames = self._resumed
+        changed, names = changed_since(frames), set()
+        for name, text in found.texts.items():
+            value, held = found.values[name], found.tensors.get(name)
+            if was.texts.get(name) != text or value is not was.values[name]:
+                continue
+            is_untouched = changed.isdisjoint(re.findall(r"\w+", name.rpartition(": ")[2]))
+            if held is not None:
+                is_untouched = states[name] == state_of(held)
+            if is_untouched or name in was.renewed:
+                names.add(name)
+        return names
 
     def _is_noted(self, name: str, found: Variables) -> bool:
         """True for what has changed since the run began, and for what a resumed run may compute from other weights."""
@@ -439,8 +495,8 @@ class LoopState:
             "first": {name: self._first[name] for name in noted},
             "start": {name: self._start[name] for name in noted if name in self._start},
             "saved": noted,
-            "read": sorted(found.local & noted.keys()),
-            "carried": sorted(name for name in noted if self._start.get(name, "") == self._before.get(name)),
+            "read": sorted(found.read & noted.keys()),
+            "plain": sorted(found.plain.keys() & noted.keys()),
             "at_epoch": self._at_epoch,
             "generators": {name: encoded_state(each) for name, each in generators.items()},
             "fresh": sorted(name for name in generators if self._start.get(name) == self._first.get(name)),
@@ -458,21 +514,16 @@ def _copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         return []
 
 
+def _lost_of(found: Variables, name: str) -> Lost:
+    value, held = found.values[name], found.tensors.get(name, [])
+    held = [value] if isinstance(value, list | dict | deque) else held
+    return Lost(held, found.plain.get(name), state_of(held))
+
+
 def _give(found: Variables, states: Mapping[str, Any]) -> None:
     for name, state in states.items():
         if name in found.generators:
             set_encoded_state(found.generators[name], state)
-
-
-def _users_frames() -> Iterator[FrameType]:
-    """The frames of the user's own code that are running in this thread, the outermost first."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users_code(frame.f_code, frame.f_globals.get("__name__", "")):
-            frames.append(frame)
-        frame = frame.f_back
-    return reversed(frames)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data
 from lockstep.run.attributes import generators_of, numbers_of, values_of
+from lockstep.run.loop_code import names_reached
 from lockstep.run.means import Deviation, deviation_of_model
 from lockstep.run.short_step import (
     Buffers,
@@ -316,14 +318,16 @@ class Rehearsals:
                 parameter.grad = gradient
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
-        lost = prepared.state.loop.lost
-        findings.lost = [name for name, each in lost.items() if each.is_read_by(before)]
         findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
+        if lost := prepared.state.loop.lost:
+            codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
+            names = names_reached(codes, before.functions)
+            findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
         kinds = {**after.kinds, **later.kinds}
         findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
         differs = findings.losses_differ or findings.gradients
