@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.data.keyed import encoded_state
 from lockstep.errors import ConfigError
-from lockstep.run.loop_code import live_names
+from lockstep.run.loop_code import changed_by_reading, live_names
 from lockstep.run.loop_variables import LoopState, Variables
 
 STEPS = 3
@@ -70,6 +70,39 @@ def test_what_an_inner_function_sets_is_live():
         counted()
         found = live_here()
     assert "count" in found
+
+
+def test_what_an_inner_function_reads_is_read_where_its_name_is():
+    beta = weight = 0.0
+
+    def loss():
+        return beta + weight
+
+    for number in range(2):
+        found = live_here()
+        weight = number
+        assert loss() == beta + number
+        beta += 1
+    assert "beta" in found
+    assert "weight" not in found
+
+
+class Cache:
+    """A data set that keeps what it has read."""
+
+    def __getitem__(self, index):
+        if index not in self.read:
+            self.keep(index)
+        return self.labels[self.order[index]]
+
+    def keep(self, index):
+        self.read.add(index)
+        self.samples[self.order[index]] = self.count = index
+
+
+def test_what_a_data_set_changes_itself_is_known_by_its_code():
+    assert {"read", "samples", "count"} <= changed_by_reading(Cache)
+    assert not {"labels", "order"} & changed_by_reading(Cache)
 
 
 def test_the_variables_of_a_script_are_looked_at_too():

@@ -452,6 +452,13 @@ def test_labels_in_a_table_of_pandas_are_not_lost_in_silence():
     require_labels_refused(relabelled(made=made), 4)
 
 
+def test_labels_beside_tensors_in_a_long_list_are_not_lost_in_silence():
+    made = "data = Labelled()\n    data.labels = [(number % 4, inputs[number % 40]) for number in range(200)]"
+    made += "\n    Labelled.__getitem__ = lambda self, index: (self.inputs[index], self.labels[index][0])"
+    change = "data.labels[7] = (epoch, inputs[7])"
+    require_labels_refused(relabelled(made=made, change=change), 4)
+
+
 OWN_PASS = """for inputs_, _ in DataLoader(tested, batch_size=4 + 4 * epoch):
             found[f"e{epoch}"] = inputs_.sum().item()
             break"""
@@ -687,3 +694,28 @@ def test_what_an_object_keeps_beside_its_method_that_is_the_loss_does_not_stop_a
     """Its best score was refused as a number that the loss reads."""
     require_equal(alone(TRAINER), TRAINER, [dataclasses.replace(SINGLE, stop=4), DDP])
     require_equal(alone(TRAINER), over_first_epoch(TRAINER), [SINGLE, SINGLE])
+
+
+SETTERS = """def walk(epoch):
+        nonlocal beta
+        for batch in run.batches(data):
+            beta = 0.1 / (1 + run.position.step % 2)
+            run.backward(batch, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def loss(y, t):
+        kept["entropy"] = F.cross_entropy(y, t)
+        return kept["entropy"] + beta * y.square().mean()
+
+"""
+
+
+def test_what_an_inner_function_or_the_loss_itself_sets_in_each_step_goes_on():
+    """The first was refused where it was set to what it had been; the second is empty in a resumed run."""
+    inner = "    kept = {}\n\n    " + SETTERS + "    def other(y, t):"
+    text = WEIGHTED[: WEIGHTED.index("        AT_EPOCH")].replace("    def loss(y, t):", inner)
+    text = text.replace("READ", "beta").replace("global found, weight", "global found")
+    text += '        walk(epoch)\n    found["fingerprint"] = run.fingerprint()\n    return found\n'
+    require_equal(alone(text), text, [*(dataclasses.replace(SINGLE, stop=stop) for stop in (3, 4)), DDP])
+    require_equal(alone(text), over_first_epoch(text), [SINGLE, SINGLE])

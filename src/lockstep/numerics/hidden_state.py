@@ -128,9 +128,10 @@ class Snapshot:
         return self._seen[id(value)][1] if id(value) in self._seen else ""
 
     @property
-    def functions(self) -> list[FunctionType]:
-        """The functions and methods that were found."""
-        return [value for value, _ in self._seen.values() if isinstance(value, FunctionType)]
+    def functions(self) -> list[Callable[..., Any]]:
+        """The functions and methods that were found, and those by which modules of installed packages compute."""
+        found = [value for value, _ in self._seen.values() if isinstance(value, FunctionType | nn.Module)]
+        return [type(each).forward if isinstance(each, nn.Module) else each for each in found]
 
     def restore(self) -> None:
         """Puts everything back, the latest found first."""

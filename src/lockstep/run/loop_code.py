@@ -15,11 +15,12 @@ import re
 import sys
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lockstep.numerics.hidden_state import (
@@ -58,6 +59,25 @@ def live_names(code: CodeType, offset: int) -> frozenset[str]:
     """
     offsets, after = _live_after(code)
     return after[bisect_right(offsets, offset) - 1] | _set_by_inner(code)
+
+
+def live_in(frames: Sequence[FrameType]) -> list[frozenset[str]]:
+    """The live names of frames that run, the outermost first.
+
+    What an inner function sets, and reads only then, is not live in the functions around it while it runs.
+    """
+    found: list[frozenset[str]] = []
+    is_set: set[str] = set()
+    for frame in reversed(frames):
+        live = live_names(frame.f_code, frame.f_lasti) - is_set
+        is_set |= {*frame.f_code.co_freevars} & _set_by(frame.f_code) - live
+        is_set -= {*frame.f_code.co_cellvars}
+        found.append(live)
+    return found[::-1]
+
+
+def _set_by(code: CodeType) -> set[str]:
+    return {name for each in _effects(code) for name in each.changes}
 
 
 @functools.cache
@@ -294,11 +314,12 @@ def changed_by_reading(kind: type) -> frozenset[str]:
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__")
 
 
-def names_reached(codes: Iterable[CodeType], functions: Iterable[FunctionType]) -> set[str]:
+def names_reached(codes: Iterable[CodeType], functions: Iterable[Callable[..., Any]]) -> set[str]:
     """All names in code, and in functions that have one of these names, and so on."""
     by_name: dict[str, list[CodeType]] = defaultdict(list)
     for function in functions:
-        by_name[function.__name__].append(function.__code__)
+        if isinstance(function, FunctionType):
+            by_name[function.__name__].append(function.__code__)
     special = [name for name in by_name if name.startswith("__") and name != "__init__"]
     todo = [*codes, *(code for name in (*special, "forward") for code in by_name[name])]
     found, seen = set[str](), set[CodeType]()
@@ -357,7 +378,7 @@ class Lost:
     """A variable of a resumed run that is not what it was at the checkpoint."""
 
     held: list[Any]
-    """A tensor, a module and its tensors, or a container."""
+    """A tensor, a module and its tensors, an array, or a container."""
     plain: Entry | None
     state: str
     """See ``state_of``; where the steps begin."""
@@ -390,4 +411,5 @@ _ATTRIBUTE = r"attribute '(\w+)'"
 def state_of(held: Collection[Any]) -> str:
     """A text that tells whether what is held was changed in place."""
     versions = [each._version if isinstance(each, Tensor) and not each.is_inference() else 0 for each in held]
-    return repr([versions, *(len(each) for each in held if isinstance(each, list | dict | deque))])
+    arrays = [hash(each.tobytes()) for each in held if isinstance(each, np.ndarray)]
+    return repr([versions, arrays, *(len(each) for each in held if isinstance(each, list | dict | deque))])

@@ -46,7 +46,7 @@ from lockstep.run.loop_code import (
     changed_by_reading,
     changed_since,
     globals_of,
-    live_names,
+    live_in,
     state_of,
     users_frames,
 )
@@ -103,9 +103,8 @@ class Variables:
         """Looks at the frames that are running."""
         found, frames = cls(known), list(users_frames())
         variables: list[tuple[str, Any, bool, Any]] = []
-        for frame in frames:
+        for frame, live in zip(frames, live_in(frames)):
             code = frame.f_code
-            live = live_names(code, frame.f_lasti)
             is_script = code.co_name == "<module>"
             owner = "" if is_script else f"{code.co_qualname}: "
             variables += [
@@ -282,8 +281,9 @@ def _content_of(entries: Any, least: int) -> str:
     every = _copied(dict.items(entries)) if isinstance(entries, dict) else entries
     some = list(itertools.islice(every, 0, None, max(1, len(entries) // _SAMPLE)))
     parts = [part for each in some for part in (each if type(each) in (list, tuple) else (each,))]
-    is_read = all(part is None or is_plain(part) for part in parts)
-    return f" of digest {_digest(repr(some).encode())}" if is_read else ""
+    plain = [part if part is None or is_plain(part) else "..." for part in parts]
+    is_read = any(part is not None and is_plain(part) for part in parts)
+    return f" of digest {_digest(repr(plain).encode())}" if is_read else ""
 
 
 def _digest(content: bytes) -> str:
@@ -410,7 +410,8 @@ class LoopState:
         times = stored["saved"], self._first, stored["start"]
         for name, text in found.texts.items():
             before, first, start = (each.get(name) for each in times)
-            if before in (None, text) or name in found.generators:
+            is_set_first = name in found.local and name not in found.live
+            if before in (None, text) or name in found.generators or is_set_first:
                 continue
             begins_anew = text == first or (self._inside and text == start)
             # What is set anew in each epoch has the same value at the start of every one.
@@ -516,7 +517,7 @@ def _copied(entries: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 def _lost_of(found: Variables, name: str) -> Lost:
     value, held = found.values[name], found.tensors.get(name, [])
-    held = [value] if isinstance(value, list | dict | deque) else held
+    held = [value] if isinstance(value, list | dict | deque | np.ndarray) else held
     return Lost(held, found.plain.get(name), state_of(held))
 
 

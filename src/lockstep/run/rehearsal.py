@@ -324,7 +324,8 @@ class Rehearsals:
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
-        if lost := prepared.state.loop.lost:
+        lost = prepared.state.loop.lost
+        if lost and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
