@@ -89,7 +89,8 @@ def test_all_ranks_leave_with_one_and_the_resumed_run_evaluates_again(tmp_path, 
     for rank, found in enumerate(run_ranks(cut_short, 4, tmp_path, layouts)):
         for name, (*how, read) in found.items():
             assert how == [log[:1], 75, log[1][1], True], (rank, name)
-            assert read == (0 if name == "parameter server" and rank == 3 else 9), (rank, name)
+            # Its list has changed, so all ranks compare some samples anew: five reads, and two micro-batches follow.
+            assert read == 5 + (0 if name == "parameter server" and rank == 3 else 6), (rank, name)
     for found in run_ranks(resumed, 4, tmp_path, layouts):
         assert found == dict.fromkeys(layouts, (log[1:], fingerprint))
 
