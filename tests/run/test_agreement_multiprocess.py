@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import ConfigError, NonFiniteError, ReplicaError
-from lockstep.run.agreement import own_sources, require_equal_code, source_digests
+from lockstep.run.agreement import require_equal_code, source_digests
 
 
 def messages(body, world_size, *args):
@@ -203,7 +203,7 @@ def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog)
         ({"source of net": "2", "source of __main__": "1"}, ["the source of net has changed"]),
         ({"source of net": "2", "source of data": "1"}, []),
     ):
-        monkeypatch.setattr("lockstep.run.state.own_sources", lambda digests=digests: digests)
+        monkeypatch.setattr("lockstep.run.state.source_digests", lambda own, digests=digests: digests)
         caplog.clear()
         saved(tmp_path)
         found = [each.getMessage() for each in caplog.records if "has changed" in each.getMessage()]
@@ -212,8 +212,9 @@ def test_a_resumed_run_names_what_has_been_edited(tmp_path, monkeypatch, caplog)
 
 
 def test_the_users_own_sources_are_not_lockstep():
-    assert f"source of {__name__}" in own_sources()
-    assert not [name for name in own_sources() if name.startswith("source of lockstep")]
+    found = source_digests(own=True)
+    assert f"source of {__name__}" in found
+    assert not [name for name in found if name.startswith("source of lockstep")]
 
 
 def other_values(world):

@@ -153,24 +153,22 @@ def require_equal_code(models: Sequence[nn.Module], group: dist.ProcessGroup, de
         )
 
 
-def source_digests() -> dict[str, str]:
-    """A digest of the file of every module that was imported, by name; of installed packages, Lockstep's alone."""
-    own = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
+def source_digests(*, own: bool = False) -> dict[str, str]:
+    """A digest of the file of every module that was imported, by name; of installed packages, Lockstep's alone.
+
+    ``own``: of the user's modules only.
+    """
+    others = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
     found = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or file.startswith(own):
+        file, is_lockstep = getattr(module, "__file__", None), name.partition(".")[0] == "lockstep"
+        if not isinstance(file, str) or file.startswith(others):
             continue
-        if name.partition(".")[0] == "lockstep" or not any(folder in file for folder in _INSTALLED):
+        is_wanted = not own if is_lockstep else not any(folder in file for folder in _INSTALLED)
+        if is_wanted:
             with suppress(OSError):
                 found[f"{_SOURCE} {name}"] = _digest_of_file(file)
     return found
-
-
-def own_sources() -> dict[str, str]:
-    """The same of the user's own modules alone."""
-    own = f"{_SOURCE} lockstep."
-    return {name: digest for name, digest in source_digests().items() if not f"{name}.".startswith(own)}
 
 
 @cache

@@ -118,9 +118,8 @@ def _inner_functions(instructions: list[dis.Instruction]) -> dict[str, frozenset
         for later in itertools.takewhile(lambda one: one.opname not in _ENDS, following):
             calls += later.opname.startswith("CALL")
             if names := [name for kind, name in _accesses(later) if kind == "STORE"]:
-                if (
-                    not calls or names[0] == each.argval.co_name
-                ):  # decorated; otherwise it is what a call gave
+                is_decorated = names[0] == each.argval.co_name
+                if not calls or is_decorated:  # otherwise it is what a call gave
                     found[names[0]] = found.get(names[0], frozenset()) | _read_by(each.argval)
                 break
     for _ in range(3):  # one calls another
@@ -250,21 +249,23 @@ _ALL = float("inf")
 _BY_NAME = frozenset(("setattr", "__setattr__", "__dict__", "vars", "update"))
 _CHANGING = frozenset(
     (
-        *("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "fill", "insert"),
         *(
-            "load_state_dict",
-            "move_to_end",
-            "partition",
-            "pop",
-            "popitem",
-            "popleft",
+            "add",
+            "append",
+            "appendleft",
+            "extend",
+            "extendleft",
+            "fill",
+            "insert",
             "put",
-            "remove",
-            "reverse",
+            "setdefault",
+            "update",
         ),
-        *("rotate", "setdefault", "sort", "update"),
+        *("clear", "discard", "pop", "popitem", "popleft", "remove", "load_state_dict"),
+        *("move_to_end", "partition", "reverse", "rotate", "sort"),
     )
 )
+"""Methods that change their object in place; so do those whose names end in ``_``."""
 
 
 def functions_by_name(spaces: Iterable[Mapping[str, Any]]) -> dict[str, list[CodeType]]:

@@ -24,7 +24,7 @@ from lockstep.data.images.decoding import jpeg_decoder
 from lockstep.distributed.collectives import gather_json
 from lockstep.errors import CheckpointError, CheckpointMismatch, ConfigError
 from lockstep.numerics.precision import Precision
-from lockstep.run.agreement import own_sources
+from lockstep.run.agreement import source_digests
 from lockstep.run.attributes import Attributes, unsaved_tensors
 from lockstep.run.epoch_loop import Position
 from lockstep.run.loop_variables import LoopState
@@ -153,7 +153,7 @@ class RunState:
     loop: LoopState = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sources = own_sources()  # as they are now: somebody may edit them while they run
+        self.sources = source_digests(own=True)  # as they are now: somebody may edit them while they run
         self.loop = LoopState(self._held_objects(), is_main=self.strategy.share.holder == 0)
         groups = {
             f"optimizer {number}, group {position}": group
