@@ -154,3 +154,13 @@ def test_an_overflow_that_one_rank_hides_is_named():
         each.used = reduced
     found = diagnose_plain(recording(1), made)
     assert found.cause is Cause.OVERFLOW and "rank 1" in found.detail
+
+
+def test_few_numbers_of_one_parameter_do_not_tell_the_weights_of_many_backward_passes():
+    made = recording(4, accumulate=2)
+    for number in range(2, STEPS):
+        for step in made.at(number):
+            step.used["third"] = measure(np.arange(1.0, 7.0))
+    found = diagnose_plain(recording(1), made)
+    assert (found.cause, found.step, found.tensor) == (Cause.GRADIENTS, 2, "'third'")
+    assert found.detail == "the records do not tell with which weights they were summed"

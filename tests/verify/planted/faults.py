@@ -353,7 +353,7 @@ class OtherSeedOnOneRank(Loop):
     """One rank of four makes the model under another seed, and it is not broadcast."""
 
     def seed(self):
-        torch.manual_seed(SEED + (self.rank == 2))
+        torch.manual_seed(SEED + (self.rank == self.world_size - 2))
 
     def broadcast(self):
         pass

@@ -411,19 +411,30 @@ def _name_update(pair: Pair, step: int, off: Sequence[tuple[str, Vector, Vector,
     ratio = math.hypot(*(change - wanted)) / max(math.hypot(*wanted), 1e-300)
     detail = f"off by {ratio:.3g} of the reference's change"
     change, wanted, value = (np.concatenate([each[column] for each in off]) for column in (1, 2, 3))
+    (times,), rest_of_one = least_squares(wanted[:, None], change)
     (factor, decay), rest = least_squares(np.stack([wanted, value], axis=1), change)
-    if rest <= pair.fit and np.linalg.norm(decay * value) > pair.fit * np.linalg.norm(change):
+    large = np.linalg.norm(decay * value) > pair.fit * np.linalg.norm(change)
+    if large and rest <= min(pair.fit, 0.1 * rest_of_one):
         if -0.5 < decay < 0 and abs(factor - 1) <= pair.fit - decay:
             detail = f"each step takes another {-decay:.3g} of the parameter itself away"
             return Diagnosis(Cause.DECAY, step, repr(first), detail)
-    elif rest <= pair.fit:
-        detail = f"all changes are {factor:.4g} times as large"
+    elif rest_of_one <= pair.fit:
+        detail = f"all changes are {times:.4g} times as large"
     return Diagnosis(Cause.UPDATE, step, repr(first), detail)
 
 
+def tells_weights(entries: int, columns: int) -> bool:
+    """True if a vector has enough entries to show of which columns it is a sum; any vector is one of enough columns."""
+    return entries >= 2 * columns
+
+
 def least_squares(columns: Vector, target: Vector) -> tuple[list[float], float]:
-    """The weights of the columns in a vector, and the relative size of what they leave unexplained."""
-    if not (np.isfinite(columns).all() and np.isfinite(target).all()):
+    """The weights of the columns in a vector, and the relative size of what they leave unexplained.
+
+    It is infinite where the numbers are not finite, or so few that chance would explain them (see ``tells_weights``).
+    """
+    finite = np.isfinite(columns).all() and np.isfinite(target).all()
+    if not finite or not tells_weights(len(target), columns.shape[1]):
         return [0.0] * columns.shape[1], math.inf
     weights = np.linalg.lstsq(columns, target, rcond=None)[0]
     rest = float(np.linalg.norm(target - columns @ weights))

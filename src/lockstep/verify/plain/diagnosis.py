@@ -137,8 +137,9 @@ def _by_bits(pair: Pair) -> Diagnosis | None:
         for record in pair.other.at(step):
             for name, value in record.values.items():
                 if name in mine and mine[name].digest != value.digest:
-                    rounding = Diagnosis(Cause.REDUCTION_ORDER, step, repr(name), "no more than rounding")
-                    return _explained(pair, rounding)
+                    kind = pair.first.context["precision"]
+                    bound = f"within {100 * pair.tolerance:g} %, which rounding in {kind} may explain"
+                    return _explained(pair, Diagnosis(Cause.REDUCTION_ORDER, step, repr(name), bound))
     return None
 
 

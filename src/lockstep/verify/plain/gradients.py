@@ -22,7 +22,7 @@ import numpy as np
 from lockstep.text import numbered, shorten
 from lockstep.verify.diagnosis import Cause, Diagnosis
 from lockstep.verify.plain import checks
-from lockstep.verify.plain.checks import Pair, Vector, least_squares, vector
+from lockstep.verify.plain.checks import Pair, Vector, least_squares, tells_weights, vector
 from lockstep.verify.plain.record import BatchRecord, Measure, StepRecord
 
 
@@ -184,7 +184,7 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
         return None
     first = repr(odd[0])
     near = all(pair.is_same(mine[name], theirs[name], scale, pair.fit) for name in odd)
-    if near and _is_mean(_sums(pair, step, list(mine)), pair.fit):
+    if near and _is_mean(pair, step, list(mine)):
         return None  # rounding of steps before: this one summed what the ranks computed as it should
     sums = _sums(pair, step, odd)
     if over := checks.overflowed(pair, step):
@@ -194,10 +194,13 @@ def _against_reference(pair: Pair, step: int) -> Diagnosis | None:
     if sums is None or max(sums.rest_of_used, sums.rest_of_wanted) > pair.fit:
         if found := _more(pair, step, odd, 0):
             return found
-        reduced = sums is not None and sums.rest_of_wanted < sums.rest_of_used
-        detail = f"{'the reduction gave' if reduced else 'they are'} no weighted sum that the reference would explain"
-        if sums is not None and reduced:
-            detail += f": {sums.rest_of_used:.2g} of its norm is something else"
+        if sums is None:
+            detail = "the records do not tell with which weights they were summed"
+        elif sums.rest_of_wanted < sums.rest_of_used:
+            rest = f"{sums.rest_of_used:.2g} of its norm is something else"
+            detail = f"the reduction gave no weighted sum that the reference would explain: {rest}"
+        else:
+            detail = "they are no weighted sum that the reference would explain"
         return Diagnosis(Cause.GRADIENTS, step, first, detail)
     if len(odd) <= len(mine) / 2:
         if twice := _reduced_twice(pair, sums, odd):
@@ -276,13 +279,14 @@ def compressed(pair: Pair, step: int) -> Diagnosis | None:
     return None
 
 
-def _is_mean(sums: _Sums | None, fit: float) -> bool:
-    """True if the weight of every backward pass is its number of samples."""
-    if sums is None or sums.rest_of_used > fit:
+def _is_mean(pair: Pair, step: int, names: list[str]) -> bool:
+    """True if the run used the mean of all backward passes, each weighted by its number of samples."""
+    mine, theirs = pair.mine(step).used, _merged(pair.other.at(step))
+    parts = [len(each.samples) * _long(each.gradients, names, mine) for _, each in pair.other.batches(step)]
+    if not parts:
         return False
-    counts = [len(batch.samples) for _, batch in sums.batches]
-    unit = sum(sums.used) / max(sum(counts), 1)
-    return all(abs(w - unit * count) <= _WEIGHTS * unit * count for w, count in zip(sums.used, counts))
+    _, rest = least_squares(np.sum(parts, axis=0)[:, None], _long(theirs, names, mine))
+    return rest <= pair.fit
 
 
 def _merged(records: list[StepRecord]) -> dict[str, Measure]:
@@ -291,13 +295,15 @@ def _merged(records: list[StepRecord]) -> dict[str, Measure]:
 
 
 def _sums(pair: Pair, step: int, names: list[str]) -> _Sums | None:
-    """The weights over some parameters; None where no rank recorded their gradients."""
+    """The weights over some parameters; None where no rank recorded their gradients, or too few numbers of them."""
     every = pair.other.batches(step)
     batches = [(rank, batch) for rank, batch in every if not batch.gradients.keys().isdisjoint(names)]
     if not batches:
         return None
     mine, theirs = pair.mine(step).used, _merged(pair.other.at(step))
     columns = np.stack([_long(batch.gradients, names, mine) for _, batch in batches], axis=1)
+    if not tells_weights(*columns.shape):
+        return None
     used, rest_of_used = least_squares(columns, _long(theirs, names, mine))
     wanted, rest_of_wanted = least_squares(columns, _long(mine, names, mine))
     return _Sums(batches, used, wanted, rest_of_used, rest_of_wanted)
