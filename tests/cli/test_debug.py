@@ -51,7 +51,6 @@ def test_mistakes_are_refused_and_nothing_is_written(tmp_path, monkeypatch, caps
     (tmp_path / "train.py").write_text("")
     (tmp_path / "inner").mkdir()
     assert main(["debug", *words]) == 2
-    assert (
-        said.lower() in capsys.readouterr().err.lower()
-    )  # other runs may be under way on this host, or none
+    # Other runs may be under way on this host, or none
+    assert said.lower() in capsys.readouterr().err.lower()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inner", "train.py"]

@@ -4,10 +4,24 @@ import pytest
 
 
 def test_a_job_on_gpus_gets_a_script_that_resumes_it(command):
+    # Fmt: skip
     status, output, errors = command(
-        "slurm", "digits", "--nodes", "2", "--gpus-per-node", "4", "--time", "1:00:00", "--restarts", "2",
-        "--sbatch=--mem=1G", "--set", "training.global_batch=64", "--epochs", "3",
-    )  # fmt: skip
+        "slurm",
+        "digits",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--time",
+        "1:00:00",
+        "--restarts",
+        "2",
+        "--sbatch=--mem=1G",
+        "--set",
+        "training.global_batch=64",
+        "--epochs",
+        "3",
+    )
     assert (status, errors) == (0, "")
     lines = output.splitlines()
     assert lines[0] == "#!/bin/bash"

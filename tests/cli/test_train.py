@@ -26,10 +26,25 @@ def started(monkeypatch):
 
 
 def test_options_become_settings_and_win_over_set(command, started):
+    # Fmt: skip
     status, _, errors = command(
-        "train", "digits", "--devices", "cpu:3", "--strategy", "ddp", "--precision", "bf16", "--epochs", "4",
-        "--threads", "2", "--set", "optimizer.lr=0.5", "--set", "training.epochs=9",
-    )  # fmt: skip
+        "train",
+        "digits",
+        "--devices",
+        "cpu:3",
+        "--strategy",
+        "ddp",
+        "--precision",
+        "bf16",
+        "--epochs",
+        "4",
+        "--threads",
+        "2",
+        "--set",
+        "optimizer.lr=0.5",
+        "--set",
+        "training.epochs=9",
+    )
     assert (status, errors) == (0, "")
     (target, options) = started[0]
     config = JobConfig.from_json(target.payload["config"])

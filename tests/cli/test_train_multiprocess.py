@@ -56,10 +56,14 @@ def test_the_same_job_ends_in_the_same_fingerprint_on_three_processes_and_on_one
 def test_ranks_of_torchrun_choose_one_run_folder_and_end_in_the_same_fingerprint(process, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Fmt: skip
     joined = subprocess.run(
         [*torchrun, "-m", "lockstep", "train", "digits", *SHORT, "--set", "run.name=named"],
-        capture_output=True, text=True, cwd=tmp_path, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
     assert fingerprint_of(joined) == fingerprint_of(process(*proof_of(joined)))
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["digits-001", "named"]
 

@@ -68,9 +68,8 @@ def filled(text: str, run: bool) -> str:
 
 
 if __name__ == "__main__":
-    chapters = tuple(
-        word for word in sys.argv[1:] if word != "--run"
-    )  # such as 03 04; without any, all pages
+    # Such as 03 04; without any, all pages
+    chapters = tuple(word for word in sys.argv[1:] if word != "--run")
     for page in (*pages("en"), *pages("zh")):
         if page.name.startswith(chapters or ""):
             page.write_text(

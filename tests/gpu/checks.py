@@ -227,6 +227,12 @@ def bits(kit: Kit) -> Iterator[Check]:
                 )
         return found[:12], _verdict(found == expected)
 
+    def together() -> tuple[str, str]:
+        ((same, seen),) = kit.machine.run(tasks.gradients_together, 1)
+        words = f"{'equal' if same else 'other'} bits, NaN and infinities {'seen' if seen else 'missed'}"
+        return words, _verdict(same and seen)
+
+    yield "gradients divided together", "the bits of a CPU; NaN is seen", together
     # What a short time on a card shows first: every model, then every layout, then every precision.
     others = [each for each in (*LAYOUTS, *DEEP) if each not in (*FIRST, "fsdp 3", "ddp 3", "pipeline 3")]
     yield from cases(FIRST, precisions=precisions[:2])
@@ -394,9 +400,8 @@ def waits_and_races(kit: Kit) -> Iterator[Check]:
     def races(layout: str) -> tuple[str, str]:
         ranks, strategy, own = LAYOUTS[layout]
         shared = _environment(kit, ranks)
-        found = kit.machine.run(
-            tasks.sanitized, ranks, shared, "convolutions", strategy, own, timeout=300.0
-        )  # raises where torch's sanitizer does
+        # Raises where torch's sanitizer does
+        found = kit.machine.run(tasks.sanitized, ranks, shared, "convolutions", strategy, own, timeout=300.0)
         return f"the sanitizer raised nothing; {sum(map(len, found))} races", _verdict(not any(found))
 
     for layout in ("single", "dp 2", "ddp 2", "fsdp 2", "pipeline 2", "parameter_server 3"):

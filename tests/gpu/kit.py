@@ -159,6 +159,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="the file that is written")
     parser.add_argument("--cifar10", type=Path, help="archive or folder of CIFAR-10, for part g")
     arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"--parts takes letters of {''.join(PARTS)}, and not {', '.join(sorted(unknown))}.")
     kit = Kit(*(getattr(arguments, each) for each in ("simulated", "seconds", "within", "out", "cifar10")))
     try:
         if not kit.cards:

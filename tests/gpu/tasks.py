@@ -26,6 +26,7 @@ from lockstep.core.summation_tree import merges_after_leaf, push_leaf
 from lockstep.data import ImageFolder, RandomResizedCrop
 from lockstep.profile.timeline import DeviceTrace
 from lockstep.profile.trace import TraceSpan
+from lockstep.strategies.gradients import all_finite
 
 _NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
 """Variables of NCCL that nobody has set: the loopback interface, and its reasons where it refuses."""
@@ -429,6 +430,23 @@ def _write_photos(folder: Path, photos: int, copies: int) -> int:
             os.link(path, path.with_stem(f"{number}-{copy}"))
         sizes.append(path.stat().st_size)
     return sum(sizes) // len(sizes)
+
+
+def gradients_together(world: Any) -> tuple[bool, bool]:
+    """Whether dividing many tensors at once has the bits of a CPU, and whether what is not finite in one is seen."""
+    generator = torch.Generator().manual_seed(1)
+    host = [torch.randn(1 + 37 * n, generator=generator) for n in range(200)]
+    cuda, same, seen = torch.device("cuda", 0), True, True
+    for number in (3.0, 7.0, 4096.0, 50257.0):
+        tensors = [tensor.to(cuda) for tensor in host]
+        torch._foreach_div_(tensors, torch.tensor(number, device=cuda))
+        same &= all(torch.equal(found.cpu(), tensor / number) for found, tensor in zip(tensors, host))
+    for entry in (float("nan"), float("inf"), -float("inf")):
+        tensors = [tensor.to(cuda) for tensor in host]
+        seen &= bool(all_finite(tensors, cuda))
+        tensors[150][5000] = entry
+        seen &= not bool(all_finite(tensors, cuda))
+    return same, seen
 
 
 def fold_speed(world: Any, numbers: int, leaves: int = 8) -> float:

@@ -68,9 +68,8 @@ def test_samples_are_shown_but_not_all_of_them(tmp_path):
 
 @pytest.mark.fault("P14")
 def test_a_device_without_memory_is_told_with_the_settings_that_need_less(tmp_path):
-    kind = type(
-        "OutOfMemoryError", (RuntimeError,), {}
-    )  # torch.cuda's own is told by its name: no torch here
+    # Torch.cuda's own is told by its name: no torch here
+    kind = type("OutOfMemoryError", (RuntimeError,), {})
     shown = lines([failure(0, kind("CUDA out of memory. Tried to allocate 2.00 GiB."))], tmp_path)
     told = next(line for line in shown if "need less memory" in line)
     assert "micro_batches" in told

@@ -8,9 +8,8 @@ from lockstep.numerics.blocks import blocks_of, compile_blocks
 from lockstep.numerics.compilation import compiled_around, is_compiled
 from lockstep.numerics.randomness import find_units
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method:DeprecationWarning"
-)  # torch's own, on the compiler's import
+# Torch's own, on the compiler's import
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 
 class Residual(nn.Module):

@@ -65,9 +65,8 @@ def test_values_are_those_that_the_constructor_makes():
     assert model.linear.bias.tolist() == [0.5] * 4
     assert model.norm.tolist() == [1, 1, 1] and not model.untouched.any()
     assert not model.embedding.weight[0].any() and (model.embedding.weight[2] - 10).abs().max() < 0.1
-    assert torch.equal(
-        model.embedding.weight[1] + 1, model.scaled
-    )  # the row was copied before it was changed
+    # The row was copied before it was changed
+    assert torch.equal(model.embedding.weight[1] + 1, model.scaled)
     assert 0.3 < model.cut.abs().max() <= 0.5 and model.cut.unique().numel() == 60
     assert torch.equal(model.unit.weight, nn.init.dirac_(torch.empty(3, 3, 3)))
     assert model.given.tolist() == [1, 2] and model.places.tolist() == [0, 1, 2]

@@ -72,9 +72,8 @@ def train(name, directory, stop=None, resume="", number=float):
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_resumed_schedule_goes_on_as_if_it_had_not_stopped(name, stops, tmp_path):
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="The epoch parameter", category=UserWarning
-        )  # SequentialLR's own
+        # SequentialLR's own
+        warnings.filterwarnings("ignore", message="The epoch parameter", category=UserWarning)
         whole, rates = train(name, tmp_path / "whole")
         assert len(set(rates)) > 1
         for stop in stops:

@@ -391,9 +391,8 @@ def train_all(cases: list[list[Any]], directory: str) -> dict[str, dict[str, str
     logging.getLogger("lockstep").setLevel(logging.ERROR)
     jobs = _jobs()
     alone = len(cases) == 1
-    first = (
-        None if alone else lockstep.init(global_batch=8, strategy="ddp")
-    )  # holds the process group for all
+    # Holds the process group for all
+    first = None if alone else lockstep.init(global_batch=8, strategy="ddp")
     found = {}
     for number, (name, job, options) in enumerate(cases):
         try:

@@ -74,9 +74,8 @@ def test_a_run_goes_on_to_the_same_end_on_two_devices(stopped, go_on):
     assert fingerprint_of(go_on(stopped, "ddp")) == fingerprint_of(go_on(stopped, "single"))
 
 
-@pytest.mark.parametrize(
-    "stopped", [each for each in LAYOUTS if each != "tensor"]
-)  # level A alone is recorded
+# Level A alone is recorded
+@pytest.mark.parametrize("stopped", [each for each in LAYOUTS if each != "tensor"])
 def test_a_step_of_a_run_is_replayed(stopped, tmp_path, monkeypatch, capsys):
     """The record is read and compared with; whether the bits are equal depends on the CPU."""
     shutil.copytree(RUNS / stopped, tmp_path / "runs" / stopped)

@@ -776,7 +776,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
         "_foreach_mul_.Tensor", "_foreach_div_.List", "_foreach_div_.Scalar", "_foreach_div_.ScalarList",
         "_foreach_div_.Tensor", "_foreach_sub_.List", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_zero_",
         "_foreach_lerp_.Scalar", "_foreach_addcmul_.Scalar", "_foreach_addcdiv_.Scalar",
-        "_foreach_addcdiv_.ScalarList", "_foreach_copy_"})
+        "_foreach_addcdiv_.ScalarList", "_foreach_copy_", "_foreach_norm.Scalar"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&simcuda::run_on_host>());
 }
 

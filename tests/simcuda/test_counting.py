@@ -33,6 +33,14 @@ def test_a_step_launches_little_besides_forward_and_backward(both, alone):
     assert 0 < added(ours, alone) <= 1.2 * added(theirs, alone)
 
 
+def test_a_step_on_one_device_launches_nothing_more_for_each_parameter(machine, alone):
+    found = machine.run(lockstep, 1, timeout=200)[0]
+    print(
+        f"launches a step, one device: {added(found, alone):.0f} more than {alone.launches.total() / STEPS:.0f}"
+    )
+    assert 0 < added(found, alone) <= 50
+
+
 def test_a_rank_sends_the_bytes_of_a_ring(both, alone):
     """And 1 % more at most: the header, and the statistics of BatchNorm, which DDP takes from rank 0."""
     ranks, ours, theirs = both

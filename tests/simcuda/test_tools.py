@@ -170,9 +170,8 @@ def test_offloaded_rows_are_trained_at_level_b(machine, trained, ranks):
         assert (each.fingerprint, levels) == (reference.fingerprint, ["TOLERANCE"])
         assert each.races == {}
         waits = functions_of(each.waits)
-        assert (
-            waits.pop("squares_of_rows") <= each.steps * 6
-        )  # the last of four ranks has no rows of two parameters
+        # The last of four ranks has no rows of two parameters
+        assert waits.pop("squares_of_rows") <= each.steps * 6
         assert waits == {
             "gather": each.steps * 6 * -(-8 // ranks),
             "_set_gradients": each.steps * 6,

@@ -1,6 +1,7 @@
 """Gradients of micro-batches, taken as backward finishes them and added in the tree's order."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from lockstep.core.plan import BatchShape, SamplePlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.strategies import Single
-from lockstep.strategies.gradients import GradientTree, Slot, _fill_buckets, _shaped_like
+from lockstep.strategies.gradients import GradientTree, Slot, _fill_buckets, _shaped_like, all_finite
 
 CPU = torch.device("cpu")
 
@@ -192,3 +193,21 @@ def test_removed_hooks_leave_gradients_to_autograd():
     tree.remove()
     layer(torch.ones(1, 2)).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("entry", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "kind", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
+def test_a_single_entry_that_is_not_finite_is_seen(kind, entry):
+    tensors = [torch.ones(5, dtype=torch.float64), torch.empty(0), torch.ones(3, 4, dtype=kind)]
+    assert bool(all_finite(tensors, CPU))
+    tensors[2][1, 2] = entry
+    assert not bool(all_finite(tensors, CPU))
+
+
+def test_finite_entries_count_as_finite_though_their_sum_overflows():
+    largest = torch.full((4,), torch.finfo(torch.float32).max)
+    assert not largest.sum().isfinite()
+    assert bool(all_finite([largest, -largest], CPU))
+    assert bool(all_finite([], CPU))

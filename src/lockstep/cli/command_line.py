@@ -192,9 +192,8 @@ def _parser(words: Sequence[str]) -> Parser:
         nargs=0,
         help="print the versions of Lockstep, torch and Python, and exit",
     )
-    parser.add_argument(
-        "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # python -m torch.distributed.launch
+    # Given by python -m torch.distributed.launch
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in _COMMANDS.items():

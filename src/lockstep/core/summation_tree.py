@@ -233,9 +233,8 @@ def row_squares(tensor: Tensor) -> Tensor:
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     rows = values.reshape(tensor.shape[0] if tensor.dim() else 1, -1).double().contiguous()
     if rows.is_cuda:
-        return fold_rows(
-            rows.square().t()
-        )  # CUDA's own sums have an order that depends on the number of rows
+        # CUDA's own sums have an order that depends on the number of rows
+        return fold_rows(rows.square().t())
     squares: Tensor = torch.linalg.vecdot(rows, rows)
     return squares
 

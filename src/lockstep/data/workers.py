@@ -254,9 +254,8 @@ def open_reading(
         return InlineReading(
             reader, per_step=per_step, steps=_steps(reader, per_step * rows), pin_memory=pin_memory
         )
-    at_a_time = (
-        -(-per_step // workers) if reader.rows_independent else 1
-    )  # then each worker answers once a step
+    # Each worker answers once a step
+    at_a_time = -(-per_step // workers) if reader.rows_independent else 1
     return WorkerReading(
         SampleReader(dataset, seed=seed, collate=collate, keep_generators=False, clock=clock, checks=checks),
         workers=workers,

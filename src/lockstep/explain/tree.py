@@ -135,9 +135,8 @@ def explain_tree(*, micro_batches: int | None = None, ranks: int = 2, leaves: in
     shown = Chosen.of(ranks, MOST_RANKS)
     levels, below = None, ""
     if count > MOST_ROWS:
-        levels = (WIDTH - 24) // (
-            len(f"[k{count}..k{count}]") + 5
-        )  # as many as fit beside each other in a terminal
+        # As many as fit beside each other in a terminal
+        levels = (WIDTH - 24) // (len(f"[k{count}..k{count}]") + 5)
         below = "what is added below the nodes on the left"
     root = _branch(Node(0, count), holders, levels)
     listed = tuple(holders[rank] for rank in shown.shown)

@@ -111,9 +111,8 @@ class Accelerator:
         from accelerate import PartialState
 
         found = PartialState(cpu=self.device.type == "cpu")
-        torch.set_num_threads(
-            self._run._session.threads
-        )  # it sets another number where none is in the environment
+        # Accelerate sets another number where none is in the environment
+        torch.set_num_threads(self._run._session.threads)
         return found
 
     @property

@@ -117,9 +117,8 @@ class TransformersTrainer(transformers.Trainer):  # type: ignore[misc]  # transf
             )
         args.average_tokens_across_devices = False  # the weights of the losses do it
         args.save_only_model = True  # the run's checkpoints hold the rest
-        torch.set_num_threads(
-            run._session.threads
-        )  # accelerate sets another number where none is in the environment
+        # Accelerate sets another number where none is in the environment
+        torch.set_num_threads(run._session.threads)
         self._losses: list[Tensor] = []
         """Of the steps since the last log."""
         self._norm: float | None = None

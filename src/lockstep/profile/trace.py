@@ -264,9 +264,8 @@ def add(folder: Path, origin: int, make: Any) -> None:
         origin = int(facts.setdefault("unix_nanoseconds_at_0", str(origin)))
         trace["traceEvents"] += make(origin)
         file.seek(0)
-        lines = ",\n".join(
-            json.dumps(event) for event in trace.pop("traceEvents")
-        )  # one a line, for text editors
+        # One a line, for text editors
+        lines = ",\n".join(json.dumps(event) for event in trace.pop("traceEvents"))
         file.write(f'{json.dumps(trace)[:-1]}, "traceEvents": [\n{lines}\n]}}\n')
         file.truncate()
 

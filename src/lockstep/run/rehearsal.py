@@ -129,9 +129,8 @@ class Rehearsals:
         self._places: dict[str, str] = {}
         self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and group is None
-        repeats = (
-            options.deterministic or strategy.device.type == "cpu"
-        )  # else two passes may differ by themselves
+        # Otherwise two passes may differ by themselves
+        repeats = options.deterministic or strategy.device.type == "cpu"
         self.is_on = repeats and (options.checks == "always" or (options.checks == "first" and not alone))
         self._is_for_resume = (
             repeats and alone and options.checks == "first" and options.directory is not None

@@ -263,9 +263,8 @@ class MicroBatchRows:
         """The rows of all micro-batches of the step in order of k, shape (leaves, n), at the BatchNorm of this name."""
         if self._tasks.current is None:
             return self._ranks.gather(row)
-        kind = (
-            "forward" if row.numel() % 2 else "backward"
-        )  # there is a count beside two numbers of each channel
+        # There is a count beside two numbers of each channel
+        kind = "forward" if row.numel() % 2 else "backward"
         numbered = torch.cat([row, row.new_full((1,), self._numbers[name])])
         return self._tasks.wait(f"the {kind} pass of {name or 'the model'!r}", numbered)
 

@@ -9,6 +9,7 @@ statistics to that, for a model or one stage of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -260,29 +261,30 @@ class GradientTree:
             while self._started < len(self._members):
                 self._start_next(self._reducer)
 
-    def finish(self, used: list[int], weight: Tensor) -> list[Tensor]:
+    def finish(self, used: list[int], weight: Tensor) -> Tensor:
         """Divides the sums by ``weight`` (0-dim) and sets them as the parameters' gradients.
 
         A parameter that no micro-batch of the step used (``used`` 0) gets none, on every rank alike. A gradient that
         was there before the step is added to, as autograd does.
 
         Returns:
-            The sum of each part of the gradients, which is finite only if every entry is.
+            Whether every gradient of the step is finite, 0-dim bool.
         """
         reducer, buckets = self._reducer, range(len(self._members))
-        sums = [reducer.total(bucket).div_(weight).sum() for bucket in buckets] if reducer is not None else []
+        totals = [reducer.total(bucket) for bucket in buckets] if reducer is not None else []
+        totals += [slot.stack[0] for slot, count in zip(self.slots, used) if count and slot.total is None]
+        for device in {total.device for total in totals}:
+            here = [total for total in totals if total.device == device]
+            torch._foreach_div_(here, weight.to(device))
+        finite = all_finite(totals, weight.device)
         for slot, count in zip(self.slots, used):
             if count:
-                total = slot.total
-                if total is None:
-                    total = slot.stack[0]
-                    total.div_(weight.to(total.device))
-                    sums.append(total.sum().to(weight.device))
+                total = slot.stack[0] if slot.total is None else slot.total
                 # Not detach(): a write to one gradient would count as one to all of the bucket, for autograd.
                 slot.held.grad = total.to(slot.held.device).data
         self.end()
         add_prior(self._prior)
-        return sums
+        return finite
 
     def end(self) -> None:
         """Ends a step: gradients of other backward passes are left where they are."""
@@ -418,9 +420,9 @@ class StepSums:
         sums, weight, used, advanced = self._header.unpack(headers, self._leaves)
         if running:
             self._buffers.finish_step(running[0], self._leaves, advanced)
-        parts = self.tree.finish(self._used(used), weight.float())
+        finite = self.tree.finish(self._used(used), weight.float())
         self._buffers.refuse_changed_others()
-        finite = torch.stack([sums.sum().float(), *parts]).isfinite().all()
+        finite &= sums.sum().isfinite()
         return StepResult(fold_rows(sums) / weight, sums, weight, self._header.flag(headers), finite)
 
     def _exchange(self, reducer: Reducer, header: Tensor, running: Sequence[Tensor]) -> Tensor:
@@ -477,6 +479,32 @@ def variables_of(loss: Tensor) -> Iterator[Tensor]:
         waiting += [each for each, _ in node.next_functions]
         if (variable := getattr(node, "variable", None)) is not None:
             yield variable
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether no entry of any tensor is NaN or infinite, 0-dim bool on ``device``; does not wait for it.
+
+    From the extremes, which are NaN where an entry is. A sum may overflow though every entry is finite, and does so or
+    not by how the entries are spread over processes.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            groups.setdefault((real.dtype, real.device), []).append(real)
+    flags = [_are_finite(group).to(device) for group in groups.values()]
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack(flags).all() if flags else torch.ones((), dtype=torch.bool, device=device)
+
+
+def _are_finite(group: list[Tensor]) -> Tensor:
+    """The same of tensors of one type on one device."""
+    if group[0].is_cpu:
+        extremes = [extreme for tensor in group for extreme in torch.aminmax(tensor)]
+    else:  # a few launches for all of them; several times slower than aminmax on a CPU
+        extremes = list(torch._foreach_norm(group, math.inf))
+    return torch.stack(extremes).isfinite().all()
 
 
 def add_prior(prior: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

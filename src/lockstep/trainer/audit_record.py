@@ -122,9 +122,8 @@ class ChainWriter:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder, self._path, self._head = folder, folder / FILE, _BEGINNING
-        self._checkpoints: set[str] = (
-            set()
-        )  # names of those that are in the chain and will not be written again
+        # Names of those that are in the chain and will not be written again
+        self._checkpoints: set[str] = set()
         if self._path.exists():
             text = self._path.read_bytes()
             whole = text[: text.rfind(b"\n") + 1]

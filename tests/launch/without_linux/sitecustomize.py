@@ -17,6 +17,5 @@ for module, names in (
 
 from lockstep.runtime import parent_death  # noqa: E402  # now that those are gone
 
-parent_death.sys = SimpleNamespace(
-    platform="darwin"
-)  # the signal of the kernel is asked for by a system call
+# The signal of the kernel is asked for by a system call
+parent_death.sys = SimpleNamespace(platform="darwin")

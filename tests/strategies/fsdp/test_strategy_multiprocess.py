@@ -79,9 +79,8 @@ def branches(world, strategy):
             run.backward(batch, nn.CrossEntropyLoss())
             held = run.strategy.trainable()
             found.append({name: parameter.grad is not None for name, parameter in held.items()})
-            found.append(
-                float(run.strategy.squares().cumsum(0)[-1])
-            )  # as clipping adds them: zeros count for nothing
+            # As clipping adds them: zeros count for nothing
+            found.append(float(run.strategy.squares().cumsum(0)[-1]))
             optimizer.step()
             optimizer.zero_grad()
     found.append({name: tensor.clone() for name, tensor in run.strategy.state()})

@@ -325,9 +325,8 @@ def loop_uses(world):
     with torch.no_grad():
         weight.mul_(0.5)
     state = {name: tensor.clone() for name, tensor in run.strategy.state()}
-    found["halved"] = torch.equal(
-        state["first.weight"], start_values * 0.5
-    )  # after a step by a gradient of zero
+    # After a step by a gradient of zero
+    found["halved"] = torch.equal(state["first.weight"], start_values * 0.5)
     run.close()
     return found
 

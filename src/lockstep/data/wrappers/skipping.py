@@ -106,9 +106,8 @@ class SkipBroken(Wrapping):
         return np.unique(indices[self._noted[indices] == 1])
 
     def _forget(self) -> None:
-        self._memory = mmap.mmap(
-            -1, len(self) + 1
-        )  # shared with forked workers; pages are taken when touched
+        # Shared with forked workers; pages are taken when touched
+        self._memory = mmap.mmap(-1, len(self) + 1)
         self._noted: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
 
     def _read_batch(self, indices: Indices, keys: SampleKeys) -> Any:

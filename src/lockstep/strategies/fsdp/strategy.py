@@ -36,7 +36,7 @@ from lockstep.numerics.initial_values import move_model
 from lockstep.numerics.running_buffers import RunningBuffers, has_batch_norm
 from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
-from lockstep.strategies.gradients import StepHeader, add_prior
+from lockstep.strategies.gradients import StepHeader, add_prior, all_finite
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.sharding import (
     gather_rows,
@@ -149,10 +149,7 @@ class FullyShardedDataParallel(Strategy):
         totals = self._gathering.take()
         used = [each.used for each in self._trained]
         header = self._header.pack(losses, weights, used, advanced, [stop, 0.0])
-        if totals:
-            header[-1] = (
-                torch.stack([total.isfinite().all() for total in totals.values()]).all().logical_not()
-            )
+        header[-1] = all_finite(totals.values(), header.device).logical_not()
         return self._finish(self.gather(header), totals, values, leaves, prior)
 
     def gather(self, row: Tensor) -> Tensor:
@@ -269,9 +266,8 @@ class FullyShardedDataParallel(Strategy):
     ) -> StepResult:
         losses, weight, used, advanced = self._header.unpack(headers, leaves)
         mine = [each.used for each in self._trained]
-        uses = (
-            mine if all(mine) else used.tolist()
-        )  # read from the device only where this rank left one unused
+        # Read from the device only where this rank left one unused
+        uses = mine if all(mine) else used.tolist()
         self._set_gradients(totals, uses, weight.float(), prior)
         if self._buffers.numel:
             rows = self.gather(values.view(-1)).view(-1, *values.shape)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.distributed.authentication import Refused
+from lockstep.strategies.gradients import all_finite
 from lockstep.strategies.parameter_server.asynchronous_transport import ServerMessage, from_bytes
 from lockstep.strategies.parameter_server.shards import ParameterShards
 
@@ -156,7 +157,7 @@ class GradientAccumulator:
             self._total.div_(self.weight)
         for name, gradient in self._shards.views(self._total).items():
             self._shards.own[name].grad = gradient if name in self._used else None
-        return self._total.sum().isfinite()
+        return all_finite([self._total], self._total.device)
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:

@@ -197,7 +197,9 @@ class Worker(Participant):
         total = float(weight)
         if count and total:
             self._loss = float(losses.sum()) / total
-        sums = self._tree.finish(used, weight.clamp(min=1e-30).float()) if count else []
+        finite = torch.ones((), dtype=torch.bool, device=weight.device)
+        if count:
+            finite = self._tree.finish(used, weight.clamp(min=1e-30).float())
         self._report = {
             "leaves": count,
             "weight": total,
@@ -205,7 +207,7 @@ class Worker(Participant):
             "unused": [name for name, times in zip(self._parameters, used) if not times],
             "counters": advanced.tolist(),
         }
-        return torch.stack([*sums, torch.zeros((), device=weight.device)]).sum().isfinite()
+        return finite
 
 
 def require_one_backward() -> ConfigError:

@@ -33,7 +33,7 @@ from lockstep.distributed.collectives import (
 from lockstep.distributed.process_group import connect_pair
 from lockstep.numerics.running_buffers import RunningBuffers
 from lockstep.strategies.absent import Absence, GradientElsewhere
-from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior
+from lockstep.strategies.gradients import GradientTree, StepHeader, add_prior, all_finite
 from lockstep.strategies.loop_writes import LoopWrites
 from lockstep.strategies.optimizer_trial import Unit
 from lockstep.strategies.parameter_server.shards import ParameterShards
@@ -273,7 +273,7 @@ class ParameterServer(Strategy):
             self._push(leaves)
         if self._own:
             total = fold(self._receive(leaves), leaves, lambda left, right: left.add_(right)).div_(weight)
-            flag[0] = total.sum().isfinite().logical_not()
+            flag[0] = all_finite([total], self.device).logical_not()
             for name, gradient in self._shards.views(total).items():
                 self._own[name].grad = gradient if name in used else None
             add_prior(prior)
