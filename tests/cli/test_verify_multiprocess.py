@@ -81,6 +81,22 @@ def test_a_sound_job_has_equal_bits(process, job):
 
 
 @pytest.mark.slow
+def test_a_job_goes_on_in_every_layout_with_equal_bits(process, tmp_path):
+    layouts = ("--devices", "2", "--strategies", "ddp,fsdp,parameter_server", "--set", "data.workers=0")
+    result = process("verify", "digits", *layouts, "--steps", "5", "--stop-after", "3", "--json", "all.json")
+    assert result.returncode == 0, result.stderr
+    found = {each["layout"]: each for each in json.loads((tmp_path / "all.json").read_text())}
+    resumed = [label for label in found if ", then " in label]
+    assert resumed == [
+        "single on 1, then ddp on 2",
+        "ddp on 2, then fsdp on 2",
+        "fsdp on 2, then parameter_server on 2",
+        "parameter_server on 2, then single on 1",
+    ]
+    assert all(found[label]["reached"] == "A" and not found[label]["warnings"] for label in resumed)
+
+
+@pytest.mark.slow
 def test_a_ring_is_named_as_another_order_of_sums(process, job):
     result, found = verified(process, job, "--set", "training.reduce=ring", "--devices", "4")
     assert result.returncode == 0

@@ -47,9 +47,9 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def verified(process, tmp_path):
-    def run(text, *arguments, devices="2", steps="6"):
+    def run(text, *arguments, devices="2", steps="6", more=()):
         (tmp_path / "own.py").write_text(text)
-        options = ("--devices", devices, "--steps", steps, "--json", "found.json")
+        options = ("--devices", devices, "--steps", steps, "--json", "found.json", *more)
         result = process("verify", *options, "--script", "own.py", *arguments)
         found = tmp_path / "found.json"
         return result, json.loads(found.read_text()) if found.exists() else []
@@ -67,6 +67,66 @@ def test_an_own_loop_has_equal_bits_and_leaves_nothing_behind(verified, tmp_path
     assert found[1]["strategy"] == "ddp"
     assert found[1]["sent"] > 0
     assert not (tmp_path / "runs").exists()
+
+
+LOSING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+torch.manual_seed(0)
+data, model = TensorDataset(torch.randn(64, 12), torch.randint(0, 4, (64,))), nn.Linear(12, 4)
+run = lockstep.init(global_batch=16, micro_batches=4)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+weight, seen = WEIGHT, 0
+
+
+def loss(output, target):
+    return weight * nn.functional.cross_entropy(output, target)
+
+
+for epoch in run.epochs(3):
+    for batch in run.batches(data):
+        run.backward(batch, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        weight *= 0.9
+        run.extra["weight"] = weight
+        seen += 16
+print(seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("weight", "code", "reached", "said"),
+    [
+        ("1.0", 1, "", "The loss or the model reads weight, which the loop changes"),
+        ("run.extra.get('weight', 1.0)", 0, "A", "that are not what they were at the checkpoint: seen (0, was 48)"),
+    ],
+)
+def test_what_a_stop_loses_is_found_before_it_is_lost(verified, weight, code, reached, said):
+    """A weight that the loop changes and the loss reads is refused unless it is kept; a count is named."""
+    text = LOSING.replace("WEIGHT", weight)
+    result, (_, found) = verified(text, more=("--stop-after", "3"), devices="1")
+    assert (found["layout"], result.returncode) == ("1 process, then 1 process", code), result.stderr
+    assert found["reached"] == reached
+    assert said in result.stdout
+
+
+@pytest.mark.slow
+def test_an_own_loop_goes_on_in_every_layout_with_equal_bits(verified):
+    result, found = verified(OWN_LOOP, devices="2,4", steps="8", more=("--stop-after", "3"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [(each["layout"], each["reached"]) for each in found[3:]] == [
+        ("1 process, then 2 processes", "A"),
+        ("2 processes, then 4 processes", "A"),
+        ("4 processes, then 1 process", "A"),
+    ]
+    result, _ = verified(PLAIN, more=("--stop-after", "3"))
+    assert result.returncode == 2
+    assert "--stop-after is for loops on lockstep.init" in result.stderr
 
 
 @pytest.mark.slow
@@ -117,6 +177,9 @@ def test_mistakes_are_refused_in_a_sentence(command):
         (("--micro-batches", "8"), "--micro-batches '8' is no list of two numbers"),
         (("--micro-batches", "1,8", "--devices", "2"), "leave out --devices"),
         (("--threads", "two", "--script", __file__), "'two' is not a number"),
+        (("--stop-after", "12"), "--stop-after is 12, and must be a number from 1 to 11"),
+        (("--stop-after", "late", "--script", __file__), "--stop-after is late, and must be a number"),
+        (("--stop-after", "2", "--micro-batches", "1,8"), "leave out --stop-after"),
     ):
         status, _, errors = command("verify", *arguments)
         assert status == 2

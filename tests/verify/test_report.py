@@ -69,6 +69,15 @@ def test_the_table_says_how_many_steps_were_made():
     assert last.startswith("1 of 1 layouts have the bits of one device after the only step, whose loss is ")
 
 
+def test_what_a_resumed_run_warns_of_is_shown_and_what_every_run_warns_of_is_not():
+    reference, resumed = trace(memory=[1], warnings=["slow"]), trace(memory=[1], warnings=["slow", "lost"])
+    resumed.label, resumed.first = "1, then 2", 1
+    same = trace(memory=[1], warnings=["other"])
+    lines = table([compare(reference, each, 0.0) for each in (reference, same, resumed)]).splitlines()
+    assert lines[5] == "1, then 2: lost"
+    assert "slow" not in "".join(lines) and "other" not in "".join(lines)
+
+
 def test_a_refusal_while_it_trains_is_a_finding_and_one_before_is_none():
     said = "The forward pass keeps 'calls'. Set checks='off'."
     equal = compare(trace(), trace(memory=[1]), 0.0)

@@ -8,3 +8,11 @@ from lockstep.verify import Trace
 def test_a_trace_survives_being_written(tmp_path):
     trace().write(tmp_path / "trace.json")
     assert Trace.read(tmp_path / "trace.json") == trace()
+
+
+def test_the_part_from_a_step_on_begins_with_the_values_before_it():
+    later = trace(steps=4).since(2)
+    assert (later.first, [each.step for each in later.steps]) == (2, [2, 3])
+    assert later.start == {"w": "p1", "b": "q1", "mean": "m1"}
+    assert later.since(3).start == {"w": "p2", "b": "q2", "mean": "m2"}
+    assert trace().since(0) == trace()

@@ -1,6 +1,7 @@
 """``lockstep verify``: compares a job in several layouts, or a script on several numbers of processes, with one device.
 
-The table says for each whether it is equal bit for bit, and if not, in which step and why it differs first.
+The table says for each whether it is equal bit for bit, and if not, in which step and why it differs first. With
+``--stop-after`` each is also stopped, and resumed in the next one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from lockstep.launch import ScriptTarget
 from lockstep.launch.supervisor import run_sequentially
 from lockstep.text import comma_separated, plural
 from lockstep.verify import micro_batches
-from lockstep.verify.layouts import DEVICES, REFERENCE, Layout, layouts, reason_of, run_layout
+from lockstep.verify.layouts import DEVICES, REFERENCE, RUN_FOLDER, Layout, layouts, reason_of, run_layout
 from lockstep.verify.micro_batches import AS_IT_IS, VARIANTS, FirstStep, compared
 from lockstep.verify.plain.diagnosis import compare_plain, trace_of
 from lockstep.verify.plain.record import Recording
@@ -49,6 +50,7 @@ def add_arguments(parser: Parser) -> None:
         ("--devices", "N,N", "", "numbers of CPU devices to compare (default: 1,2,4)"),
         ("--strategies", "A,B", "", f"some of {', '.join(STRATEGIES)} (default: all)"),
         ("--steps", "N", 12, "optimizer steps of each run"),
+        ("--stop-after", "N", "", "stop each layout after N steps, too, and resume it in the next one"),
         ("--micro-batches", "K,K", "", "compare the first step in K micro-batches, as in 1,8, on one device"),
         ("--json", "FILE", "", "write all results to a file"),
     )
@@ -71,6 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise ConfigError(f"--steps is {arguments.steps}, and must be at least 1.")
     require_files(arguments, ("json",))
+    stop_after = _stop_after(arguments)
     if arguments.micro_batches:
         return _verify_micro_batches(arguments)
     if arguments.script is not None:
@@ -86,7 +89,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         start = partial(_run_job, config, arguments.steps)
-        comparisons = _compare_all(start, REFERENCE, {each.label: each for each in chosen}, Path(folder))
+        others = {each.label: each for each in chosen}
+        comparisons = _compare_all(start, REFERENCE, others, Path(folder), stop_after)
     _show(comparisons, arguments)
     unproven = [each for each in comparisons if each.trace.refused]
     failed = any(each.is_broken for each in comparisons) or len(unproven) == len(chosen)
@@ -99,9 +103,24 @@ def _verify_script(arguments: argparse.Namespace) -> int:
     counts = [count for count in device_counts(arguments.devices) or DEVICES if count > 1]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         start = partial(_run_script, target, arguments.steps, threads)
-        comparisons = _compare_all(start, 1, {_label(count): count for count in counts}, Path(folder))
+        others = {_label(count): count for count in counts}
+        comparisons = _compare_all(start, 1, others, Path(folder), _stop_after(arguments))
     _show(comparisons, arguments)
     return EXIT_DIFFERENT if any(each.is_broken for each in comparisons) else EXIT_DONE
+
+
+def _stop_after(arguments: argparse.Namespace) -> int:
+    """The number of steps after which to stop; 0 for none."""
+    given = arguments.stop_after
+    if not given:
+        return 0
+    if arguments.micro_batches:
+        raise ConfigError("--micro-batches computes one step on one device; leave out --stop-after.")
+    if not given.isdecimal() or not 0 < int(given) < arguments.steps:
+        raise ConfigError(
+            f"--stop-after is {given}, and must be a number from 1 to {arguments.steps - 1}, less than --steps."
+        )
+    return int(given)
 
 
 def _script(arguments: argparse.Namespace) -> tuple[ScriptTarget, int | None]:
@@ -176,6 +195,23 @@ def _show(comparisons: Sequence[Comparison], arguments: argparse.Namespace) -> N
 
 
 @dataclass(frozen=True)
+class How:
+    """What is different in a run."""
+
+    nudge: int = 0
+    """The number of a change in last places, or 0."""
+    stop_after: int = 0
+    """Steps after which it saves and stops, or 0."""
+    resume: Path | None = None
+    """The folder of a run that has stopped, from which it goes on."""
+
+    @property
+    def payload(self) -> dict[str, int]:
+        """For the entry of the ranks."""
+        return {"nudge": self.nudge, "stop_after": self.stop_after}
+
+
+@dataclass(frozen=True)
 class Ran:
     """A run of a job in one layout, or of a script on one number of processes."""
 
@@ -187,13 +223,13 @@ class Ran:
 
 
 def _compare_all(
-    start: Callable[[L, Path, int], Ran], one: L, others: Mapping[str, L], folder: Path
+    start: Callable[[L, Path, How], Ran], one: L, others: Mapping[str, L], folder: Path, stop_after: int
 ) -> list[Comparison]:
     """Compares runs, by their labels, with that of one device. Raises ``ConfigError`` where one device fails.
 
-    ``start`` is given the layout, a folder, and the number of a change in last places, or 0.
+    ``start`` is given the layout, a folder, and what is different. ``stop_after``: see ``How``.
     """
-    reference = start(one, folder / "reference", 0)
+    reference = start(one, folder / "reference", How())
     if reference.trace.in_training:
         return [Comparison(reference.trace, "")]
     if reference.trace.refused:
@@ -202,12 +238,12 @@ def _compare_all(
     @cache
     def again() -> Ran:
         """One device a second time, which shows operators that are not deterministic."""
-        return start(one, folder / "again", 0)
+        return start(one, folder / "again", How())
 
     @cache
     def moved(number: int) -> float:
         """How far one device moves that rounds otherwise."""
-        nudged = start(one, folder / f"nudged-{number}", number)
+        nudged = start(one, folder / f"nudged-{number}", How(nudge=number))
         if nudged.trace.refused:
             raise ConfigError(nudged.trace.refused)
         return _difference(reference.folder, nudged.folder)
@@ -227,9 +263,37 @@ def _compare_all(
     comparisons = [Comparison(first, "A")]
     for number, (label, layout) in enumerate(others.items()):
         print(f"running {label} ({number + 1} of {len(others)})", file=sys.stderr)
-        ran = start(layout, folder / str(number), 0)
+        ran = start(layout, folder / str(number), How())
         comparisons.append(_judge(reference, ran, again, sensitivity))
+    if stop_after:
+        if reference.records is not None:
+            raise ConfigError("--stop-after is for loops on lockstep.init, whose runs can be resumed.")
+        proven = [each.trace for each in comparisons if not (each.trace.refused or each.trace.independent)]
+        every = {first.label: one, **others}
+        for ran in _resumed(start, {each.label: every[each.label] for each in proven}, folder, stop_after):
+            since = dataclasses.replace(reference, trace=reference.trace.since(ran.trace.first))
+            comparisons.append(_judge(since, ran, again, sensitivity))
     return comparisons
+
+
+def _resumed(
+    start: Callable[[L, Path, How], Ran], layouts: Mapping[str, L], folder: Path, stop_after: int
+) -> Iterator[Ran]:
+    """Runs that are stopped in each layout and resumed in the one after it, as the first after the last."""
+    for number, (first, second) in enumerate(zip(layouts, [*layouts, *layouts][1:])):
+        label = f"{first}, then {second}"
+        print(f"running {label} ({number + 1} of {len(layouts)})", file=sys.stderr)
+        place = folder / f"stopped-{number}"
+        ran = start(layouts[first], place, How(stop_after=stop_after))
+        level = ran.trace.level
+        if not ran.trace.refused:
+            how = How(resume=place / RUN_FOLDER)
+            ran = start(layouts[second], folder / f"resumed-{number}", how)
+        refused = bool(ran.trace.refused)
+        trace = dataclasses.replace(
+            ran.trace, label=label, level=max(level, ran.trace.level), in_training=refused
+        )
+        yield dataclasses.replace(ran, trace=trace)
 
 
 def _judge(
@@ -243,14 +307,17 @@ def _judge(
     found = compare(reference.trace, other.trace, gap)
     if found.diagnosis is None or again().trace.refused:
         return found
-    repeats = compare(reference.trace, again().trace, 0.0).diagnosis is None
+    same = again().trace.since(reference.trace.first)
+    repeats = compare(reference.trace, same, 0.0).diagnosis is None
     moves = sensitivity(gap) if found.needs_sensitivity else None
     return compare(reference.trace, other.trace, gap, repeats=repeats, sensitivity=moves)
 
 
-def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge: int) -> Ran:
-    trace = folder / "trace.json"
-    reason = run_layout(layout, config, ENTRY, folder, steps=steps, label=layout.label, nudge=nudge)
+def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, how: How) -> Ran:
+    trace, resume = folder / "trace.json", str(how.resume or "")
+    reason = run_layout(
+        layout, config, ENTRY, folder, resume=resume, steps=steps, label=layout.label, **how.payload
+    )
     if not reason and trace.exists():
         return Ran(Trace.read(trace), folder)
     sentence = refusal(folder) if folder.exists() else ""
@@ -262,7 +329,7 @@ def _run_job(config: JobConfig, steps: int, layout: Layout, folder: Path, nudge:
 
 
 def _run_script(
-    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, nudge: int
+    target: ScriptTarget, steps: int, threads: int | None, count: int, folder: Path, how: How
 ) -> Ran:
     folder.mkdir()
     label = _label(count)
@@ -271,7 +338,8 @@ def _run_script(
         "arguments": target.arguments,
         "steps": steps,
         "label": label,
-        "nudge": nudge,
+        "resume": str(how.resume or ""),
+        **how.payload,
     }
     outcome = run_sequentially(SCRIPT_ENTRY, payload, ranks=count, threads=threads, folder=folder)
     if outcome.code == EXIT_DONE and (folder / "trace.json").exists():

@@ -20,6 +20,7 @@ from lockstep.data.batch import Batch
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.run.loop_variables import LoopState
 from lockstep.runtime.events import NO_EVENTS, StepEvents
+from lockstep.text import plural
 
 logger = logging.getLogger(__name__)
 Read = Callable[[int, int], Iterator[Batch]]
@@ -146,8 +147,8 @@ class EpochLoop:
         if self.is_resumed and position.epoch and not self.in_epochs:
             logger.warning(
                 "The run was resumed in epoch %d, in a loop of the script's own. One over range(N) begins at 0 and "
-                "trains %d epochs more than it would have: write for epoch in run.epochs(N).",
-                *(position.epoch + 1, position.epoch),
+                "trains %s more than it would have: write for epoch in run.epochs(N).",
+                *(position.epoch + 1, plural(position.epoch, "epoch")),
             )
         self.is_resumed = False
         self._walk += 1

@@ -248,6 +248,8 @@ class Heartbeat:
     ) -> None:
         self._beat, self._events = beat, events
         self.control = Control() if control is None else control
+        self.own_reason = StopReason.NONE
+        """Why this process asks its run to stop, where its supervisor is not to know."""
         self._pid = os.getpid()
         self._step = -1
         self._length = self._size = -1
@@ -353,7 +355,7 @@ class Heartbeat:
 
         Ranks see it at different times: agree on it before acting.
         """
-        return self.control.reason
+        return max(self.control.reason, self.own_reason)
 
     def set_membership(self, membership: Membership) -> None:
         """Writes the rank's relation to the process group."""

@@ -17,6 +17,8 @@ from lockstep.launch.supervisor import run_sequentially
 
 DEVICES = (1, 2, 4)
 """Default numbers of devices; those above the recipe's micro-batches are left out."""
+RUN_FOLDER = "run"
+"""Where a run that verify observes writes to, in verify's own folder."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class Layout:
             return Mesh.parse(self.mesh).ranks
         return 1 if self.strategy in ONE_PROCESS else self.devices
 
-    def of(self, config: JobConfig, directory: str) -> JobConfig:
-        """The job in this layout, which writes only into ``directory``."""
+    def of(self, config: JobConfig, directory: str, resume: str = "") -> JobConfig:
+        """The job in this layout, which writes only into ``directory``, and goes on from the run folder ``resume``."""
         changed: dict[str, dict[str, Any]] = {
             "training": {"strategy": self.strategy, "mesh": self.mesh},
-            "run": {"devices": f"cpu:{self.devices}", "directory": directory, "name": "verify"},
+            "run": {"devices": f"cpu:{self.devices}", "directory": directory, "name": RUN_FOLDER},
             "log": {"tensorboard": False, "json": False, "progress": False},
-            "checkpoint": {"resume": ""},
+            "checkpoint": {"resume": resume},
             "parameter_server": {"mode": self.mode or "synchronous"},
         }
         if (option := ONE_PROCESS.get(self.strategy)) is not None:
@@ -84,7 +86,9 @@ def layouts(
     return found
 
 
-def run_layout(layout: Layout, config: JobConfig, entry: str, folder: Path, **payload: int | str) -> str:
+def run_layout(
+    layout: Layout, config: JobConfig, entry: str, folder: Path, *, resume: str = "", **payload: int | str
+) -> str:
     """Runs an entry on the layout's ranks and returns the reason of a failure, or an empty text.
 
     Args:
@@ -92,10 +96,11 @@ def run_layout(layout: Layout, config: JobConfig, entry: str, folder: Path, **pa
         config: the job.
         entry: ``module:function``, called with ``payload``, the ``config`` and the ``folder``.
         folder: created for the files of the ranks.
+        resume: see ``Layout.of``.
         payload: further arguments of the entry.
     """
     folder.mkdir()
-    job = layout.of(config, str(folder))
+    job = layout.of(config, str(folder), resume)
     if problems := machine_problems(job, layout.devices, "cpu"):
         return " ".join(problem.text for problem in problems)
     given = {"config": job.to_json(), **payload}

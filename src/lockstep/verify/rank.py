@@ -3,6 +3,7 @@
 ``main`` trains a job, ``watch_script`` runs a script, and ``watch_micro_batches`` does either for one step. A run, of
 the job or of a script with ``lockstep.init``, is observed by a callback that does not change it and writes nothing to
 the user's folders; any other loop writes its own records with a ``Recorder``. All stop after the last requested step.
+With ``"stop_after"`` a run is asked to save and stop instead, as by a signal, and another goes on from there.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ from lockstep.numerics.randomness import draws_in_forward
 from lockstep.run import Run, RunOptions
 from lockstep.run.prepare import hyperparameters
 from lockstep.runtime import Callback
+from lockstep.runtime.control import Stopped, StopReason
 from lockstep.runtime.events import observe_new_runs
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy, StepResult, gather_records
 from lockstep.trainer import Trainer
+from lockstep.verify.layouts import RUN_FOLDER
 from lockstep.verify.micro_batches import AS_IT_IS, EVALUATING, WITHOUT_BATCH_NORM, FirstStep, Pass
 from lockstep.verify.plain.recorder import RecordingRequest, StopRecording, attributes, innermost, requested
 from lockstep.verify.trace import StepTrace, Trace, keep_refusal
@@ -58,6 +61,11 @@ class Observer(Callback):
     """Records the steps of a prepared run, and raises ``StopRecording`` at the end of the last one.
 
     Collective: every rank must create one.
+
+    Args:
+        run: prepared, and resumed where it is.
+        label: of the trace.
+        steps: of the run, those before it was resumed among them.
     """
 
     def __init__(self, run: Run, label: str, steps: int) -> None:
@@ -73,6 +81,7 @@ class Observer(Callback):
         self.trace = Trace(
             label=label,
             strategy=strategy.name,
+            first=run.position.step,
             ranks=run.world.world_size,
             level=strategy.level.value,
             independent=isinstance(strategy, IndependentStrategy),
@@ -103,7 +112,7 @@ class Observer(Callback):
         trained = set(self._names)
         self.trace.steps.append(
             StepTrace(
-                step=len(self.trace.steps),
+                step=self.trace.first + len(self.trace.steps),
                 loss=float(self._loss).hex(),
                 parameters={name: digest for name, digest in model.items() if name in trained},
                 buffers={name: digest for name, digest in model.items() if name not in trained},
@@ -113,7 +122,7 @@ class Observer(Callback):
                 **self._noted,
             )
         )
-        if len(self.trace.steps) >= self._steps:
+        if self.trace.first + len(self.trace.steps) >= self._steps:
             raise StopRecording
 
     def finish(self, final: Path) -> Trace:
@@ -253,34 +262,73 @@ def main(payload: Any) -> None:
 
     Args:
         payload: ``{"config": JSON of the job, "steps": number, "label": of the layout, "folder": for the trace}``, and
-            ``"nudge"``, the number of a change with ``nudge``, or 0.
+            ``"nudge"``, the number of a change with ``nudge``, or 0. ``"stop_after"`` is the number of steps after
+            which the run saves and stops, or 0.
     """
-    logging.basicConfig(level=logging.ERROR)
     config, world = JobConfig.from_json(payload["config"]), World.from_environment()
     folder = Path(payload["folder"])
-    try:
-        trainer = assemble(config, world)
-    except ConfigError as error:
+    with _quiet() as warnings:
+        try:
+            trainer = assemble(config, world)
+        except ConfigError as error:
+            if world.is_main:
+                strategy = config.training.strategy
+                refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
+                refused.write(folder / "trace.json")
+            return
+        observer = Observer(trainer.run, payload["label"], payload["steps"])
+        if number := payload.get("nudge", 0):
+            nudge(observer.model, coarsest_type(trainer.run.options), number)
+        if steps := payload.get("stop_after", 0):
+            trainer.run.add_callback(_Stop(trainer.run, steps))
+        with contextlib.suppress(StopRecording, Stopped), _keeping_refusals(folder):
+            _train(trainer, config)
+        trace = observer.finish(folder / "final.safetensors")
+        trace.warnings = warnings
         if world.is_main:
-            strategy = config.training.strategy
-            refused = Trace(payload["label"], strategy, world.world_size, "", refused=str(error))
-            refused.write(folder / "trace.json")
-        return
-    observer = Observer(trainer.run, payload["label"], payload["steps"])
-    if number := payload.get("nudge", 0):
-        nudge(observer.model, coarsest_type(trainer.run.options), number)
-    with contextlib.suppress(StopRecording), _keeping_refusals(folder):
-        _train(trainer, config)
-    trace = observer.finish(folder / "final.safetensors")
-    if world.is_main:
-        trace.write(folder / "trace.json")
-    trainer.run.close()
+            trace.write(folder / "trace.json")
+        trainer.run.close()
 
 
 def _train(trainer: Trainer, config: JobConfig) -> None:
     for _ in trainer.run.epochs(config.training.epochs):
         for batch in trainer.batches():
             trainer.train_step(batch)
+
+
+class _Stop(Callback):
+    """Asks a run to save and stop at the end of a step, as a signal would."""
+
+    def __init__(self, run: Run, after: int) -> None:
+        self._run, self._after = run, after
+
+    def on_step_begin(self, batch: Batch) -> None:
+        """Asks where the last step begins; on every rank in the same step."""
+        if self._run.position.step + 1 >= self._after:
+            self._run._session.heartbeat.own_reason = StopReason.PREEMPTED
+
+
+class _KeptWarnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Shows nothing but errors; gives what Lockstep warns of."""
+    logging.basicConfig()
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(logging.ERROR)
+    kept, own = _KeptWarnings(), logging.getLogger("lockstep")
+    own.addHandler(kept)
+    try:
+        yield kept.found
+    finally:
+        own.removeHandler(kept)
 
 
 @contextlib.contextmanager
@@ -302,19 +350,20 @@ def watch_script(payload: Any) -> None:
 
     Args:
         payload: ``{"script": path, "arguments": list, "steps": number, "label": of the world, "folder": for files}``,
-            and ``"nudge"`` as in ``main``.
+            ``"nudge"`` and ``"stop_after"`` as in ``main``, and ``"resume"``, the folder of a run that has stopped, or
+            an empty text.
     """
-    logging.basicConfig(level=logging.ERROR)
     folder = Path(payload["folder"])
-    watch = _Watch(payload["label"], payload["steps"], folder, nudge=payload.get("nudge", 0))
+    watch = _Watch(payload, folder)
     token = requested.set(RecordingRequest(folder / RECORDS, payload["steps"]))
     try:
-        with observe_new_runs(watch, options=watch.redirect):
+        with _quiet() as warnings, observe_new_runs(watch, options=watch.redirect):
             _run_script(payload, folder)
     finally:
         requested.reset(token)
     trace = watch.finish()
     if trace is not None and World.from_environment().is_main:
+        trace.warnings = warnings
         trace.write(folder / "trace.json")
 
 
@@ -328,7 +377,7 @@ def _run_script(payload: Any, folder: Path) -> None:
             _keeping_refusals(folder),
         ):
             run_script(target)
-    except StopRecording:
+    except (StopRecording, Stopped):
         pass
     except SystemExit as ending:
         if ending.code:
@@ -338,15 +387,22 @@ def _run_script(payload: Any, folder: Path) -> None:
 class _Watch(Callback):
     """Observes the first run that a script prepares."""
 
-    def __init__(self, label: str, steps: int, folder: Path, *, nudge: int) -> None:
-        self._label, self._steps, self._folder, self._nudge = label, steps, folder, nudge
+    def __init__(self, payload: Any, folder: Path) -> None:
+        self._label, self._steps, self._folder = payload["label"], payload["steps"], folder
+        self._nudge, self._stop_after = payload.get("nudge", 0), payload.get("stop_after", 0)
+        self._resume = payload.get("resume", "")
         self._observer: Observer | None = None
         self._trace: Trace | None = None
 
     def redirect(self, options: RunOptions) -> RunOptions:
-        """The options of a run that starts anew and writes into the folder of verify."""
-        directory = None if options.directory is None else self._folder / "run"
-        return dataclasses.replace(options, directory=directory, resume="")
+        """The options of a run that writes into the folder of verify, and resumes only what verify has stopped."""
+        is_first = self._observer is None
+        has_folder = options.directory is not None or (is_first and (self._stop_after or self._resume))
+        directory, resume = (
+            self._folder / RUN_FOLDER if has_folder else None,
+            self._resume if is_first else "",
+        )
+        return dataclasses.replace(options, directory=directory, resume=resume)
 
     def finish(self) -> Trace | None:
         """The trace, if a run was observed. Collective."""
@@ -358,6 +414,8 @@ class _Watch(Callback):
         """Observes the first run."""
         if self._observer is None:
             self._observer = Observer(run, self._label, self._steps)
+            if self._stop_after:
+                run.add_callback(_Stop(run, self._stop_after))
             if self._nudge:
                 nudge(self._observer.model, coarsest_type(run.options), self._nudge)
 
@@ -398,7 +456,7 @@ class _FirstStepWatch(Callback):
 
     def redirect(self, options: RunOptions) -> RunOptions:
         """The options of a run that starts anew, is checked, and writes into the folder of verify."""
-        directory = None if options.directory is None else self._folder / "run"
+        directory = None if options.directory is None else self._folder / RUN_FOLDER
         number = self.found.micro_batches
         return dataclasses.replace(
             options, micro_batches=number, checks="always", directory=directory, resume="", profile=""

@@ -116,6 +116,12 @@ def table(comparisons: Sequence[Comparison]) -> str:
         for each in comparisons
         if each.trace.refused
     ]
+    lines += [
+        f"{each.trace.label}: {warning}"
+        for each in comparisons
+        for warning in each.trace.warnings
+        if each.trace.first and warning not in reference.trace.warnings
+    ]
     if reference.trace.refused:
         return "\n".join([*lines, "No layout was compared."])
     steps, last = len(reference.trace.steps), float.fromhex(reference.trace.steps[-1].loss)
@@ -144,6 +150,7 @@ def as_json(comparisons: Sequence[Comparison]) -> str:
             "milliseconds": each.trace.milliseconds,
             "memory": each.trace.memory,
             "sent": each.trace.sent,
+            "warnings": each.trace.warnings,
         }
         for each in comparisons
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Trace:
     """The level that the strategy promises: A, B or C."""
     context: dict[str, str] = field(default_factory=dict)
     """Conditions that the bits depend on: threads, device, torch, optimizer implementation."""
+    first: int = 0
+    """The number of the first step; more than 0 in a run that was resumed."""
     start: dict[str, str] = field(default_factory=dict)
     """Digests of parameters and buffers before the first step."""
     unit: float = 2.0**-23
@@ -85,6 +87,16 @@ class Trace:
     """The reason why the job cannot run in this layout; empty if it did."""
     in_training: bool = False
     """True if it was refused while it trained, which is a finding about the program."""
+    warnings: list[str] = field(default_factory=list)
+    """What Lockstep has warned of, on the main process."""
+
+    def since(self, step: int) -> Trace:
+        """The part of the trace from a step on."""
+        if step == self.first:
+            return self
+        before = self.steps[step - self.first - 1]
+        start = {**before.parameters, **before.buffers}
+        return replace(self, start=start, first=step, steps=self.steps[step - self.first :])
 
     def write(self, path: Path) -> None:
         """Writes the trace as JSON."""
