@@ -41,6 +41,28 @@ class Normalized(optim.SGD):
         super().step(closure)
 
 
+class Scaled(optim.SGD):
+    """Steps as far as the norm of the parameter says, as LAMB does; its state tells nothing of it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] * float(parameter.norm()))
+
+
+class InBlocks(optim.SGD):
+    """Scales the gradients of large parameters in blocks, as optimizers with a state of 8 bits do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.numel() >= 4096:
+                blocks = parameter.grad.flatten()[: parameter.numel() // 256 * 256].view(-1, 256)
+                blocks.div_(blocks.abs().amax(1, keepdim=True))
+        super().step(closure)
+
+
 class Coupled(optim.SGD):
     """Divides all gradients by the largest of all."""
 
@@ -79,6 +101,12 @@ def plain():
     return list(model().parameters())
 
 
+def warmed_up(optimizer):
+    """The optimizer under a schedule that begins at 0."""
+    optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    return optimizer
+
+
 TRIALS = {
     "sgd": (lambda: optim.SGD(plain(), lr=0.1, momentum=0.9, nesterov=True), Unit.ELEMENT),
     "adamw": (lambda: optim.AdamW(plain(), lr=0.1, amsgrad=True), Unit.ELEMENT),
@@ -92,6 +120,12 @@ TRIALS = {
     "adafactor": (lambda: optim.Adafactor(plain(), lr=0.1), Unit.PARAMETER),
     "muon": (lambda: optim.Muon(matrices(), lr=0.1), Unit.PARAMETER),
     "norms": (lambda: Normalized(plain(), lr=0.1), Unit.PARAMETER),
+    "norms, rate 0": (lambda: warmed_up(Scaled(plain(), lr=0.1)), Unit.PARAMETER),
+    "norms, rate tensor(0)": (lambda: Scaled(plain(), lr=torch.tensor(0.0)), Unit.PARAMETER),
+    "adamw fused, rate 0": (lambda: warmed_up(optim.AdamW(plain(), lr=0.1, fused=True)), Unit.PLACE),
+    "blocks": (lambda: InBlocks(plain(), lr=0.1), Unit.PARAMETER),
+    "blocks of narrow rows": (lambda: InBlocks([nn.Parameter(torch.ones(5000, 2))], lr=0.1), Unit.PARAMETER),
+    "six dimensions": (lambda: optim.AdamW([nn.Parameter(torch.ones(3, 3, 3, 3, 3, 3))]), Unit.ELEMENT),
     "noise": (lambda: Noisy(plain(), lr=0.1), Unit.MODEL),
     "coupled": (lambda: Coupled(plain(), lr=0.1), Unit.MODEL),
     "failing": (lambda: Failing(plain(), lr=0.1), Unit.MODEL),
@@ -106,6 +140,12 @@ def test_bits_say_what_an_optimizer_needs(name):
     trial = try_optimizer(make(), CPU)
     assert trial.unit is unit
     assert bool(trial.reason) == (unit is not Unit.ELEMENT)
+
+
+def test_a_rate_of_zero_stays_zero():
+    optimizer = optim.SGD(plain(), lr=torch.tensor(0.0))
+    assert try_optimizer(optimizer, CPU).unit is Unit.ELEMENT
+    assert optimizer.param_groups[0]["lr"] == 0
 
 
 def test_a_trial_changes_nothing():

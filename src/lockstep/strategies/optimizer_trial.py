@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +28,13 @@ from lockstep.strategies.sharding import rows_of
 
 _ROWS = (1, 8, 37)
 """Rows of the small parameters; of one row some ranks get none."""
+_LARGE = 8192
+"""Numbers in one more, at least: some optimizers store large parameters in blocks."""
 _NUMBERS = 300
 """About so many numbers each has in a row, at most; fewer where the parameter's own rows are shorter."""
 _STEPS = 3
+_RATE = 0.01
+"""The least learning rate: nothing is seen of a step at 0, where a schedule may begin."""
 _RANKS = (2, 3, 16)
 
 
@@ -183,11 +188,10 @@ def _examples(parameters: Sequence[Tensor], device: torch.device) -> Iterator[_E
 
     for (dtype, dims), original in kinds.items():
         most = max(1, round(_NUMBERS ** (1 / max(1, dims - 1))))
-        for rows in _ROWS:
-            if dims == 1:
-                shape = [rows * 11]
-            else:
-                shape = [rows, *(min(size, most - place) for place, size in enumerate(original.shape[1:]))]
+        inner = [max(1, min(size, most - place)) for place, size in enumerate(original.shape[1:])]
+        numbers = math.prod(inner) if inner else 11
+        for rows in (*_ROWS, 256 * -(-_LARGE // (256 * numbers))):
+            shape = [rows, *inner] if inner else [rows * numbers]
             yield _Example(original, draw(shape, dtype), [draw(shape, dtype) for _ in range(_STEPS)])
 
 
@@ -248,6 +252,8 @@ def _group(group: Mapping[str, Any], members: Sequence[tuple[_Example, nn.Parame
     values = {
         key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")
     }
+    if isinstance(rate := values.get("lr"), float | int | Tensor):
+        values["lr"] = rate.clamp(min=_RATE) if isinstance(rate, Tensor) else max(rate, _RATE)
     names = {"param_names": [str(number) for number in range(len(members))]} if "param_names" in group else {}
     return {"params": [own for _, own in members], **values, **names}
 
