@@ -1,6 +1,7 @@
 """Rehearsals change nothing, tell nobody, and end after the second step."""
 
 import io
+import itertools
 import logging
 import time
 from types import SimpleNamespace
@@ -32,8 +33,8 @@ def data(rows=32):
     return TensorDataset(torch.randn(rows, 8), torch.randint(0, 4, (rows,)))
 
 
-def train(trained, loss=F.cross_entropy, *, callback=None, rows=32, **options):
-    """Trains an epoch; the fingerprint and the losses."""
+def train(trained, loss=F.cross_entropy, *, callback=None, rows=32, epochs=1, end=None, **options):
+    """Trains an epoch, or some; the fingerprint and the losses."""
     given = {"global_batch": 8, "micro_batches": 4, "strategy": "single", **options}
     run = Run(RunOptions.of(**given), World())
     try:
@@ -41,10 +42,13 @@ def train(trained, loss=F.cross_entropy, *, callback=None, rows=32, **options):
         if callback is not None:
             run.add_callback(callback)
         losses = []
-        for batch in run.batches(data(rows)):
-            losses.append(float(run.backward(batch, loss)))
-            optimizer.step()
-            optimizer.zero_grad()
+        for epoch in run.epochs(epochs):
+            for batch in run.batches(data(rows)):
+                losses.append(float(run.backward(batch, loss)))
+                optimizer.step()
+                optimizer.zero_grad()
+            if end is not None:
+                end(epoch)
         return run.fingerprint(), losses
     finally:
         run.close()
@@ -114,6 +118,33 @@ def test_an_effect_that_comes_with_a_later_call_is_found():
 
     with pytest.raises(ConfigError, match=r"has other bits the second time.*'calls'"):
         train(model(), loss)
+
+
+@pytest.mark.parametrize(("keeps", "extra"), [(False, 0), (True, 2)])
+def test_epochs_begin_with_a_rehearsal_where_calls_leave_something(keeps, extra):
+    """A weight of a term that reads what earlier calls have left may be 0 in the first epoch; it was not looked at."""
+    calls, kept, weight = io.BytesIO(), [0.0], 0.0
+
+    def loss(output, target):
+        calls.write(b".")
+        if keeps:
+            kept.append(float(output.detach().mean()))
+        return F.cross_entropy(output, target) + weight * kept[-2 * keeps] * output.mean()
+
+    def end(epoch):
+        counts.append(len(calls.getvalue()))
+
+    counts = []
+    train(model(), loss, epochs=3, end=end)
+    assert [after - before for before, after in itertools.pairwise(counts)] == [16 + extra] * 2
+    if keeps:
+
+        def end(epoch):
+            nonlocal weight
+            weight = 0.1
+
+        with pytest.raises(ConfigError, match=r"has other bits the second time.*'kept'"):
+            train(model(), loss, epochs=3, end=end)
 
 
 class Notes(Callback):

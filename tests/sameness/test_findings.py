@@ -173,12 +173,15 @@ def loss_fn(output, target):
     [
         pytest.param(LEFT_BY_STEPS, 'state["shift"] = state["next"]', "'state'['shift']", id="a state"),
         pytest.param(
+            LEFT_BY_STEPS, 'if steps == 2: state["shift"] = state["next"]', "'state'['shift']", id="by epochs"
+        ),
+        pytest.param(
             KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"
         ),
     ],
 )
 def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(helpers, line, said):
-    """Truncated backpropagation by hand; weights of samples, too alike to draw others where samples are compared."""
+    """Truncated backpropagation by hand; a threshold by epochs; weights too alike to draw other samples."""
     program = dataclasses.replace(plain_program(), recipe=K8, count=32, epochs=2)
     text = text_of(program).replace("def train(", f"{helpers}\n\ndef train(")
     text = text.replace("            steps += 1\n", f"            steps += 1\n            {line}\n")

@@ -28,6 +28,7 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
+_EPOCHS, _APART = 6, 50
+"""Where calls leave something behind: epochs whose first step is rehearsed, and steps between rehearsals later."""
 _GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
@@ -79,6 +82,8 @@ class Findings:
     """Parameters whose gradients differ."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Places that changed from the one to the other, before and after; generators and numbers come first."""
+    keeps: bool = False
+    """True if a call has left anything behind."""
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
     lost: list[str] = field(default_factory=list)
@@ -90,6 +95,7 @@ class Findings:
         whole = cls()
         for each in everyone:
             whole.losses_differ |= each["losses_differ"]
+            whole.keeps |= each["keeps"]
             whole.deviation = whole.deviation or each["deviation"]
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
@@ -124,6 +130,8 @@ class Rehearsals:
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
+        self._kept: dict[Any, tuple[int, int]] = {}
+        """Epoch and step of the last rehearsal of each whose calls leave something behind."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
@@ -145,6 +153,16 @@ class Rehearsals:
         """True once, after the first step of a process: what drifts from the start is not left to the interval."""
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
+
+    def is_due(self, loss: Callable[..., Any], plan: StepPlan) -> bool:
+        """True for the first steps of a loss; where calls leave something behind, also for the first of an epoch.
+
+        There a loop gives back what it has made of that, such as a threshold, or a weight of 0 becomes another one.
+        """
+        code = code_of(loss)
+        done, (epoch, step) = self.done.get(code, 0), self._kept.get(code, (plan.epoch, 0))
+        is_late = done < _EPOCHS or plan.step >= step + _APART
+        return done < self.times or (plan.epoch != epoch and is_late)
 
     def is_new_metric(self, function: Callable[..., Any]) -> bool:
         """True for a metric that should be checked and was not asked about before."""
@@ -246,6 +264,8 @@ class Rehearsals:
             return
         everyone = gather_records(self._strategy, vars(findings), self._group)
         found = Findings.of_all(everyone)
+        if found.keeps or code in self._kept:
+            self._kept[code] = batch.plan.epoch, batch.plan.step
         self.judge(found, _words(loss))
         if found.by_rank:
             everyone = gather_records(self._strategy, self._places, self._group)
@@ -298,7 +318,7 @@ class Rehearsals:
                 buffers.restore()  # the next step would begin from new running statistics
                 second = self._pass(_turned(short), replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
-                is_counting = bool(after.changed(later))
+                is_counting = bool(after.changed(later)) and self.done[code_of(loss)] <= max(2, self.times)
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
                 # Each time: a loop may give back what a step has left on its rank.
@@ -328,6 +348,7 @@ class Rehearsals:
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
+        findings.keeps = bool(noted or counting)
         kinds = {**after.kinds, **later.kinds}
         findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
         differs = findings.losses_differ or findings.gradients
@@ -431,8 +452,8 @@ class Rehearsals:
         self._warned |= new.keys()
         if new and self._is_main:
             logger.warning(
-                "The forward pass or the loss changes %s. The loss does not depend on it, but its value does depend on "
-                "the number of processes: each sees its own micro-batches only.",
+                "The forward pass or the loss changes %s. So far the loss does not depend on it, but its value does "
+                "depend on the number of processes: each sees its own micro-batches only.",
                 told(new, _MOST),
             )
 

@@ -42,7 +42,6 @@ from lockstep.run.step import (
     DeferredResults,
     ForwardPass,
     StepCompute,
-    code_of,
     exact,
     required_loss,
 )
@@ -316,7 +315,7 @@ class Run:
         )
         opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
         try:
-            if rehearse and self.rehearsals.done.get(code_of(loss), 0) < self.rehearsals.times:
+            if rehearse and self.rehearsals.is_due(loss, plan):
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
