@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize, pad
 from lockstep.run.means import Deviation, deviation
 from lockstep.run.step import exact
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNCLEAR = Deviation
 
 
 def rows(count=64):
@@ -81,8 +81,10 @@ def masked(output, target):
         (f1, WEIGHTED),
         (contrastive, OTHER),
         (lambda output, target: output.max(), OTHER),
+        (lambda output, target: f1(output, target) * 0, UNCLEAR),
+        (lambda output, target: output.mean() / 0, UNCLEAR),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found

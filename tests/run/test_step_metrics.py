@@ -1,11 +1,14 @@
 """Numbers beside the loss of a step have one value on every layout, as the loss has."""
 
+import functools
+
 import pytest
 import torch
 from tests.ranks import run_ranks
 from tests.run.jobs import begin, correct, dataset
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from lockstep.core.world import World
 from lockstep.errors import ConfigError, NonFiniteError
@@ -71,6 +74,48 @@ def test_what_is_no_mean_is_refused(also, sentence):
     try:
         with pytest.raises(ConfigError, match=sentence):
             run.backward(next(run.batches(dataset())), F.cross_entropy, also=also)
+    finally:
+        run.close()
+
+
+def precision(output, target, least=1):
+    found = output.argmax(1) == 1
+    return (found & (target == 1)).sum() / found.sum().clamp(min=least)
+
+
+@pytest.mark.parametrize("function", [precision, functools.partial(precision, least=0)])
+def test_a_metric_of_which_nothing_could_be_told_is_looked_at_again(function):
+    """As long as a model finds nothing, its precision is 0, or 0/0, as a mean may be. Later values were wrong."""
+    run = Run(RunOptions.of(global_batch=24, micro_batches=4, strategy="single"), World())
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.bias[1], -100.0)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = dataset()
+    try:
+        for batch in run.batches(data):
+            run.backward(batch, F.cross_entropy, also={"f": function})
+            optimizer.zero_grad()
+        assert not run.evaluate(data, function) > 0
+        with torch.no_grad():
+            model.bias[1] = 0.0
+        for _ in range(2):  # a refusal that was caught settles nothing
+            with pytest.raises(ConfigError, match=r"The metric 'metric' is"):
+                run.evaluate(data, function)
+        with pytest.raises(ConfigError, match=r"The metric 'f' is"):
+            run.backward(next(run.batches(data)), F.cross_entropy, also={"f": function})
+    finally:
+        run.close()
+
+
+def test_a_metric_is_looked_at_in_later_micro_batches_too():
+    """Targets that are ignored may come late, as padding does where samples are sorted by length."""
+    inputs, targets = torch.randn(64, 6), torch.arange(64) % 3
+    targets[32::3] = -100
+    run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single"), World())
+    run.prepare(nn.Linear(6, 3))
+    try:
+        with pytest.raises(ConfigError, match="is no mean over samples"):
+            run.evaluate(TensorDataset(inputs, targets), F.cross_entropy)
     finally:
         run.close()
 

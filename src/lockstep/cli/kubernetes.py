@@ -145,10 +145,7 @@ class _Pods:
     @property
     def mounts(self) -> list[Table]:
         """Where the volumes are in the container."""
-        return [
-            {"name": "shared", "mountPath": self._mount},
-            {"name": "memory", "mountPath": "/dev/shm"},
-        ]
+        return [{"name": "shared", "mountPath": self._mount}, {"name": "memory", "mountPath": "/dev/shm"}]
 
     @property
     def security(self) -> Table:
@@ -266,11 +263,7 @@ def _train_job(pods: _Pods) -> list[Table]:
 
 def _patch(pods: _Pods) -> Table:
     """What Kubeflow lets a TrainJob change in a runtime of the cluster: neither probes nor the grace period."""
-    container = {
-        "name": _CONTAINER,
-        "volumeMounts": pods.mounts,
-        "securityContext": pods.container_security,
-    }
+    container = {"name": _CONTAINER, "volumeMounts": pods.mounts, "securityContext": pods.container_security}
     specification = {"volumes": pods.volumes, "containers": [container], "securityContext": pods.security}
     template = {"metadata": {"labels": pods.labels}, "spec": specification}
     replicated = [{"name": _CONTAINER, "template": {"spec": {"template": template}}}]
@@ -288,10 +281,7 @@ def _training_runtime(pods: _Pods) -> Table:
     }
     replicated = {
         "name": _CONTAINER,
-        "template": {
-            "metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}},
-            "spec": job,
-        },
+        "template": {"metadata": {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}, "spec": job},
     }
     # All pods are started again together, unless one says that it would fail again.
     final = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
@@ -330,11 +320,7 @@ def _indexed_job(pods: _Pods) -> list[Table]:
     }
     more = {"subdomain": pods.name} if pods.nodes > 1 else {}
     evicted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]}
-    rules = [
-        _on_exit("FailJob", _NOT_TO_BE_REPEATED),
-        _on_exit("Ignore", (EXIT_PREEMPTED,)),
-        evicted,
-    ]
+    rules = [_on_exit("FailJob", _NOT_TO_BE_REPEATED), _on_exit("Ignore", (EXIT_PREEMPTED,)), evicted]
     job = {
         "apiVersion": "batch/v1",
         "kind": "Job",

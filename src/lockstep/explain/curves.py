@@ -149,11 +149,7 @@ def final_table(
     rows: list[tuple[str, ...]] = [head]
     for log in logs:
         seconds = log.records[-1].get("seconds")
-        cells = [
-            log.name,
-            f"{log.epochs:.4g}",
-            "-" if seconds is None else format_duration(seconds),
-        ]
+        cells = [log.name, f"{log.epochs:.4g}", "-" if seconds is None else format_duration(seconds)]
         finals = {metric: log.final(metric) for metric in metrics}
         cells += ["-" if value is None else _shown(metric, value) for metric, value in finals.items()]
         if best:

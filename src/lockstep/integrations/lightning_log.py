@@ -219,6 +219,6 @@ def unequal_means(
             return float(each.value) * weight, weight
 
         deviation = deviation_over(sums, samples, most)
-        if deviation is not Deviation.NONE:
+        if deviation.reason:
             found[name] = _KINDS[deviation]
     return found

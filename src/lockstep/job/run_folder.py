@@ -70,12 +70,7 @@ class Start:
         """The entries, ready for JSON."""
         own = {name: getattr(self, name) for name in ("step", "strategy", "level", "device")}
         shares = [asdict(share) for share in self.shares]
-        return {
-            **own,
-            "shares": shares,
-            "context": dict(self.context),
-            "job": json.loads(self.job.to_json()),
-        }
+        return {**own, "shares": shares, "context": dict(self.context), "job": json.loads(self.job.to_json())}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Start:

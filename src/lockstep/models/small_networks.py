@@ -41,11 +41,7 @@ def digits_net(*, num_classes: int = 10, width: int = 16, dropout: float = 0.25)
 
 
 def perceptron(
-    *,
-    in_features: int = 784,
-    hidden: Sequence[int] = (256, 128),
-    num_classes: int = 10,
-    dropout: float = 0.0,
+    *, in_features: int = 784, hidden: Sequence[int] = (256, 128), num_classes: int = 10, dropout: float = 0.0
 ) -> nn.Sequential:
     """A perceptron from inputs of any shape, flattened, to logits; 784-256-128-10 unless told otherwise.
 

@@ -233,6 +233,7 @@ def evaluate_all(
     if means:
         with evaluation(run, data, *how) as opened:
             values = evaluate(opened, means, strategy, group, unchecked, is_main=run.is_main)
+            run.rehearsals.note_checked(means[name] for name in means.keys() - unchecked)
             found |= {name: {name: value} for name, value in values.items()}
     if whole:
         with evaluation(run, data, *how) as opened:
@@ -259,7 +260,8 @@ def evaluate(
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         strategy: where the results of all processes are gathered.
         group: all ranks; None for a world of one.
-        unchecked: names of the metrics that are to be checked, see ``means``; the same on every rank.
+        unchecked: names of the metrics that are to be checked, see ``means``; the same on every rank. Those stay in it
+            of which nothing could be told.
         is_main: True for the process that warns.
 
     Raises:
@@ -278,9 +280,9 @@ def evaluate(
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
-        if place < _ROUNDS_CHECKED and unchecked:
+        if unchecked and (place < _ROUNDS_CHECKED or not place & (place - 1)):  # also 4, 8, 16, ...
             seen.append((*copies_of((output, target)), len(micro_batch)))
-            named = {name: metrics[name] for name in sorted(unchecked - deviations.keys())}
+            named = {name: metrics[name] for name in sorted(unchecked) if not deviations.get(name)}
             deviations.update(reasons(named, seen))
         before = held_by(metrics, unchecked if place == 0 else ())
         for column, metric in enumerate(functions):
@@ -293,7 +295,7 @@ def evaluate(
             if micro_batch is not None:
                 compute(place, micro_batch)
     if unchecked:
-        judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
+        unchecked -= judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 

@@ -48,10 +48,11 @@ class Deviation(Enum):
     FUNCTION = 3
     OTHER = 4
     ONE_ENTRY = 5
+    UNCLEAR = 6
 
     @property
     def reason(self) -> str:
-        """The text after "The metric 'f1' "; empty for ``NONE``."""
+        """The text after "The metric 'f1' "; empty for ``NONE`` and ``UNCLEAR``."""
         return _REASONS.get(self, "")
 
 
@@ -96,9 +97,9 @@ Part = tuple[Any, Any, int]
 
 
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
-    """Why some functions are no means over samples, by name, see ``Deviation.reason``; only those that are none.
+    """Why functions are no means over samples, by name, see ``Deviation.reason``; without those that are unclear.
 
-    ``parts`` are the first micro-batches of a process so far. Where they have one row each, they are put together.
+    ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
     """
     output, target, samples = parts[-1]
     if samples < 2:
@@ -108,7 +109,7 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
             return {}
         samples = sum(part[2] for part in parts)
     found = {name: checked(function, output, target, samples) for name, function in functions.items()}
-    return {name: each.reason for name, each in found.items() if each.reason}
+    return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
 
 Changes = dict[str, tuple[str, str]]
@@ -120,17 +121,20 @@ def held_by(functions: Mapping[str, Callable[[Any, Any], Any]], names: Iterable[
     return Snapshot({f"the metric {name!r}": functions[name] for name in sorted(names)}, restorable=False)
 
 
-def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> None:
+def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warns: bool) -> set[str]:
     """Refuses metrics that are no means, and warns, where several ranks call them, of those that keep something.
 
     Args:
         everyone: of each rank the ``reasons``, and what metrics have changed.
         warns: True for the process that warns.
 
+    Returns:
+        The names of those that need not be looked at again.
+
     Raises:
         ConfigError: a process has found that a metric is no mean.
     """
-    for name, reason in sorted({name: why for found, _ in everyone for name, why in found.items()}.items()):
+    for name, reason in sorted((name, why) for found, _ in everyone for name, why in found.items() if why):
         raise ConfigError(
             f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
             "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
@@ -144,6 +148,7 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
             "give run.evaluate an object with update(output, target), compute() and reset().",
             told(changed, 3),
         )
+    return {name for found, _ in everyone for name in found}
 
 
 def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, samples: int) -> Deviation:
@@ -156,7 +161,8 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     Returns:
         What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
-        sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows.
+        sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows; ``UNCLEAR``
+        where all values are one number or none, such as a precision of 0 or 0/0 as long as nothing is found.
     """
     if not has_rows((output, target), samples):
         return Deviation.NONE
@@ -172,7 +178,7 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
     dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
     found = deviation_over(sums, samples, most)
-    return Deviation.ONE_ENTRY if found is not Deviation.NONE and all(have_one_entry) else found
+    return Deviation.ONE_ENTRY if found.reason and all(have_one_entry) else found
 
 
 def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> Deviation:
@@ -192,11 +198,14 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
             splits = [(sums(slice(border)), sums(slice(border, None))) for border in borders]
     except Exception:  # it may need a certain number of rows
         return Deviation.NONE
+    if not all(map(math.isfinite, whole)):
+        return Deviation.UNCLEAR
     if whole != again:
         return Deviation.NONE
     found = {deviation_of_parts(whole, *split, most) for split in splits} - {Deviation.NONE}
     if Deviation.OTHER not in found and len(found) <= 1:
-        return found.pop() if found else Deviation.NONE
+        values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
+        return found.pop() if found else Deviation.UNCLEAR if len(values) == 1 else Deviation.NONE
     for inverse in (lambda value: value**2, math.log):
         with suppress(ValueError, OverflowError):  # no logarithm
             value = _through(inverse, whole)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -165,8 +165,12 @@ class Rehearsals:
         return done < self.times or (plan.epoch != epoch and is_late)
 
     def is_new_metric(self, function: Callable[..., Any]) -> bool:
-        """True for a metric that should be checked and was not asked about before."""
-        return self._checks and self._is_new(code_of(function))
+        """True for a metric that should be checked, and was not, or not with a result."""
+        return self._checks and code_of(function) not in self._seen
+
+    def note_checked(self, metrics: Iterable[Callable[..., Any]]) -> None:
+        """Notes metrics that need not be checked again."""
+        self._seen |= set(map(code_of, metrics))
 
     def is_new_evaluation(
         self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False

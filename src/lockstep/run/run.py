@@ -37,14 +37,7 @@ from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import PreparedRun, RunState
-from lockstep.run.step import (
-    BackwardPass,
-    DeferredResults,
-    ForwardPass,
-    StepCompute,
-    exact,
-    required_loss,
-)
+from lockstep.run.step import BackwardPass, DeferredResults, ForwardPass, StepCompute, exact, required_loss
 from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
@@ -271,7 +264,9 @@ class Run:
         compute = self.strategy.backward
         with metrics.explained():
             value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)
-        return value, metrics.means(self.strategy, self._session.group, batch.plan, is_main=self.is_main)
+        means = metrics.means(self.strategy, self._session.group, batch.plan, is_main=self.is_main)
+        self.rehearsals.note_checked(metrics.checked)
+        return value, means
 
     def backward_by(
         self,

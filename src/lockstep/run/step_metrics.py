@@ -32,13 +32,13 @@ class LossEntries:
     """
 
     def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
-        self._function, self.names = function, names
+        self.function, self.names = function, names
         self._kept: dict[int, Mapping[str, Any]] = {}
         """What was returned last, by thread: strategy dp computes losses in several."""
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss."""
-        found = self._function(output, target)
+        found = self.function(output, target)
         missing = (
             [name for name in ("loss", *self.names) if name not in found]
             if isinstance(found, Mapping)
@@ -61,7 +61,7 @@ class LossEntries:
 
     def entry(self, name: str) -> Callable[[Any, Any], Any]:
         """A function that computes one of them."""
-        return lambda output, target: self._function(output, target)[name]
+        return lambda output, target: self.function(output, target)[name]
 
 
 class StepMetrics:
@@ -87,6 +87,8 @@ class StepMetrics:
         self._given, self._unchecked = dict(functions), unchecked
         self._functions = {name: exact(function) for name, function in functions.items()}
         self._reasons: dict[str, str] = {}
+        self.checked: list[Any] = []
+        """Functions that need not be checked again."""
         self._seen: list[Part] = []
         self._kept: Changes = {}
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}
@@ -128,7 +130,7 @@ class StepMetrics:
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:
         """Computes them for one micro-batch of this process."""
         samples = len(micro_batch)
-        if waiting := sorted(self._unchecked - self._reasons.keys()):
+        if waiting := sorted(name for name in self._unchecked if not self._reasons.get(name)):
             self._seen.append((*copies_of((output, target)), samples))
             self._reasons |= reasons({name: self._given[name] for name in waiting}, self._seen)
         if self._entries is None:
@@ -186,7 +188,10 @@ class StepMetrics:
             )
         share = strategy.share
         if self._unchecked:
-            judge_metrics(gather_records(strategy, [self._reasons, self._kept], group), warns=is_main)
+            clear = judge_metrics(gather_records(strategy, [self._reasons, self._kept], group), warns=is_main)
+            self.checked = [self._given[name] for name in clear]
+            if self._entries is not None:
+                self.checked = [self._entries.function] if clear == self._unchecked else []
         rows = torch.zeros(
             *(share.longest(plan.leaves), len(self._functions), 2),
             dtype=torch.float64,

@@ -32,11 +32,7 @@ from lockstep.strategies.parameter_server.asynchronous_participant import (
     Stop,
     require_same,
 )
-from lockstep.strategies.parameter_server.asynchronous_staleness import (
-    Clock,
-    GradientAccumulator,
-    Staleness,
-)
+from lockstep.strategies.parameter_server.asynchronous_staleness import Clock, GradientAccumulator, Staleness
 from lockstep.strategies.parameter_server.asynchronous_transport import (
     ServerMessage,
     ServerTransport,

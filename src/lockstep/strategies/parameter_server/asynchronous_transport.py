@@ -30,13 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.authentication import (
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Handshake,
-    Refused,
-    Seal,
-)
+from lockstep.distributed.authentication import NONCE_BYTES, PROOF_BYTES, Handshake, Refused, Seal
 from lockstep.errors import RankError
 
 logger = logging.getLogger(__name__)

@@ -92,13 +92,7 @@ class ParameterShards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        servers: int,
-        server: int,
-        whole: Collection[str] = (),
-        *,
-        apart: bool = False,
+        self, model: nn.Module, servers: int, server: int, whole: Collection[str] = (), *, apart: bool = False
     ) -> None:
         named = dict(model.named_parameters())
         self.parameters = {name: p for name, p in named.items() if p.requires_grad}
