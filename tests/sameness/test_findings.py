@@ -306,3 +306,45 @@ def test_a_shallow_copy_of_a_module_may_be_called(layout):
     text = text.replace("data = Tensor", SHALLOW + "data = Tensor")
     verdict = compare(run_trial(text, [SINGLE]), run_trial(text, [layout]), layout)
     assert verdict.what == "equal", (verdict.said, verdict.traceback)
+
+
+PACKED = """
+RECIPE = {"global_batch": 8, "micro_batches": 4, "seed": 3, "threads": 1}
+EPOCHS = 1
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+
+
+class Sequences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, row):
+        return torch.randn(2 + row % 5, 6, generator=torch.Generator().manual_seed(row)), row % 4
+
+
+class Reading(nn.GRU):
+    def forward(self, rows):
+        return super().forward(rows)[1][-1]
+
+
+def collate(samples):
+    return pack_sequence([each for each, _ in samples], enforce_sorted=False), torch.tensor([n for _, n in samples])
+
+
+def train(run, epochs):
+    torch.manual_seed(5)
+    model = nn.Sequential(Reading(6, 8), nn.Linear(8, 4))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+    for batch in run.batches(torch.utils.data.DataLoader(Sequences(), collate_fn=collate)):
+        found[f"s{batch.plan.step} loss"] = float(run.backward(batch, nn.functional.cross_entropy)).hex()
+        optimizer.step()
+    return {**found, "fingerprint": run.fingerprint()}
+"""
+
+
+def test_packed_sequences_are_batches_on_several_processes():
+    """It ended in an AssertionError of torch, where the ranks exchanged a micro-batch."""
+    assert compare(run_trial(PACKED, [SINGLE]), run_trial(PACKED, [DDP]), DDP).what == "equal"

@@ -12,7 +12,7 @@ from lockstep.errors import ConfigError
 
 
 def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with all changed that is no tuple, list, dict or other mapping."""
+    """The same with all changed that is no tuple (but a ``PackedSequence``), list, dict or other mapping."""
     if isinstance(data, dict):
         return {name: map_leaves(value, change) for name, value in data.items()}
     if isinstance(data, Mapping):
@@ -24,7 +24,7 @@ def map_leaves(data: Any, change: Callable[[Any], Any]) -> Any:
         return changed
     if isinstance(data, list):
         return [map_leaves(value, change) for value in data]
-    if isinstance(data, tuple):
+    if isinstance(data, tuple) and not hasattr(data, "pin_memory"):
         values = [map_leaves(value, change) for value in data]
         return type(data)(*values) if hasattr(data, "_fields") else tuple(values)
     return change(data)

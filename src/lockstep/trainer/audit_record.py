@@ -161,6 +161,10 @@ def digest_data(data: Any) -> str:
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
+        if isinstance(value, tuple):  # a PackedSequence
+            for each in value:
+                add(each)
+            return
         if isinstance(value, Tensor):
             text = digest_tensor(value if value.layout is torch.strided else value.to_dense())
         else:
