@@ -41,7 +41,7 @@ def traced_step(world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
     samples = TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
-    run = lockstep.init(global_batch=16, micro_batches=4, strategy="ddp")
+    run = lockstep.init(global_batch=16, micro_batches=4, strategy="ddp", checks="off")
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in run.batches(samples):
         one_step(iter([batch]), run, optimizer)

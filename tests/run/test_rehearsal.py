@@ -120,31 +120,56 @@ def test_an_effect_that_comes_with_a_later_call_is_found():
         train(model(), loss)
 
 
-@pytest.mark.parametrize(("keeps", "extra"), [(False, 0), (True, 2)])
-def test_epochs_begin_with_a_rehearsal_where_calls_leave_something(keeps, extra):
-    """A weight of a term that reads what earlier calls have left may be 0 in the first epoch; it was not looked at."""
-    calls, kept, weight = io.BytesIO(), [0.0], 0.0
+def test_an_epoch_begins_with_a_rehearsal():
+    calls, counts = io.BytesIO(), []
+    trained = model()
+    trained.register_forward_hook(lambda *_: calls.write(b".") and None)
+    train(trained, epochs=3, end=lambda epoch: counts.append(len(calls.getvalue())))
+    assert [after - before for before, after in itertools.pairwise(counts)] == [4 * 4 + 2] * 2
 
-    def loss(output, target):
-        calls.write(b".")
-        if keeps:
-            kept.append(float(output.detach().mean()))
-        return F.cross_entropy(output, target) + weight * kept[-2 * keeps] * output.mean()
+
+class Later(nn.Module):
+    """Parts that a loop switches on after the first epoch; nothing looked at them then."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.on, self.hidden = nn.Linear(8, 4), "", torch.zeros(4)
+        self.generator, self.weight = torch.Generator(), 0.0
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.on == "hidden":
+            self.hidden = self.hidden.lerp(x.detach().mean(0), 0.1)
+            x = x - self.hidden
+        elif self.on == "generator":
+            x = x + torch.randn(4, generator=self.generator)
+        elif self.on == "clamped":
+            self.inner.weight.data.clamp_(-0.01, 0.01)
+        return x
+
+    def loss(self, output, target):
+        self.hidden = self.hidden.lerp(output.detach().mean(0), 0.1)
+        return F.cross_entropy(output, target) + self.weight * self.hidden.square().sum() * output.mean()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("hidden", "'hidden' of the model"),
+        ("generator", "'generator' of the model"),
+        ("clamped", "writes into the parameter"),
+        ("weight", "'hidden'"),
+    ],
+)
+def test_what_the_loop_switches_on_after_the_first_epoch_is_looked_at(part, said):
+    trained = Later()
 
     def end(epoch):
-        counts.append(len(calls.getvalue()))
+        trained.on, trained.weight = part, float(part == "weight")
 
-    counts = []
-    train(model(), loss, epochs=3, end=end)
-    assert [after - before for before, after in itertools.pairwise(counts)] == [16 + extra] * 2
-    if keeps:
-
-        def end(epoch):
-            nonlocal weight
-            weight = 0.1
-
-        with pytest.raises(ConfigError, match=r"has other bits the second time.*'kept'"):
-            train(model(), loss, epochs=3, end=end)
+    loss = trained.loss if part == "weight" else F.cross_entropy
+    with pytest.raises(ConfigError, match=said):
+        train(trained, loss, epochs=3, end=end)
 
 
 class Notes(Callback):

@@ -77,7 +77,7 @@ class Recipe(CheckedOptions):
     """Optimizer steps between two comparisons of the ranks' parameter bits; 0: none before the end."""
     checks: str = field(default="first", metadata={"check": one_of("first", "always", "off")})
     """Rehearsals, which find state that user code keeps between forward passes: in the first two steps of each loss
-    function and at the start of epochs where it keeps something, always, or off."""
+    function and at the start of epochs, always, or off."""
     evaluation_batch: int | None = field(default=None, metadata={"check": at_least(1)})
     """Samples per forward pass of the evaluation; none: the batch size of a DataLoader that is evaluated, or as many as
     in a training micro-batch."""

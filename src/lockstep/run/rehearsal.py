@@ -28,7 +28,6 @@ from torch import nn
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
 from lockstep.core.fingerprint import sum_of_bits
-from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
@@ -58,8 +57,8 @@ logger = logging.getLogger(__name__)
 _MOST = 3
 _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
-_EPOCHS, _APART = 6, 50
-"""Where calls leave something behind: epochs whose first step is rehearsed, and steps between rehearsals later."""
+_EARLY, _APART = 6, 100
+"""So many rehearsals are made as soon as an epoch begins, and later ones so many steps apart."""
 _GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
@@ -82,8 +81,6 @@ class Findings:
     """Parameters whose gradients differ."""
     changed: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Places that changed from the one to the other, before and after; generators and numbers come first."""
-    keeps: bool = False
-    """True if a call has left anything behind."""
     drew: list[str] = field(default_factory=list)
     """Generators of random numbers that advanced."""
     lost: list[str] = field(default_factory=list)
@@ -95,7 +92,6 @@ class Findings:
         whole = cls()
         for each in everyone:
             whole.losses_differ |= each["losses_differ"]
-            whole.keeps |= each["keeps"]
             whole.deviation = whole.deviation or each["deviation"]
             whole.by_rank = whole.by_rank or each["by_rank"]
             for name in ("foreign", "changed"):
@@ -130,8 +126,9 @@ class Rehearsals:
         """How often each loss function is rehearsed, or at least looked at."""
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
-        self._kept: dict[Any, tuple[int, int]] = {}
-        """Epoch and step of the last rehearsal of each whose calls leave something behind."""
+        self.due: dict[Any, tuple[float, int]] = {}
+        """The epoch after which, and the step from which on, the next one of each is due; a loop switches parts on at
+        the start of an epoch, or gives back what it has made of what steps have left there."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
@@ -153,16 +150,6 @@ class Rehearsals:
         """True once, after the first step of a process: what drifts from the start is not left to the interval."""
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
-
-    def is_due(self, loss: Callable[..., Any], plan: StepPlan) -> bool:
-        """True for the first steps of a loss; where calls leave something behind, also for the first of an epoch.
-
-        There a loop gives back what it has made of that, such as a threshold, or a weight of 0 becomes another one.
-        """
-        code = code_of(loss)
-        done, (epoch, step) = self.done.get(code, 0), self._kept.get(code, (plan.epoch, 0))
-        is_late = done < _EPOCHS or plan.step >= step + _APART
-        return done < self.times or (plan.epoch != epoch and is_late)
 
     def is_new_metric(self, function: Callable[..., Any]) -> bool:
         """True for a metric that should be checked, and was not, or not with a result."""
@@ -252,7 +239,11 @@ class Rehearsals:
             ConfigError: the result would depend on the number of processes.
         """
         code = code_of(loss)
-        self.done[code] = self.done.get(code, 0) + 1
+        epoch, step = batch.plan.epoch, batch.plan.step
+        self.done[code] = done = self.done.get(code, 0) + 1
+        self.due[code] = (epoch if self.is_on else math.inf, 0 if done < _EARLY else step + _APART)
+        if done < self.times:
+            self.due[code] = epoch - 1, 0
         if self.done[code] == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
         exact = (
@@ -268,8 +259,6 @@ class Rehearsals:
             return
         everyone = gather_records(self._strategy, vars(findings), self._group)
         found = Findings.of_all(everyone)
-        if found.keeps or code in self._kept:
-            self._kept[code] = batch.plan.epoch, batch.plan.step
         self.judge(found, _words(loss))
         if found.by_rank:
             everyone = gather_records(self._strategy, self._places, self._group)
@@ -306,6 +295,7 @@ class Rehearsals:
             roots["forward="] = compute.forward
         before = Snapshot(roots, buffers.tensors)
         called, findings = CalledModules(prepared, before, roots), Findings()
+        begins = self.done[code_of(loss)] <= max(2, self.times)
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
         deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
         for parameter in prior:
@@ -322,7 +312,7 @@ class Rehearsals:
                 buffers.restore()  # the next step would begin from new running statistics
                 second = self._pass(_turned(short), replace(rehearsal, deviations=deviations), scale)
                 later = Snapshot(roots, buffers.tensors, restorable=False)
-                is_counting = bool(after.changed(later)) and self.done[code_of(loss)] <= max(2, self.times)
+                is_counting = begins and bool(after.changed(later))
                 others = [second, *self._further_passes(short, rehearsal, scale, buffers, is_counting)]
                 buffers.restore()
                 # Each time: a loop may give back what a step has left on its rank.
@@ -348,11 +338,10 @@ class Rehearsals:
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
         lost = prepared.state.loop.lost
-        if lost and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
+        if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
             names = names_reached(codes, before.functions)
             findings.lost = [name for name, each in lost.items() if each.is_read_by(before, noted, names)]
-        findings.keeps = bool(noted or counting)
         kinds = {**after.kinds, **later.kinds}
         findings.drew = [name for name in {**noted, **counting} if kinds.get(name) is Kind.GENERATOR]
         differs = findings.losses_differ or findings.gradients

@@ -37,7 +37,15 @@ from lockstep.run.save import Writer
 from lockstep.run.session import RunSession, seed_generators, warn_if_unseeded
 from lockstep.run.shared_groups import SharedGroups
 from lockstep.run.state import PreparedRun, RunState
-from lockstep.run.step import BackwardPass, DeferredResults, ForwardPass, StepCompute, exact, required_loss
+from lockstep.run.step import (
+    BackwardPass,
+    DeferredResults,
+    ForwardPass,
+    StepCompute,
+    code_of,
+    exact,
+    required_loss,
+)
 from lockstep.run.step_errors import note_data
 from lockstep.run.step_metrics import StepMetrics
 from lockstep.run.whole_batch import require_whole_models, stand_in, surrogate
@@ -77,14 +85,12 @@ class Run:
         self.rehearsals = Rehearsals(options, self.strategy, group, self._events, is_main=self.is_main)
         self._loop, self._loaders = EpochLoop(self._events), LoaderCache(options, self.strategy)
         self._prepared: PreparedRun | None = None
-        self._initial_values = InitialValues(options.seed)
         look_every = 1 if self.device.type == "cpu" else _LOOK_EVERY
-        self._writer = Writer(options, world)
+        self._initial_values, self._writer = InitialValues(options.seed), Writer(options, world)
         self._results = DeferredResults(look_every, overflow_expected=self._precision.scaler is not None)
         self._agreed_data = AgreedData(group, self.device, self.position, options, warns=self.is_main)
         self._skipped = SkippedSamples(group, self.device, options.seed, self.is_main)
-        self._session.before_close = self._release
-        self._unseeded = seed_generators(options.seed)
+        self._session.before_close, self._unseeded = self._release, seed_generators(options.seed)
         self._session.heartbeat.will_poll()
 
     @property
@@ -309,8 +315,9 @@ class Run:
             prepared.compute, randomness, heartbeat, events, plan, function, forward, key, metrics
         )
         opened = BackwardPass(compute, gradients.scale, int(heartbeat.stop_reason))
+        after, least = self.rehearsals.due.get(code_of(loss), (-1, 0))
         try:
-            if rehearse and self.rehearsals.is_due(loss, plan):
+            if rehearse and plan.epoch > after and plan.step >= least:
                 rehearsed = replace(compute, function=stand_in) if whole_batch else compute
                 with events.span("rehearsal"):
                     self.rehearsals.begin(prepared, rehearsed, batch, loss, opened.scale)
