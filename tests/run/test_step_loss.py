@@ -75,6 +75,14 @@ def test_class_probabilities_are_averaged_over_samples():
     torch.testing.assert_close(whole, parts)
 
 
+@pytest.mark.parametrize("given", [{}, {"label_smoothing": 0.1}, {"weight": torch.tensor([1.0, 2.0, 3.0])}])
+def test_class_probabilities_of_pixels_are_averaged_over_pixels(given):
+    """The loss was that of a sample: as many times too large as a sample has pixels, and the gradient too."""
+    output = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    whole, parts = whole_and_parts(nn.CrossEntropyLoss(**given), output, (2 * output).softmax(1))
+    torch.testing.assert_close(whole, parts)
+
+
 def test_a_mean_over_a_ragged_tail_counts_its_samples():
     output, target = random_batch()
     whole, parts = whole_and_parts(nn.functional.cross_entropy, output, target)

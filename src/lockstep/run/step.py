@@ -144,7 +144,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
     summing.reduction = "sum"
 
     def sum_and_weight_of(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        return summing(output, target), _weight(function, target, output.shape[0])
+        return summing(output, target), _weight(function, target)
 
     return sum_and_weight_of
 
@@ -155,9 +155,9 @@ def code_of(function: Any) -> Any:
     return getattr(function, "__code__", type(function))
 
 
-def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor, samples: int) -> Tensor:
-    if target.is_floating_point():  # class probabilities: torch divides by the number of samples
-        return torch.full((), float(samples), device=target.device)
+def _weight(function: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> Tensor:
+    if target.is_floating_point():  # class probabilities: torch divides by all samples, pixels or tokens
+        return torch.full((), float(target[:, 0].numel()), device=target.device)
     counted = target != function.ignore_index
     if function.weight is None:
         return counted.sum()
