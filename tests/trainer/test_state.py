@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import ConfigError
 from lockstep.trainer import Accuracy, Progress
 
 
@@ -46,11 +47,27 @@ SCORES = torch.tensor([[[3.0, 0.0, 3.0, 0.0], [0.0, 3.0, 0.0, 3.0]]])  # one sam
         (nn.functional.cross_entropy, [[0, 1, 0, 0]], 3, 4),
         (nn.CrossEntropyLoss(), [[-100] * 4], 0, 0),
         (nn.CrossEntropyLoss(), [[[0.6, 0.6, 0.4, 0.4], [0.4, 0.4, 0.6, 0.6]]], 2, 4),
+        (nn.CrossEntropyLoss(ignore_index=0), [[[0.6, 0.6, 0.4, 0.4], [0.4, 0.4, 0.6, 0.6]]], 2, 4),
     ],
 )
 def test_accuracy_counts_the_targets_that_the_loss_counts(loss, target, right, counted):
     found = Accuracy.of(loss)(SCORES, torch.tensor(target))
     assert tuple(map(int, found)) == (right, counted)
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [
+        ((SCORES, SCORES), torch.zeros(1, 4)),
+        (torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.long)),  # was counted 16 times
+        (torch.zeros(2, 4, 3), torch.zeros(2, 4, dtype=torch.long)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.long)),
+        (torch.zeros(4, 2), torch.zeros(4)),
+    ],
+)
+def test_what_a_loss_of_its_own_kind_takes_has_no_accuracy(output, target):
+    with pytest.raises(ConfigError, match=r"Derive the loss from torch\.nn\.Module"):
+        Accuracy.of(nn.CrossEntropyLoss())(output, target)
 
 
 def test_a_loss_of_numbers_has_no_accuracy():

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.config.strategy_options import Level
 from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import Batch, MicroBatch
+from lockstep.errors import ConfigError
 from lockstep.runtime.events import Callback
 from lockstep.strategies import IndependentStrategy, StepResult, Strategy, sum_counts
 
@@ -86,7 +87,7 @@ class Meter(Callback):
     def on_output(self, micro_batch: MicroBatch, output: Any, target: Any) -> None:
         """Counts right answers, on the device."""
         if self._accuracy is not None:
-            self._answers.append(torch.stack(self._accuracy(output.detach(), target)))
+            self._answers.append(torch.stack(self._accuracy(output, target)))
 
     def on_backward_begin(self, batch: Batch, scale: float) -> None:
         """Notes the loss scale."""
@@ -176,11 +177,25 @@ class Accuracy:
         Args:
             output: scores, shape (n, classes, ...).
             target: classes, shape (n, ...), or probabilities, shape (n, classes, ...), of which the highest counts.
+
+        Raises:
+            ConfigError: they have other shapes.
         """
-        if target.is_floating_point():
-            target = target.argmax(1)
-        counted = target != self.ignore_index
-        return ((output.argmax(1) == target) & counted).sum(), counted.sum()
+        scores, shape = (getattr(each, "shape", ()) for each in (output, target))
+        of_all = isinstance(target, Tensor) and target.is_floating_point()  # of probabilities
+        if len(scores) < 2 or shape != (scores if of_all else scores[:1] + scores[2:]):
+            raise ConfigError(
+                "The loss is one of classes by its type, so accuracy is counted, and it cannot be for an output of "
+                f"{_form(output)} and a target of {_form(target)}. Derive the loss from torch.nn.Module, or make it a "
+                "function: then none is counted. An accuracy of your own can be one of the metrics."
+            )
+        classes = target.argmax(1) if of_all else target
+        counted = torch.ones_like(classes, dtype=torch.bool) if of_all else target != self.ignore_index
+        return ((output.argmax(1) == classes) & counted).sum(), counted.sum()
+
+
+def _form(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)
