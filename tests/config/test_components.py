@@ -40,6 +40,12 @@ from lockstep.errors import ConfigError
         (["optimizer.nesterov=no"], "Write false, in lower case and without quotes."),
         (["optimizer.foreach=True"], "optimizer.foreach is the text 'True'"),
         (["optimizer.nesterov=false"], None),
+        (["optimizer.lr=abc"], "optimizer.lr is the text 'abc', and torch.optim:SGD takes a number. "),
+        (
+            ["optimizer.momentum=.9"],
+            "optimizer.momentum is the text '.9', and torch.optim:SGD takes a number. ",
+        ),
+        (["optimizer.momentum=0"], None),
     ],
 )
 def test_what_is_certainly_wrong_is_said(load, options, expected):

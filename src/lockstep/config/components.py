@@ -208,10 +208,14 @@ def argument_problems(
             yield Problem((*path, key), f"is given to {target} by Lockstep; leave it out.")
         elif key not in names and not takes_any:
             yield Problem((*path, key), f"is not an argument of {target}.{nearest_name(key, names)}")
-        elif problem := _boolean_as_text(
-            args[key], next((p.default for p in by_name if p.name == key), None)
-        ):
-            yield Problem((*path, key), problem)
+        else:
+            default = next((p.default for p in by_name if p.name == key), None)
+            default = default.value if isinstance(default, ast.Constant) else default
+            if problem := _boolean_as_text(args[key], default):
+                yield Problem((*path, key), problem)
+            elif path == ("optimizer",) and isinstance(args[key], str) and type(default) in (int, float):
+                text = f"is the text {args[key]!r}, and {target} takes a number. Write it as TOML does: 0.1."
+                yield Problem((*path, key), text)
     for each in by_name:
         if each.default is each.empty and each.name in names and each.name not in args:
             yield Problem((*path, each.name), f"is missing: {target} needs it.")
@@ -222,11 +226,11 @@ def _boolean_as_text(value: Any, default: Any) -> str | None:
 
     Args:
         value: an argument of a component.
-        default: that of its parameter, or the expression of it in the source.
+        default: that of its parameter.
     """
     if not isinstance(value, str):
         return None
-    is_flag = isinstance(default.value if isinstance(default, ast.Constant) else default, bool)
+    is_flag = isinstance(default, bool)
     spelled = ("true", "false", "yes", "no", "on", "off")
     if value not in ("True", "False") and not (is_flag and value.lower() in spelled):
         return None
