@@ -109,6 +109,19 @@ def test_a_run_that_had_stopped_early_does_not_go_on_when_resumed(tmp_path):
     assert run_ranks(outcome, 2, tmp_path, {**options, "resume": "auto"}) == before * 2
 
 
+@pytest.mark.parametrize("end", [3, 5, 7])
+def test_the_last_record_of_max_steps_counts_all_steps_of_its_epoch(tmp_path, end):
+    """The steps after the last reading were left out; where there was none, there was no loss at all."""
+    for log_every in (1, 2, 10):
+        run_ranks(outcome, 1, tmp_path / str(log_every), {"max_steps": end, "log_every": log_every})
+    each, some, none = (
+        [record[name] for name in ("loss", "accuracy", "validation_loss", "epochs_done")]
+        for log_every in (1, 2, 10)
+        for record in records(tmp_path / str(log_every))[-1:]
+    )
+    assert each == some == none
+
+
 def refused(world, folder, options):
     resumed = trainer(world, folder, resume="auto", **options)
     with pytest.raises(ConfigError) as raised:

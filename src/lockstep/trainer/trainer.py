@@ -119,6 +119,7 @@ class Trainer(Callback):
                 self._ends_within_epoch = True
                 break
         self._seconds += time.monotonic() - self._steps_began
+        self._meter.collect()  # of the steps since the last reading, where the run ends within the epoch
         self._meter.wait_for_counts()
         return self._meter.means()
 
