@@ -16,6 +16,8 @@ from lockstep.run import RunOptions
         ({}, []),
         ({"strategy": "fsdp", "fsdp": {"reshard_after_forward": False}}, []),
         ({"fsdp": {"reshard_after_forward": True}}, []),
+        ({"strategy": "single", "tensor": {"shards": 2, "plan": ["fc=column"]}}, []),
+        ({"strategy": "single", "tensor": {"plan": ["fc=column"]}}, ["tensor"]),
         ({"fsdp": {"reshard_after_forward": False}, "dp": {"replicas": 3}}, ["dp", "fsdp"]),
         (
             {

@@ -196,7 +196,7 @@ def _wrong_types(cls: type, values: Mapping[str, Any], path: KeyPath) -> Iterato
 
 def unused_options(options: RunSettings) -> list[str]:
     """The options that differ from their defaults and belong to another strategy, as ``fsdp.cpu_offload``."""
-    used = {options.strategy}
+    used = {options.strategy, "tensor" if options.tensor.shards else ""}  # other strategies refuse shards
     if options.mesh:
         used |= {axis for axis, _ in Mesh.parse(options.mesh).axes}
     return [
