@@ -40,10 +40,13 @@ from lockstep.errors import ConfigError
         (["optimizer.nesterov=no"], "Write false, in lower case and without quotes."),
         (["optimizer.foreach=True"], "optimizer.foreach is the text 'True'"),
         (["optimizer.nesterov=false"], None),
-        (["optimizer.lr=abc"], "optimizer.lr is the text 'abc', and torch.optim:SGD takes a number. "),
+        (
+            ["optimizer.lr=abc"],
+            "optimizer.lr is the text 'abc', and torch.optim:SGD takes a number, such as 0.1.",
+        ),
         (
             ["optimizer.momentum=.9"],
-            "optimizer.momentum is the text '.9', and torch.optim:SGD takes a number. ",
+            "optimizer.momentum is the text '.9', and torch.optim:SGD takes a number, such as 0.1.",
         ),
         (["optimizer.momentum=0"], None),
     ],

@@ -153,6 +153,12 @@ def test_each_rule_refuses_its_example(rule, load, tmp_path):
     assert "mistakes" not in str(caught.value)
 
 
+def test_no_metric_takes_the_place_of_the_loss(load):
+    """The log had the metric as validation_loss, and the best checkpoint was that of its lowest value."""
+    with pytest.raises(ConfigError, match="the validation_loss of the log is that of"):
+        load("metrics.loss.target=math:hypot", "data.validation.target=torch.utils.data:TensorDataset")
+
+
 @pytest.mark.fault("S8")
 def test_every_example_belongs_to_a_rule():
     assert set(BROKEN) == {rule.name for rule in RULES + JOB_RULES}

@@ -207,6 +207,15 @@ def test_every_strategy_has_the_bits_of_one_device(strategy, job):
             ),
             "gives all parameters one learning rate",
         ),
+        (
+            (
+                "schedule.kind=none",
+                "schedule.target=torch.optim.lr_scheduler:OneCycleLR",
+                "schedule.max_lr=1.0",
+                "schedule.total_steps=5",
+            ),
+            "OneCycleLR ends after 5 steps, and the run has 9. Give it '{steps}'.",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(sets, said, job):

@@ -15,6 +15,11 @@ def judged(metric, values):
     ], progress
 
 
+def test_several_numbers_are_no_accuracy_to_judge_by():
+    with pytest.raises(ConfigError, match=r"metrics\.accuracy gives several numbers"):
+        Progress("validation_accuracy").judge(0, 10, {"validation_accuracy_0": 0.5})
+
+
 def test_higher_accuracy_is_better():
     better, progress = judged("validation_accuracy", [0.5, 0.7, 0.7, 0.6])
     assert better == [True, True, False, False]

@@ -211,11 +211,11 @@ def argument_problems(
         else:
             default = next((p.default for p in by_name if p.name == key), None)
             default = default.value if isinstance(default, ast.Constant) else default
-            if problem := _boolean_as_text(args[key], default):
+            problem = _boolean_as_text(args[key], default)
+            if path == ("optimizer",) and isinstance(args[key], str) and type(default) in (int, float):
+                problem = f"is the text {args[key]!r}, and {target} takes a number, such as 0.1."
+            if problem:
                 yield Problem((*path, key), problem)
-            elif path == ("optimizer",) and isinstance(args[key], str) and type(default) in (int, float):
-                text = f"is the text {args[key]!r}, and {target} takes a number. Write it as TOML does: 0.1."
-                yield Problem((*path, key), text)
     for each in by_name:
         if each.default is each.empty and each.name in names and each.name not in args:
             yield Problem((*path, each.name), f"is missing: {target} needs it.")

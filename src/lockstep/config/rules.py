@@ -417,6 +417,8 @@ def _evaluations_have_data(job: JobConfig, machine: AvailableDevices) -> Iterato
 def _metrics_have_data(job: JobConfig, machine: AvailableDevices) -> Iterator[str]:
     if job.metrics and job.data.validation is None:
         yield "are given, but the job has no [data.validation] to compute them on."
+    elif "loss" in job.metrics:
+        yield "has 'loss', and the validation_loss of the log is that of [loss]. Give the metric another name."
 
 
 @_rule(JOB_RULES, "layer_decay is of a known learning rate", "parameters.layer_decay")

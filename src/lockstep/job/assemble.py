@@ -291,6 +291,10 @@ def _scheduler(config: JobConfig, optimizer: torch.optim.Optimizer, steps_per_ep
     )
     given = [group["lr"] for group in optimizer.param_groups]
     scheduler = instantiate(component, optimizer, name="schedule")
+    if (total := getattr(scheduler, "total_steps", steps)) < steps:
+        raise ConfigError(
+            f"schedule: {component.target} ends after {total} steps, and the run has {steps}. Give it '{{steps}}'."
+        )
     set_to = [group["lr"] for group in optimizer.param_groups]
     if len(set(given)) > 1 and len(set(set_to)) == 1 and set_to[0] != 0:
         raise ConfigError(

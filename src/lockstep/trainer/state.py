@@ -172,14 +172,11 @@ class Accuracy:
         return cls(getattr(loss, "ignore_index", given))
 
     def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of right answers and that of all answers, both 0-dim.
+        """The number of right answers and that of all answers, both 0-dim; ``ConfigError`` for other shapes.
 
         Args:
             output: scores, shape (n, classes, ...).
             target: classes, shape (n, ...), or probabilities, shape (n, classes, ...), of which the highest counts.
-
-        Raises:
-            ConfigError: they have other shapes.
         """
         scores, shape = (getattr(each, "shape", ()) for each in (output, target))
         of_all = isinstance(target, Tensor) and target.is_floating_point()  # of probabilities
@@ -232,6 +229,8 @@ class Progress:
 
     def judge(self, epoch: int, step: int, values: Mapping[str, float]) -> bool:
         """Takes the results of an epoch that ended with ``step``; returns whether they are the best so far."""
+        if self.metric not in values:
+            raise ConfigError("metrics.accuracy gives several numbers, and one is judged. Rename it.")
         value = values[self.metric]
         better = self.best is None or (
             value > self.best if self.metric.endswith("accuracy") else value < self.best

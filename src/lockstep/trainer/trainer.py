@@ -33,7 +33,6 @@ from lockstep.trainer.state import (
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""
 
-
 AVERAGE = "average.safetensors"
 """The same of their moving average, where the job has one."""
 
