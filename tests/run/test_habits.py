@@ -1,7 +1,10 @@
 """Habits of training scripts: saving the model as it is, averaging losses over an epoch, streams."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -236,3 +239,17 @@ def scaled_with_a_graph(world):
 
 def test_gradients_may_be_scaled_by_what_has_a_graph():
     assert run_ranks(scaled_with_a_graph, 2) == [scaled_with_a_graph(World())] * 2
+
+
+def test_a_loop_that_was_left_says_nothing_at_the_end_of_the_program(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torch import nn, optim\nimport lockstep\nfrom tests.run.jobs import dataset, network\n"
+        "run = lockstep.init(global_batch=16, micro_batches=4)\nmodel = network()\n"
+        "model, optimizer = run.prepare(model, optim.SGD(model.parameters(), lr=0.1))\n"
+        "batches = run.batches(dataset(48))\nfor batch in batches:\n"
+        "    run.backward(batch, nn.CrossEntropyLoss())\n    optimizer.step()\n    break\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")

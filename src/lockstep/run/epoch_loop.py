@@ -12,6 +12,7 @@ where a resumed run repeats it.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -83,6 +84,9 @@ class EpochSteps(Iterator[Batch]):
 
 class EpochLoop:
     """The loops of a run; callbacks are told where steps begin and end. Nothing here is collective."""
+
+    _is_finalizing = staticmethod(sys.is_finalizing)
+    """Bound here: by then the globals of modules may be gone."""
 
     def __init__(self, events: StepEvents = NO_EVENTS) -> None:
         self.position, self._events = Position(), events
@@ -168,7 +172,7 @@ class EpochLoop:
                 self.count_step(even_if_unused=True)
                 after()
         except GeneratorExit:
-            if walk == self._walk:
+            if walk == self._walk and not self._is_finalizing():
                 self._leave_early()
                 self._end_steps()
             raise
