@@ -7,7 +7,7 @@
         for batch in run.batches(train_set):
             loss = run.backward(batch, loss_fn)
             optimizer.step(); optimizer.zero_grad()
-        print(run.evaluate(val_set, accuracy))
+        run.print(run.evaluate(val_set, accuracy))
 
 Importing the package imports nothing else, torch least of all: each name below is fetched when it is first used.
 """

@@ -103,7 +103,12 @@ print(seen)
     ("weight", "code", "reached", "said"),
     [
         ("1.0", 1, "", "The loss or the model reads weight, which the loop changes"),
-        ("run.extra.get('weight', 1.0)", 0, "A", "that are not what they were at the checkpoint: seen (0, was 48)"),
+        (
+            "run.extra.get('weight', 1.0)",
+            0,
+            "A",
+            "that are not what they were at the checkpoint: seen (0, was 48)",
+        ),
     ],
 )
 def test_what_a_stop_loses_is_found_before_it_is_lost(verified, weight, code, reached, said):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.data.test_loader_ahead import told  # noqa: F401  a fixture
 from tests.run.jobs import begin, correct, train_step
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import SkipBroken
 from lockstep.errors import ConfigError
@@ -96,3 +96,12 @@ def test_reading_no_step_ahead_is_refused_with_its_name():
     for prefetch in (0, -1):
         with pytest.raises(ConfigError, match=f"prefetch should be at least 1 and is {prefetch}"):
             begin(prefetch=prefetch)
+
+
+def test_the_order_of_a_data_loader_is_its_own():
+    run, *_ = begin(strategy="single")
+    with pytest.raises(ConfigError, match="was given a DataLoader that shuffles"):
+        run.batches(DataLoader(Noisy(), batch_size=24, shuffle=True), shuffle=False)
+    (first, *_) = run.batches(DataLoader(Noisy(), batch_size=24))
+    assert first.plan.numbers(0) == [0, 1, 2]
+    run.close()

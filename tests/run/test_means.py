@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss, normalize, pad
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
 
-from lockstep.run.means import Deviation, deviation
+from lockstep.run.means import Deviation, deviation, reasons
 from lockstep.run.step import exact
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNCLEAR = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR = Deviation
 
 
 def rows(count=64):
@@ -53,6 +53,11 @@ def fixed_size(output, target):
     return mse_loss(output.view(64, 4), pad(target[:, None].float(), (0, 3)))
 
 
+def squeezed(output, target):
+    """As scripts for two classes write it; one row loses its dimension."""
+    return binary_cross_entropy_with_logits(output[:, :1].squeeze(), (target > 1).float())
+
+
 def masked(output, target):
     weights = (target != 0).float()
     return (cross_entropy(output, target, reduction="none") * weights).sum() / weights.sum()
@@ -71,7 +76,7 @@ def masked(output, target):
         (top, ONE_ENTRY),
         (never, ONE_ENTRY),
         (lambda output, target: top(output, target).squeeze(), NONE),
-        (fixed_size, NONE),
+        (fixed_size, UNKNOWN),
         (hits, SUM),
         (lambda output, target: cross_entropy(output, target, reduction="sum"), SUM),
         (masked, WEIGHTED),
@@ -80,11 +85,12 @@ def masked(output, target):
         (lambda output, target: mse_loss(output[:, 0], target.float()).sqrt(), FUNCTION),
         (f1, WEIGHTED),
         (contrastive, OTHER),
+        (squeezed, NONE),
         (lambda output, target: output.max(), OTHER),
         (lambda output, target: f1(output, target) * 0, UNCLEAR),
         (lambda output, target: output.mean() / 0, UNCLEAR),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found
@@ -102,6 +108,16 @@ def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():
     assert deviation(hits, output[:1], target[:1], 1) is NONE
     assert deviation(lambda output, target: output["loss"], {"loss": output.sum()}, target, 64) is NONE
     assert deviation(hits, output, target, 16) is NONE, "16 images of four crops each"
+
+
+def test_a_loss_that_fails_for_fewer_rows_is_not_called_a_mean():
+    output, target = rows(4)
+    assert deviation(squeezed, output, target, 4) is NONE, "one row alone fails"
+    assert deviation(squeezed, output[:3], target[:3], 3) is NONE
+    of_four = torch.arange(4)
+    fails = lambda output, target: cross_entropy(output @ output.T, of_four)  # noqa: E731
+    assert deviation(fails, output, target, 4) is UNKNOWN
+    assert reasons({"of_four": fails}, [(output, target, 4)]) == {}, "a metric is not refused for that"
 
 
 def test_dicts_and_named_outputs_are_cut_too():

@@ -218,3 +218,91 @@ def test_a_model_that_computes_a_mean_over_something_else_is_warned_about():
         assert bits == others_bits == list(run_ranks(own_loss, 1, micro_batches, True)[0][1:])
         assert run_ranks(own_loss, 1, micro_batches, False)[0][0] == []
     assert run_ranks(own_loss, 1, 8, True, 0.1)[0][0] == [], "a model that draws is not judged"
+
+
+def with_lengths(samples):
+    samples.sort(key=lambda sample: -sample[1])
+    return torch.stack([x for x, _ in samples]), [int(length) for _, length in samples]
+
+
+def packed_loss(world, reduction, same_lengths=False):
+    """As for captions: the output has a row for each token, and the lengths are a list of numbers."""
+    torch.manual_seed(0)
+    model = nn.LSTM(2, 3, batch_first=True)
+    run = Run(RunOptions.of(global_batch=16, micro_batches=4, threads=1), world)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    lengths = torch.full((16,), 3) if same_lengths else torch.arange(16) % 5 + 1
+    loader = DataLoader(TensorDataset(torch.randn(16, 5, 2), lengths), collate_fn=with_lengths)
+
+    def packed(data):
+        return model(nn.utils.rnn.pack_padded_sequence(*data, batch_first=True))[0].data
+
+    def over_tokens(output, data):
+        errors = output.square().mean(1)
+        return errors.mean() if reduction == "mean" else errors
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    for batch in run.batches(loader):
+        run.backward(batch, over_tokens, forward=packed)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return [each for each in records if "The loss" in each]
+
+
+def test_a_mean_over_the_tokens_of_packed_sequences_is_warned_about():
+    (found,), none = run_ranks(packed_loss, 2, "mean")
+    assert "over_tokens is no mean over samples" in found and none == []
+    assert run_ranks(packed_loss, 1, "none") == [[]]
+    assert run_ranks(packed_loss, 1, "mean", True) == [[]]
+
+
+class Flattened(nn.Module):
+    """Gives a row for each token, as models for text do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Embedding(9, 9)
+
+    def forward(self, tokens):
+        return self.inner(tokens).view(-1, 9)
+
+
+def of_tokens(function):
+    return lambda output, target: function(output, target.view(-1))
+
+
+def flattened(world, last, in_training):
+    """A good metric, and one made by the same line; returns the values, or the error's text."""
+    torch.manual_seed(0)
+    run = Run(RunOptions.of(global_batch=16, micro_batches=4, threads=1), world)
+    model = Flattened()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    tokens = torch.randint(1, 9, (32, 5))
+    data = TensorDataset(tokens, tokens)
+    metrics = {"accuracy": of_tokens(accuracy), "last": of_tokens(last)}
+    try:
+        if not in_training:
+            return run.evaluate(data, metrics)
+        _, found = run.backward(next(run.batches(data)), of_tokens(F.cross_entropy), also=metrics)
+        return {name: float(value) for name, value in found.items()}
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.close()
+
+
+def hits(output, target):
+    return (output.argmax(1) == target).sum()
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_metrics_of_flattened_outputs_are_told_apart_too(in_training):
+    """The number of hits was averaged over micro-batches; so was any second metric that the same line made."""
+    values = run_ranks(flattened, 2, accuracy, in_training)
+    assert values == [{"accuracy": values[0]["last"], "last": values[0]["last"]}] * 2
+    for said in run_ranks(flattened, 2, hits, in_training):
+        assert said.startswith("The metric 'last' is a sum over the samples of a micro-batch")

@@ -192,6 +192,7 @@ def test_what_cannot_be_put_together_is_refused():
     refused(Summed(), clip, "without a row for each sample")
     refused(Counting(), F.cross_entropy, "computed twice under the same keys")
     refused(nn.Linear(6, 3), lambda output, target: None, "It returned None")
+    refused(nn.Linear(6, 3), lambda output, target: {"loss": output.sum()}, "return the loss alone")
     refused(
         nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)),
         F.cross_entropy,

@@ -128,11 +128,7 @@ class ScheduleConfig(CheckedOptions):
     @property
     def unused(self) -> list[str]:
         """The settings that differ from their defaults and belong to schedules of another kind."""
-        of_kinds = {
-            "final_factor": ("cosine", "linear"),
-            "step_epochs": ("step",),
-            "step_factor": ("step",),
-        }
+        of_kinds = {"final_factor": ("cosine", "linear"), "step_epochs": ("step",), "step_factor": ("step",)}
         return [
             name
             for name, kinds in of_kinds.items()

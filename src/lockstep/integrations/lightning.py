@@ -110,12 +110,7 @@ class LightningTrainer:
     logger = datamodule = progress_bar_callback = None
 
     def __init__(
-        self,
-        *,
-        global_batch: int,
-        max_epochs: int,
-        gradient_clip_val: float | None = None,
-        **options: Any,
+        self, *, global_batch: int, max_epochs: int, gradient_clip_val: float | None = None, **options: Any
     ) -> None:
         if found := [name for name in options if name in _REMEDIES]:
             raise ConfigError(f"LightningTrainer has no {found[0]!r}. {_REMEDIES[found[0]]}")

@@ -193,8 +193,7 @@ def assemble(config: JobConfig, world: World, *, profile: str = "") -> Trainer:
         run.add_callback(instantiate(each, name=f"callbacks.{number}"))
     balance(run, model, training_set)
     model, optimizer, scheduler, *averages = run.prepare(
-        *(model, optimizer, scheduler, *_averages(config, model)),
-        values_from_main=bool(config.weights.path),
+        *(model, optimizer, scheduler, *_averages(config, model)), values_from_main=bool(config.weights.path)
     )
     parts = TrainingParts(
         model=model,

@@ -32,7 +32,16 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons
+from lockstep.run.means import (
+    Changes,
+    Part,
+    copies_of,
+    has_rows,
+    held_by,
+    judge_metrics,
+    reasons,
+    reasons_with_model,
+)
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -227,7 +236,7 @@ def evaluate_all(
             )
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
-    unchecked = {name for name, each in means.items() if run.rehearsals.is_new_metric(each)}
+    unchecked = run.rehearsals.new_metrics(means)
     strategy, group = run.strategy, run._session.group
     found: dict[str, dict[str, float]] = {}
     if means:
@@ -284,6 +293,10 @@ def evaluate(
             seen.append((*copies_of((output, target)), len(micro_batch)))
             named = {name: metrics[name] for name in sorted(unchecked) if not deviations.get(name)}
             deviations.update(reasons(named, seen))
+            if strategy.replicated and not has_rows((output, target), len(micro_batch)):
+                part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
+                deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
+                output, target = opened.forward(micro_batch)  # the model keeps what it did before
         before = held_by(metrics, unchecked if place == 0 else ())
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))

@@ -94,6 +94,10 @@ class LoaderCache:
     def plan(self, data: Any, shuffle: bool, drop_last: bool, smallest: int) -> SamplePlan:
         """The sample plan of a training set; ``smallest`` is the smallest micro-batch that can be computed."""
         source = self.source(data)
+        if source.shuffle and not shuffle:
+            raise ConfigError(
+                "run.batches(..., shuffle=False) was given a DataLoader that shuffles. Make it with shuffle=False."
+            )
         key = (id(data), len(source.dataset), shuffle, drop_last, smallest)
         if key not in self._plans:
             self._plans[key] = SamplePlan(

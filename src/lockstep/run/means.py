@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import UserList
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
@@ -48,12 +49,18 @@ class Deviation(Enum):
     FUNCTION = 3
     OTHER = 4
     ONE_ENTRY = 5
-    UNCLEAR = 6
+    UNKNOWN = 6
+    UNCLEAR = 7
 
     @property
     def reason(self) -> str:
         """The text after "The metric 'f1' "; empty for ``NONE`` and ``UNCLEAR``."""
         return _REASONS.get(self, "")
+
+    @property
+    def is_known(self) -> bool:
+        """True where it is no mean for certain."""
+        return self not in (Deviation.NONE, Deviation.UNKNOWN, Deviation.UNCLEAR)
 
 
 _REASONS = {
@@ -79,6 +86,10 @@ _REASONS = {
         "returns a tensor with one dimension and one entry for all samples of a micro-batch, and an entry counts as "
         "one sample. For the mean over the samples return a tensor without dimensions, such as value.squeeze()."
     ),
+    Deviation.UNKNOWN: (
+        "fails for a part of a micro-batch, so whether it is a mean over samples is not known. If it compares "
+        "the samples of a batch with each other, use run.backward(batch, loss, whole_batch=True)."
+    ),
 }
 
 
@@ -97,7 +108,7 @@ Part = tuple[Any, Any, int]
 
 
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
-    """Why functions are no means over samples, by name, see ``Deviation.reason``; without those that are unclear.
+    """Why functions are no means over samples, by name, see ``Deviation.reason``; without those that nothing tells of.
 
     ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
     """
@@ -109,7 +120,18 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
             return {}
         samples = sum(part[2] for part in parts)
     found = {name: checked(function, output, target, samples) for name, function in functions.items()}
-    return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
+    return {name: each.reason for name, each in found.items() if each is Deviation.NONE or each.is_known}
+
+
+def reasons_with_model(functions: Mapping[str, Callable[[Any, Any], Any]], *how: Any) -> dict[str, str]:
+    """Of those that are none, where outputs have no row for each sample; see ``deviation_with_model``."""
+    found = {}
+    for name, function in functions.items():
+        before = Snapshot({name: function})
+        with generators_kept(), suppress(Exception):
+            found[name] = deviation_with_model(exact(function), *how)
+        before.restore()
+    return {name: each.reason for name, each in found.items() if each.is_known}
 
 
 Changes = dict[str, tuple[str, str]]
@@ -191,17 +213,22 @@ def deviation_over(sums: Callable[[slice], Sums], samples: int, most: float) -> 
     """
     if samples < 2:
         return Deviation.NONE
-    try:
-        with torch.no_grad():
+    borders = sorted({samples // 2, samples // 3, samples // 5} - {0})
+    splits = []
+    with torch.no_grad():
+        try:
             whole, again = sums(slice(None)), sums(slice(None))
-            borders = sorted({samples // 2, samples // 3, samples // 5} - {0})
-            splits = [(sums(slice(border)), sums(slice(border, None))) for border in borders]
-    except Exception:  # it may need a certain number of rows
-        return Deviation.NONE
+        except Exception:  # a model may give its loss in training mode alone
+            return Deviation.NONE
+        for border in borders:
+            with suppress(Exception):  # it may need a certain number of rows
+                splits.append((sums(slice(border)), sums(slice(border, None))))
     if not all(map(math.isfinite, whole)):
         return Deviation.UNCLEAR
     if whole != again:
         return Deviation.NONE
+    if not splits:  # output.squeeze() of one row has a dimension less
+        return Deviation.UNKNOWN if samples > 3 else Deviation.NONE
     found = {deviation_of_parts(whole, *split, most) for split in splits} - {Deviation.NONE}
     if Deviation.OTHER not in found and len(found) <= 1:
         values = {total / weight if weight else 0.0 for total, weight in (whole, *itertools.chain(*splits))}
@@ -251,30 +278,53 @@ def _has_weights(sums: Callable[[slice], Sums], samples: int) -> bool:
     return sum(gap(run, weights) for run in longer) < 0.01 * sum(gap(run, rows) for run in longer)
 
 
-def deviation_of_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
-    """The same of the loss of a step, whose model is called on parts of a micro-batch, or of some of one row each.
+def deviation_with_model(
+    function: Callable[[Any, Any], Any],
+    forward: Callable[[Any, int], tuple[Any, Any]],
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device,
+) -> Deviation:
+    """See ``deviation_over``; the model is called on parts of a micro-batch, or of some of one row each.
 
-    For models that compute their loss themselves. Their micro-batches may not fit together, nor the model to parts of
-    them: any error may come up.
+    For outputs without a row for each sample, as of models that compute their loss themselves. Micro-batches may not
+    fit together, nor the model to parts of them: any error may come up. ``forward`` gives output and target from the
+    data, under keys that follow from the number of the call, so that a model which draws is not judged.
     """
     data, samples = together(micro_batches)
+    data = _with_columns(data, samples)
     if not has_rows(_leaves(data), samples):
         return Deviation.NONE
-    calls = itertools.count()
+    calls, model_fails = itertools.count(), False
 
-    def sums(rows: slice) -> tuple[float, float]:
-        # Every call has keys of its own, so that a model which draws is not judged.
-        compute.randomness.begin_micro_batch(compute.plan.step, next(calls))
-        transform = compute.compute.device_transform
-        some = own_rows(data, rows)
-        given = some, compute.forward, compute.compute.model, transform
-        value = compute.function(*compute.compute.output_and_target(*given))
-        total, weight = sum_and_weight(value, len(range(samples)[rows]))
+    def sums(rows: slice) -> Sums:
+        nonlocal model_fails
+        model_fails = True
+        both = forward(own_rows(data, rows), next(calls))
+        model_fails = False
+        total, weight = sum_and_weight(function(*both), len(range(samples)[rows]))
         return float(total), float(weight)
 
+    found = deviation_over(sums, samples, 0.1 if torch.is_autocast_enabled(device.type) else 1e-4)
+    return Deviation.NONE if found is Deviation.UNKNOWN and model_fails else found
+
+
+def judge_with_model(compute: StepCompute, micro_batches: Sequence[MicroBatch]) -> Deviation:
+    """What the loss of a step is, see ``deviation_with_model``; its metrics note what they are."""
+
+    def forward(part: Any, number: int) -> tuple[Any, Any]:
+        compute.randomness.begin_micro_batch(compute.plan.step, number)
+        given = compute.forward, compute.compute.model, compute.compute.device_transform
+        return compute.compute.output_and_target(part, *given)
+
+    found = Deviation.NONE
     with evaluating(compute.compute.model), compute.autocast():
-        most = 0.1 if torch.is_autocast_enabled(compute.compute.device.type) else 1e-4
-        return deviation_over(sums, samples, most)
+        how = forward, micro_batches, compute.compute.device
+        if compute.metrics is not None:
+            compute.metrics.judge(*how)
+        with suppress(Exception):
+            found = deviation_with_model(compute.function, *how)
+    compute.randomness.leave()
+    return found
 
 
 def together(micro_batches: Sequence[MicroBatch]) -> tuple[Any, int]:
@@ -282,6 +332,19 @@ def together(micro_batches: Sequence[MicroBatch]) -> tuple[Any, int]:
     parts = micro_batches[: 1 if len(micro_batches[0]) > 1 else _MOST_JOINED]
     whole = iter(joined([_leaves(each.data) for each in parts]))
     return map_leaves(parts[0].data, lambda _: next(whole)), sum(map(len, parts))
+
+
+def _with_columns(data: Any, samples: int) -> Any:
+    """The data, in which a list with an entry for each sample, such as lengths, is one leaf."""
+
+    def column(value: Any) -> Any:
+        is_list = type(value) in (list, tuple) and len(value) == samples
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return UserList(value) if is_list and not any(has_rows(each, samples) for each in tensors) else value
+
+    if type(data) is dict:
+        return {name: column(value) for name, value in data.items()}
+    return type(data)(map(column, data)) if type(data) in (list, tuple) else data
 
 
 def _leaves(data: Any) -> list[Any]:
@@ -296,7 +359,7 @@ def has_rows(data: Any, samples: int) -> bool:
     return all(
         leaf.dim() > 0 and len(leaf) == samples
         if isinstance(leaf, Tensor)
-        else isinstance(leaf, int | float | str | bytes | None)
+        else isinstance(leaf, int | float | str | bytes | UserList | None)
         for leaf in leaves
     )
 
@@ -308,7 +371,13 @@ def rows_of(data: Any, rows: slice) -> Any:
 
 def own_rows(data: Any, rows: slice) -> Any:
     """The data of a micro-batch with copies of some rows of its tensors, which a model may write into."""
-    return map_leaves(data, lambda leaf: leaf[rows].clone() if isinstance(leaf, Tensor) else leaf)
+
+    def some(leaf: Any) -> Any:
+        if isinstance(leaf, UserList):
+            return tree_map_only(Tensor, Tensor.clone, leaf.data[rows])
+        return leaf[rows].clone() if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(data, some)
 
 
 def copies_of(data: Any) -> Any:

@@ -16,7 +16,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,7 @@ from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
 from lockstep.run.agreement import common_data
 from lockstep.run.attributes import generators_of, numbers_of, values_of
 from lockstep.run.loop_code import names_reached
-from lockstep.run.means import Deviation, deviation_of_model
+from lockstep.run.means import Deviation, judge_with_model
 from lockstep.run.short_step import (
     Buffers,
     CalledModules,
@@ -151,9 +150,9 @@ class Rehearsals:
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
 
-    def is_new_metric(self, function: Callable[..., Any]) -> bool:
-        """True for a metric that should be checked, and was not, or not with a result."""
-        return self._checks and code_of(function) not in self._seen
+    def new_metrics(self, functions: Mapping[str, Callable[..., Any]]) -> set[str]:
+        """The names of those that should be checked and were not, or not with a result; one line may make several."""
+        return {name for name, each in functions.items() if self._checks and code_of(each) not in self._seen}
 
     def note_checked(self, metrics: Iterable[Callable[..., Any]]) -> None:
         """Notes metrics that need not be checked again."""
@@ -321,9 +320,7 @@ class Rehearsals:
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent
                 if deviations == [] and batch.micro_batches and is_called_alone:
-                    with suppress(Exception):  # micro-batches may not fit together, or their parts the model
-                        deviations.append(deviation_of_model(compute, batch.micro_batches))
-                    compute.randomness.leave()
+                    deviations.append(judge_with_model(compute, batch.micro_batches))
         finally:
             before.restore()
             buffers.restore()

@@ -124,7 +124,7 @@ class Run:
 
         Args:
             model: the model; on the CPU, or where it will be trained.
-            others: optimizers and learning-rate schedulers.
+            others: optimizers, learning-rate schedulers, and modules such as an ``AveragedModel``.
             values_from_main: rank 0 alone has loaded weights; differences are expected and not reported.
 
         Returns:
@@ -190,7 +190,7 @@ class Run:
         )
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the run stands (0, or where it was resumed) up to ``count``."""
+        """The numbers of the epochs from where the run stands (0, or where it was resumed) to ``count - 1``."""
         self._writer.resumption.begin_epochs(self._prepared, self._loop)
         return self._loop.epochs(count, partial(self._writer.resumption.require_nothing_since, "epoch"))
 
@@ -202,8 +202,9 @@ class Run:
         Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
 
         Args:
-            data: a map-style data set, or a DataLoader whose data set, collate function and workers are taken over.
-            shuffle: visit the samples in a keyed order.
+            data: a map-style data set, or a DataLoader, whose data set, collate function, workers, ``shuffle`` and
+                ``drop_last`` are taken over; or a tuple of such.
+            shuffle: visit the samples of a data set in a keyed order.
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
 
@@ -266,7 +267,7 @@ class Run:
         if also is None:
             return self.backward_by(self.strategy.backward, batch, loss, forward, whole_batch=whole_batch)
         loss = required_loss(batch, loss)
-        metrics = StepMetrics.of(also, loss, self.rehearsals.is_new_metric, whole_batch=whole_batch)
+        metrics = StepMetrics.of(also, loss, self.rehearsals.new_metrics, whole_batch=whole_batch)
         compute = self.strategy.backward
         with metrics.explained():
             value = self.backward_by(compute, batch, loss, forward, metrics, whole_batch=whole_batch)

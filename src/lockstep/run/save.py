@@ -328,14 +328,7 @@ def _restore(
         return state.restore(stored, force_context, restarted=restarted)
     except LockstepError:
         raise
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        AssertionError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError) as error:
         raise CheckpointError(
             f"{path} does not hold the state of a run ({type(error).__name__}: {str(error)[:200]}). Use "
             "another checkpoint."

@@ -17,7 +17,7 @@ from lockstep.core.summation_tree import fold_rows
 from lockstep.data.batch import MicroBatch
 from lockstep.errors import ConfigError
 from lockstep.run.evaluation import gathered_in_order
-from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons
+from lockstep.run.means import Changes, Part, copies_of, held_by, judge_metrics, reasons, reasons_with_model
 from lockstep.run.step import exact, sum_and_weight
 from lockstep.runtime.torch_internals import OVERWRITTEN
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
@@ -100,7 +100,7 @@ class StepMetrics:
         cls,
         also: Mapping[str, Callable[..., Any]] | Collection[str],
         loss: Callable[..., Any],
-        is_new: Callable[[Any], bool],
+        new: Callable[[Mapping[str, Any]], set[str]],
         *,
         whole_batch: bool,
     ) -> StepMetrics:
@@ -109,22 +109,27 @@ class StepMetrics:
         Args:
             also: functions by name, or names of entries of what ``loss`` returns.
             loss: as the user gave it.
-            is_new: whether a function was not checked yet; the same on every rank.
+            new: the names of those that were not checked yet; the same on every rank.
             whole_batch: as in ``Run.backward``.
         """
         if isinstance(also, Mapping):
-            return cls(also, {name for name, each in also.items() if is_new(each)})
+            return cls(also, new(also))
         names = [also] if isinstance(also, str) else list(also)
         if whole_batch:
             raise ConfigError(
                 f"also={names!r} of run.backward names entries of what the loss returns for a micro-batch, and with "
                 "whole_batch=True it is called for the whole batch. Give functions: also={'name': function}."
             )
-        return cls(LossEntries(loss, names), set(names) if is_new(loss) else set())
+        return cls(LossEntries(loss, names), set(names) if new({"loss": loss}) else set())
 
     def loss_of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function of the step, where the user gave ``loss``."""
         return exact(loss) if self._entries is None else self._entries
+
+    def judge(self, *how: Any) -> None:
+        """Notes which are no means where outputs have no row for each sample; see ``deviation_with_model``."""
+        waiting = sorted(name for name in self._unchecked if not self._reasons.get(name))
+        self._reasons |= reasons_with_model({name: self._given[name] for name in waiting}, *how)
 
     @torch.no_grad()
     def note(self, output: Any, target: Any, micro_batch: MicroBatch) -> None:

@@ -214,7 +214,7 @@ def _surrogate(
         if isinstance(value, tuple) and len(value) == 2:
             value = value[0].sum() / value[1]
         if not isinstance(value, Tensor):
-            raise no_value(value)
+            raise no_value(value, whole_batch=True)
         total = value.float().mean()
     compute.randomness.leave()
     if not total.requires_grad:

@@ -241,10 +241,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        beat: mmap.mmap | None = None,
-        control: Control | None = None,
-        events: StepEvents = NO_EVENTS,
+        self, beat: mmap.mmap | None = None, control: Control | None = None, events: StepEvents = NO_EVENTS
     ) -> None:
         self._beat, self._events = beat, events
         self.control = Control() if control is None else control

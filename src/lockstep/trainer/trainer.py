@@ -23,12 +23,7 @@ from lockstep.runtime.devices import is_gpu
 from lockstep.runtime.events import Callback
 from lockstep.runtime.process_handle import peak_memory
 from lockstep.strategies import IndependentStrategy
-from lockstep.trainer.state import (
-    Meter,
-    Progress,
-    TrainingOutcome,
-    TrainingParts,
-)
+from lockstep.trainer.state import Meter, Progress, TrainingOutcome, TrainingParts
 
 WEIGHTS = "model.safetensors"
 """The file of a run folder that has the weights of the last step."""

@@ -124,10 +124,7 @@ class RecordWriter:
     def finish(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """Writes the index, with arrays that say what the records are."""
         buffer = io.BytesIO()
-        own = {
-            _STARTS: np.array(self._starts, dtype=np.int64),
-            _SUMS: np.array(self._sums, dtype=np.uint32),
-        }
+        own = {_STARTS: np.array(self._starts, dtype=np.int64), _SUMS: np.array(self._sums, dtype=np.uint32)}
         entries: dict[str, Any] = {**arrays, **own}
         np.savez(buffer, **entries)
         index = buffer.getvalue()

@@ -24,11 +24,7 @@ from lockstep.config.strategy_options import FsdpOptions, Level
 from lockstep.core.plan import Share
 from lockstep.core.summation_tree import fold_rows, sum_of_squares
 from lockstep.data.batch import Batch
-from lockstep.distributed.collectives import (
-    all_reduce_max,
-    drop_process_groups,
-    exchange_device,
-)
+from lockstep.distributed.collectives import all_reduce_max, drop_process_groups, exchange_device
 from lockstep.distributed.rank_exchange import RankExchange
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import compiled_around
@@ -38,12 +34,7 @@ from lockstep.runtime.torch_internals import NO_SAVED_TENSORS_HOOKS
 from lockstep.strategies.fsdp.gathering import Gathering
 from lockstep.strategies.gradients import StepHeader, add_prior, all_finite
 from lockstep.strategies.optimizer_trial import Unit
-from lockstep.strategies.sharding import (
-    gather_rows,
-    require_plain_state,
-    require_rows,
-    squares_of_rows,
-)
+from lockstep.strategies.sharding import gather_rows, require_plain_state, require_rows, squares_of_rows
 from lockstep.strategies.strategy import Compute, StepResult, Strategy
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -95,10 +95,7 @@ _POSSIBLE: dict[Cause, tuple[str, ...]] = {
         "state or settings of the optimizer that are not recorded",
         "parameters changed by the loop",
     ),
-    Cause.REPLICAS: (
-        "parameters changed by the loop on some ranks",
-        "code under a condition on the rank",
-    ),
+    Cause.REPLICAS: ("parameters changed by the loop on some ranks", "code under a condition on the rank"),
 }
 """Explanations of the causes that only say what is known."""
 
