@@ -132,6 +132,45 @@ def test_a_metric_that_is_no_mean_is_refused_on_every_rank_and_side_effects_are_
         assert found["noted"] == alone["noted"]
 
 
+def recall(output, target, label=1):
+    """0 where none of the class is there, or found."""
+    there = target == label
+    return ((output.argmax(1) == label) & there).sum() / there.sum().clamp_min(1)
+
+
+def found_later(world, is_sorted, first):
+    """The recall of a class, which is never predicted in the first ``first`` evaluations."""
+    run, _, _, data = begin(world)
+    inputs, said = data.tensors[0], []
+    targets = (inputs[:, 0] > 0).long()
+    order = targets.argsort() if is_sorted else torch.arange(len(targets))
+
+    def scores(data):
+        score = data[0][:, :1] + (-10 if len(said) < first else -0.5)
+        return torch.cat([-score, score], 1)
+
+    while len(said) <= first:
+        try:
+            run.evaluate(
+                TensorDataset(inputs[order], targets[order]),
+                lambda output, batch: recall(output, batch[1]),
+                forward=scores,
+            )
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    run.close()
+    return said
+
+
+@pytest.mark.parametrize(("ranks", "is_sorted", "first"), [(1, False, 2), (2, False, 2), (1, True, 0)])
+def test_a_metric_that_is_no_mean_is_found_when_its_rows_show_it(ranks, is_sorted, first):
+    """A recall of 0 looks like a mean, and so does one over rows of one class."""
+    for said in run_ranks(found_later, ranks, is_sorted, first):
+        assert said[:first] == [""] * first
+        assert said[-1].startswith("The metric 'metric' is no mean over samples"), said
+
+
 def losses(world, **options):
     run, _, optimizer, data = begin(world, **options)
     records = []

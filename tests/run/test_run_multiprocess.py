@@ -150,13 +150,13 @@ def evaluated():
         results = run.evaluate(
             dataset(samples),
             {
-                "seen": lambda output, _: (torch.tensor(float(len(output))), 1),
+                "seen": lambda output, target: target.double(),
                 "right": correct,
                 "loss": cross_entropy,
             },
         )
-        batches = -(-samples // 3)
-        assert results["seen"] * batches == pytest.approx(samples)
+        targets = [dataset(samples)[number][1] for number in range(samples)]
+        assert results["seen"] * samples == pytest.approx(float(sum(targets)))
         values.append(results)
     assert [module.training for module in model] == [True, False, True, True, True]
     return values

@@ -32,16 +32,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import (
-    Changes,
-    Part,
-    copies_of,
-    has_rows,
-    held_by,
-    judge_metrics,
-    reasons,
-    reasons_with_model,
-)
+from lockstep.run.means import Changes, RowSample, has_rows, held_by, judge_metrics, reasons_with_model
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -54,7 +45,6 @@ if TYPE_CHECKING:
     from lockstep.run.run import Run
 
 logger = logging.getLogger(__name__)
-_ROUNDS_CHECKED = 3
 AGREE_EVERY = 1.0
 """Seconds, about."""
 
@@ -236,13 +226,14 @@ def evaluate_all(
             )
     whole = {name: each for name, each in metrics.items() if isinstance(each, SetMetric)}
     means = {name: each for name, each in metrics.items() if not isinstance(each, SetMetric)}
-    unchecked = run.rehearsals.new_metrics(means)
+    unchecked = run.rehearsals.new_metrics(means, evaluated=True) & run.rehearsals.new_metrics(means)
     strategy, group = run.strategy, run._session.group
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
-            values = evaluate(opened, means, strategy, group, unchecked, is_main=run.is_main)
-            run.rehearsals.note_checked(means[name] for name in means.keys() - unchecked)
+            checked = {} if run.options.checks == "off" else means
+            values = evaluate(opened, means, strategy, group, unchecked, checked, is_main=run.is_main)
+            run.rehearsals.note_checked(means.values(), evaluated=True)
             found |= {name: {name: value} for name, value in values.items()}
     if whole:
         with evaluation(run, data, *how) as opened:
@@ -259,6 +250,7 @@ def evaluate(
     strategy: Strategy,
     group: dist.ProcessGroup | None,
     unchecked: set[str],
+    checked: Mapping[str, Metric],
     *,
     is_main: bool,
 ) -> dict[str, float]:
@@ -269,8 +261,8 @@ def evaluate(
         metrics: functions of (output, target); see ``step.sum_and_weight`` for what they may return.
         strategy: where the results of all processes are gathered.
         group: all ranks; None for a world of one.
-        unchecked: names of the metrics that are to be checked, see ``means``; the same on every rank. Those stay in it
-            of which nothing could be told.
+        unchecked: names of the metrics that are new; the same on every rank.
+        checked: those that must be means, see ``means``.
         is_main: True for the process that warns.
 
     Raises:
@@ -283,20 +275,24 @@ def evaluate(
     functions = [exact(metric) for metric in metrics.values()]
     deviations: dict[str, str] = {}
     kept: Changes = {}
-    seen: list[Part] = []
+    sample = RowSample(len(loader), loader.micro_batch_size)
 
     def compute(place: int, micro_batch: MicroBatch) -> None:
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
-        if unchecked and (place < _ROUNDS_CHECKED or not place & (place - 1)):  # also 4, 8, 16, ...
-            seen.append((*copies_of((output, target)), len(micro_batch)))
-            named = {name: metrics[name] for name in sorted(unchecked) if not deviations.get(name)}
-            deviations.update(reasons(named, seen))
-            if strategy.replicated and not has_rows((output, target), len(micro_batch)):
-                part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
-                deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
-                output, target = opened.forward(micro_batch)  # the model keeps what it did before
+        if checked:
+            sample.take(place, (output, target), len(micro_batch))
+        if (
+            place == 0
+            and unchecked
+            and strategy.replicated
+            and not has_rows((output, target), len(micro_batch))
+        ):
+            part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
+            named = {name: metrics[name] for name in sorted(unchecked)}
+            deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
+            output, target = opened.forward(micro_batch)  # the model keeps what it did before
         before = held_by(metrics, unchecked if place == 0 else ())
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))
@@ -307,8 +303,10 @@ def evaluate(
         with strategy.joined_calls(), opened.autocast():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
-    if unchecked:
-        unchecked -= judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
+    if checked:
+        with strategy.joined_calls(), opened.autocast():
+            deviations.update(sample.reasons(checked))
+        judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}
 

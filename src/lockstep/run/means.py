@@ -134,6 +134,35 @@ def reasons_with_model(functions: Mapping[str, Callable[[Any, Any], Any]], *how:
     return {name: each.reason for name, each in found.items() if each.is_known}
 
 
+class RowSample:
+    """Rows from up to eight micro-batches of one evaluation, on which its metrics are checked.
+
+    Rows of the whole set, at every evaluation: the recall of a class is 0 over any rows, as if it were a mean, while a
+    model never says that class, or where the set is sorted by them.
+    """
+
+    def __init__(self, micro_batches: int, size: int) -> None:
+        self._apart = max(1, -(-micro_batches // _MOST_JOINED))
+        self._rows = -(-max(64, 2 * size) * self._apart // max(1, micro_batches))
+        self._parts: list[Part] = []
+        self._left = 1 << 24
+
+    def take(self, place: int, pair: Any, samples: int) -> None:
+        """Copies rows of (output, target) of this process's micro-batch number ``place``, if it is one of those."""
+        if place % self._apart == 0 and self._left > 0 and has_rows(pair, samples):
+            output, target = rows_of(pair, slice(self._rows))
+            self._parts.append((output, target, min(samples, self._rows)))
+            self._left -= sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+    def reasons(self, functions: Mapping[str, Callable[[Any, Any], Any]]) -> dict[str, str]:
+        """See ``reasons``."""
+        parts = self._parts
+        with suppress(Exception):  # they may have several lengths
+            whole = joined([part[:2] for part in parts])
+            parts = [parts[0], (*whole, sum(part[2] for part in parts))]
+        return {name: why for part in parts for name, why in reasons(functions, [part]).items() if why}
+
+
 Changes = dict[str, tuple[str, str]]
 """Places that a call has changed, with their texts before and after."""
 

@@ -150,13 +150,22 @@ class Rehearsals:
         is_first, self._replicas_are_new = self._replicas_are_new, False
         return is_first
 
-    def new_metrics(self, functions: Mapping[str, Callable[..., Any]]) -> set[str]:
-        """The names of those that should be checked and were not, or not with a result; one line may make several."""
-        return {name for name, each in functions.items() if self._checks and code_of(each) not in self._seen}
+    def new_metrics(
+        self, functions: Mapping[str, Callable[..., Any]], *, evaluated: bool = False
+    ) -> set[str]:
+        """The names of those that should be checked and were not, or not with a result; one line may make several.
 
-    def note_checked(self, metrics: Iterable[Callable[..., Any]]) -> None:
+        ``evaluated``: those of ``run.evaluate``, and not of a step.
+        """
+        return {
+            name
+            for name, each in functions.items()
+            if self._checks and (code_of(each), evaluated) not in self._seen
+        }
+
+    def note_checked(self, metrics: Iterable[Callable[..., Any]], *, evaluated: bool = False) -> None:
         """Notes metrics that need not be checked again."""
-        self._seen |= set(map(code_of, metrics))
+        self._seen |= {(code_of(each), evaluated) for each in metrics}
 
     def is_new_evaluation(
         self, model: nn.Module, forward: Callable[..., Any] | None, *, resumed: bool = False
