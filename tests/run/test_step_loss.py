@@ -94,6 +94,14 @@ def test_one_value_per_token_counts_tokens():
     assert (float(total), float(weight)) == (10.0, 10.0)
 
 
+def test_a_weight_that_depends_on_parameters_is_refused():
+    """Its gradient was left out without a word, in a mean with learned weights, or for a loss that returns two."""
+    values = torch.ones(3, requires_grad=True)
+    with pytest.raises(ConfigError, match=r"its second number depends on parameters.*weight.detach\(\)"):
+        sum_and_weight((values.sum(), values.sum()), 3)
+    assert sum_and_weight((values.sum(), values.sum().detach()), 3)[1] == 3
+
+
 def test_a_loss_that_sums_is_refused():
     with pytest.raises(ConfigError, match="reduction='mean'"):
         exact(nn.MSELoss(reduction="sum"))

@@ -27,7 +27,7 @@ from lockstep.errors import ConfigError, NonFiniteError
 from lockstep.numerics.compilation import explain_compiler
 from lockstep.numerics.precision import Precision
 from lockstep.numerics.randomness import KeyedRandomness, in_backward
-from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value
+from lockstep.run.step_errors import explain_loss, no_gradient, no_instance, no_value, trained_weight
 from lockstep.runtime.control import StopReason
 from lockstep.runtime.devices import current_stream, is_gpu, new_stream, on_stream
 from lockstep.runtime.events import NO_EVENTS, StepEvents
@@ -177,7 +177,9 @@ def sum_and_weight(value: Any, samples: int) -> tuple[Tensor, Tensor]:
         weight = value[1]
         if not isinstance(weight, Tensor):  # torch.tensor would copy to the device, which waits for it
             weight = torch.full((), float(weight), device=total.device)
-        return _wide(total).sum(), weight.detach().sum()
+        if weight.requires_grad:
+            raise trained_weight()
+        return _wide(total).sum(), weight.sum()
     if not isinstance(value, Tensor):
         raise no_value(value)
     value = _wide(value)
