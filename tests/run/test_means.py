@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from lockstep.run.means import Deviation, deviation, reasons
 from lockstep.run.step import exact
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR = Deviation
 
 
 def rows(count=64):
@@ -88,9 +88,11 @@ def masked(output, target):
         (squeezed, NONE),
         (lambda output, target: output.max(), OTHER),
         (lambda output, target: f1(output, target) * 0, UNCLEAR),
+        (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), PAIR),
+        (lambda output, target: (cross_entropy(output, target), len(target)), PAIR),
         (lambda output, target: output.mean() / 0, UNCLEAR),
     ],
-    ids=range(23),
+    ids=range(25),
 )
 def test_what_a_function_is_a_mean_of(function, found):
     assert deviation(function, *rows(), 64) is found

@@ -97,10 +97,10 @@ def warned(world):
     return of_evaluation, [text for text in said if text.startswith("A metric changes")]
 
 
-def test_a_metric_that_counts_by_itself_is_named_once_on_the_main_rank():
+def test_a_metric_that_counts_by_itself_is_named_on_the_main_rank_in_an_evaluation_and_in_steps():
     """What it counts is of one rank's samples; the mean that it returns is of all."""
     (first, everything), others = run_ranks(warned, 2)
-    assert others == ([], []) and len(first) == len(everything) == 1, everything
+    assert others == ([], []) and (len(first), len(everything)) == (1, 2), everything
     assert "the attribute 'hits' of the metric 'hits' (from " in first[0] and "'accuracy'" not in first[0]
     ((alone, _),) = run_ranks(warned, 1)
     assert alone == []

@@ -51,6 +51,7 @@ class Deviation(Enum):
     ONE_ENTRY = 5
     UNKNOWN = 6
     UNCLEAR = 7
+    PAIR = 8
 
     @property
     def reason(self) -> str:
@@ -89,6 +90,11 @@ _REASONS = {
     Deviation.UNKNOWN: (
         "fails for a part of a micro-batch, so whether it is a mean over samples is not known. If it compares "
         "the samples of a batch with each other, use run.backward(batch, loss, whole_batch=True)."
+    ),
+    Deviation.PAIR: (
+        "returns a pair, which stands for (sum, how many were counted), and these do not add up over samples: a mean "
+        "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
+        "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
     ),
 }
 
@@ -219,16 +225,20 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
         return Deviation.NONE
 
     have_one_entry: list[bool] = []
+    are_pairs: list[bool] = []
 
     def sums(rows: slice) -> Sums:
         value = function(*rows_of((output, target), rows))
         have_one_entry.append(isinstance(value, Tensor) and value.dim() > 0 and value.numel() == 1)
+        are_pairs.append(isinstance(value, tuple))
         total, weight = sum_and_weight(value, len(range(samples)[rows]))
         return float(total), float(weight)
 
     dtypes = (leaf.dtype for leaf in tree_leaves((output, target)) if isinstance(leaf, Tensor))
     most = max((_LARGEST_DIFFERENCE.get(dtype, 3e-5) for dtype in dtypes), default=3e-5)
     found = deviation_over(sums, samples, most)
+    if found.reason and all(are_pairs):
+        return Deviation.PAIR
     return Deviation.ONE_ENTRY if found.reason and all(have_one_entry) else found
 
 
