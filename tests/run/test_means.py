@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize, pad
 
-from lockstep.run.means import Deviation, deviation, reasons
+from lockstep.run.means import Deviation, deviation, judge_metrics, reasons
 from lockstep.run.step import exact
 
-NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR = Deviation
+NONE, SUM, WEIGHTED, FUNCTION, OTHER, ONE_ENTRY, UNKNOWN, UNCLEAR, PAIR, _ = Deviation
 
 
 def rows(count=64):
@@ -112,14 +112,16 @@ def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():
     assert deviation(hits, output, target, 16) is NONE, "16 images of four crops each"
 
 
-def test_a_loss_that_fails_for_fewer_rows_is_not_called_a_mean():
+def test_a_loss_that_fails_for_fewer_rows_is_not_called_a_mean(caplog):
     output, target = rows(4)
     assert deviation(squeezed, output, target, 4) is NONE, "one row alone fails"
     assert deviation(squeezed, output[:3], target[:3], 3) is NONE
     of_four = torch.arange(4)
     fails = lambda output, target: cross_entropy(output @ output.T, of_four)  # noqa: E731
     assert deviation(fails, output, target, 4) is UNKNOWN
-    assert reasons({"of_four": fails}, [(output, target, 4)]) == {}, "a metric is not refused for that"
+    found = reasons({"of_four": fails}, [(output, target, 4)])
+    judge_metrics([(found, {})], warns=True)  # a metric is not refused for that
+    assert [each.getMessage() for each in caplog.records] == [f"The metric 'of_four' {UNKNOWN.reason}"]
 
 
 def test_dicts_and_named_outputs_are_cut_too():

@@ -345,3 +345,41 @@ def test_metrics_of_flattened_outputs_are_told_apart_too(in_training):
     assert values == [{"accuracy": values[0]["last"], "last": values[0]["last"]}] * 2
     for said in run_ranks(flattened, 2, hits, in_training):
         assert said.startswith("The metric 'last' is a sum over the samples of a micro-batch")
+
+
+def joined_graphs(world, model_gives_rows):
+    """As graphs are joined to one: nodes follow each other, and a tensor tells whose they are."""
+    torch.manual_seed(0)
+    run = Run(RunOptions.of(global_batch=8, micro_batches=2, threads=1), world)
+    model = nn.Linear(3, 1)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def joined(samples):
+        return {"x": torch.cat([x[:length] for x, length in samples]), "of": [int(n) for _, n in samples]}
+
+    def forward(data):
+        nodes = model(data["x"])
+        if not model_gives_rows:
+            return nodes
+        return torch.stack([part.mean(0) for part in nodes.split(data["of"])])
+
+    data = TensorDataset(torch.randn(8, 5, 3), torch.arange(8) % 3 + 1)
+    loader, records = DataLoader(data, batch_size=8, collate_fn=joined), []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("lockstep").addHandler(handler)
+    mean = lambda output, data: output.square().mean()  # noqa: E731
+    pair = lambda output, data: (output.square().sum(), len(output))  # noqa: E731
+    (batch,) = run.batches(loader)
+    run.backward(batch, mean, forward=forward)
+    run.evaluate(loader, {"mean": mean, "pair": pair}, forward=forward)
+    run.close()
+    return [each.partition(" is of data")[0] for each in records if "is not known" in each]
+
+
+def test_what_cannot_be_tested_is_said_where_the_output_has_no_row_for_each_sample():
+    assert run_ranks(joined_graphs, 2, False) == [
+        ["The loss joined_graphs.<locals>.<lambda>", "The metric 'mean'"],
+        [],
+    ]
+    assert run_ranks(joined_graphs, 1, True) == [[]]

@@ -32,7 +32,15 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import Changes, RowSample, has_rows, held_by, judge_metrics, reasons_with_model
+from lockstep.run.means import (
+    UNTOLD,
+    Changes,
+    RowSample,
+    has_rows,
+    held_by,
+    judge_metrics,
+    reasons_with_model,
+)
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -305,7 +313,9 @@ def evaluate(
                 compute(place, micro_batch)
     if checked:
         with strategy.joined_calls(), opened.autocast():
-            deviations.update(sample.reasons(checked))
+            found = sample.reasons(checked)
+        untold = {each.reason for each in UNTOLD}  # said once
+        deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
         judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
     ordered = gathered_in_order(rows, loader.count, share, strategy).cpu()
     return {name: _mean(name, ordered[:, column]) for column, name in enumerate(metrics)}

@@ -52,6 +52,7 @@ class Deviation(Enum):
     UNKNOWN = 6
     UNCLEAR = 7
     PAIR = 8
+    UNTESTED = 9
 
     @property
     def reason(self) -> str:
@@ -61,8 +62,11 @@ class Deviation(Enum):
     @property
     def is_known(self) -> bool:
         """True where it is no mean for certain."""
-        return self not in (Deviation.NONE, Deviation.UNKNOWN, Deviation.UNCLEAR)
+        return self not in (Deviation.NONE, Deviation.UNCLEAR, *UNTOLD)
 
+
+UNTOLD = (Deviation.UNKNOWN, Deviation.UNTESTED)
+"""Those of which a warning tells: they may be means or not."""
 
 _REASONS = {
     Deviation.SUM: (
@@ -96,6 +100,10 @@ _REASONS = {
         "beside a count, or a loss beside an accuracy, is none. Return the sum, and numbers beside a loss in a dict, "
         "as also= of run.backward has them. One that compares the samples of a batch needs whole_batch=True."
     ),
+    Deviation.UNTESTED: (
+        "is of data without an entry for each sample, such as graphs joined to one, so whether it is a mean over "
+        "samples is not known. Return a mean over nodes, boxes or tokens as the pair (sum, how many were counted)."
+    ),
 }
 
 
@@ -114,7 +122,7 @@ Part = tuple[Any, Any, int]
 
 
 def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[Part]) -> dict[str, str]:
-    """Why functions are no means over samples, by name, see ``Deviation.reason``; without those that nothing tells of.
+    """Why functions are no means over samples, or may be none, by name; without those that nothing tells of yet.
 
     ``parts`` are the micro-batches of a process so far. Where they have one row each, they are put together.
     """
@@ -126,7 +134,7 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
             return {}
         samples = sum(part[2] for part in parts)
     found = {name: checked(function, output, target, samples) for name, function in functions.items()}
-    return {name: each.reason for name, each in found.items() if each is Deviation.NONE or each.is_known}
+    return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
 
 def reasons_with_model(functions: Mapping[str, Callable[[Any, Any], Any]], *how: Any) -> dict[str, str]:
@@ -137,7 +145,7 @@ def reasons_with_model(functions: Mapping[str, Callable[[Any, Any], Any]], *how:
         with generators_kept(), suppress(Exception):
             found[name] = deviation_with_model(exact(function), *how)
         before.restore()
-    return {name: each.reason for name, each in found.items() if each.is_known}
+    return {name: each.reason for name, each in found.items() if each.reason}
 
 
 class RowSample:
@@ -191,7 +199,12 @@ def judge_metrics(everyone: Sequence[tuple[Mapping[str, str], Changes]], *, warn
     Raises:
         ConfigError: a process has found that a metric is no mean.
     """
-    for name, reason in sorted((name, why) for found, _ in everyone for name, why in found.items() if why):
+    untold = {each.reason for each in UNTOLD}
+    for name, reason in sorted({(name, why) for found, _ in everyone for name, why in found.items() if why}):
+        if reason in untold:
+            if warns:
+                logger.warning("The metric %r %s", name, reason)
+            continue
         raise ConfigError(
             f"The metric {name!r} {reason} For a number of all samples together, such as F1, give run.evaluate an "
             "object with update(output, target), compute() and reset(), as torchmetrics has them, or compute it from "
@@ -332,7 +345,11 @@ def deviation_with_model(
     data, samples = together(micro_batches)
     data = _with_columns(data, samples)
     if not has_rows(_leaves(data), samples):
-        return Deviation.NONE
+        output, target = forward(data, 0)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        value = None if all(has_rows(each, samples) for each in tensors) else function(output, target)
+        is_mean = samples > 1 and isinstance(value, Tensor) and value.dim() == 0
+        return Deviation.UNTESTED if is_mean else Deviation.NONE
     calls, model_fails = itertools.count(), False
 
     def sums(rows: slice) -> Sums:
