@@ -130,9 +130,8 @@ def roll_call(store: Store, world: World, limit: float) -> None:
     if first != run:
         there = json.loads(first)
         raise ConfigError(
-            f"Rank {world.rank} of run {name!r} (world of {world.world_size}) reached "
-            f"{world.rendezvous}, which belongs to run {there['run']!r} (world of {there['world_size']}). "
-            "Give each run its own address."
+            f"Rank {world.rank} of run {name!r} (world of {world.world_size}) reached {world.rendezvous}, which "
+            f"belongs to run {there['run']!r} (world of {there['world_size']}). Give each run its own address."
         )
     if store.add(f"claims/{world.rank}", 1) != 1:
         raise ConfigError(
@@ -149,9 +148,8 @@ def roll_call(store: Store, world: World, limit: float) -> None:
             raise
         arrived = [rank for rank in range(world.world_size) if rank not in missing]
         raise RankError(
-            f"Not every rank connected within {limit:g} s. missing: {numbered('rank', missing)}; "
-            f"connected: {ranges(arrived)}. "
-            "Check why the missing ranks did not start, or raise the limit if they start slowly."
+            f"Not every rank connected within {limit:g} s. missing: {numbered('rank', missing)}; connected: "
+            f"{ranges(arrived)}. Check why the missing ranks did not start, or raise the limit if they start slowly."
         ) from error
 
 

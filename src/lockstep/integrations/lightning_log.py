@@ -219,6 +219,6 @@ def unequal_means(
             return float(each.value) * weight, weight
 
         deviation = deviation_over(sums, samples, most)
-        if deviation.is_known:
+        if deviation in _KINDS:
             found[name] = _KINDS[deviation]
     return found

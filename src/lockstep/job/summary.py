@@ -88,8 +88,7 @@ def _steps(config: JobConfig, plan: SamplePlan) -> list[str]:
     epochs, limit, shape = config.training.epochs, config.training.max_steps, plan.shape
     lines = [
         f"{epochs} epochs x {plan.steps_per_epoch} steps = {epochs * plan.steps_per_epoch} optimizer steps"
-        f"{'' if limit is None else f', of which {limit} are made'}; "
-        f"a step is {shape.global_batch} samples = "
+        f"{'' if limit is None else f', of which {limit} are made'}; a step is {shape.global_batch} samples = "
         f"{shape.micro_batches} micro-batches x {shape.micro_batch_size}."
     ]
     last = plan.step(0, plan.steps_per_epoch - 1)

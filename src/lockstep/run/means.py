@@ -59,11 +59,6 @@ class Deviation(Enum):
         """The text after "The metric 'f1' "; empty for ``NONE`` and ``UNCLEAR``."""
         return _REASONS.get(self, "")
 
-    @property
-    def is_known(self) -> bool:
-        """True where it is no mean for certain."""
-        return self not in (Deviation.NONE, Deviation.UNCLEAR, *UNTOLD)
-
 
 UNTOLD = (Deviation.UNKNOWN, Deviation.UNTESTED)
 """Those of which a warning tells: they may be means or not."""

@@ -483,8 +483,7 @@ def raise_non_finite(result: StepResult, plan: StepPlan, later_updates: int = 0)
         k = bad[0]
         raise NonFiniteError(
             f"The loss of step {plan.step} is {float(result.losses[k])} in micro-batch {k} (samples "
-            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or "
-            "clip gradients."
+            f"{shorten(plan.numbers(k))}). {update} Look at these samples, lower the learning rate, or clip gradients."
         )
     samples = [number for k in range(plan.leaves) for number in plan.numbers(k)]
     if not result.weight:

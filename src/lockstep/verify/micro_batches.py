@@ -177,8 +177,7 @@ _SHAPES = (
 )
 _UNKNOWN = (
     "The cause was not found. Possible: a loss or a model that compares the samples of a batch, a mean over something "
-    "else than samples, random numbers drawn in evaluation mode too, or state that the model keeps. "
-    "See docs/means.md."
+    "else than samples, random numbers drawn in evaluation mode too, or state that the model keeps. See docs/means.md."
 )
 
 

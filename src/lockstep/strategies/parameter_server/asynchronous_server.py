@@ -115,9 +115,8 @@ class Server(Participant):
         """Workers check for themselves, on GPUs only every few steps, so the server must not use what is not finite."""
         if not bool(gradient) or not math.isfinite(loss):
             raise NonFiniteError(
-                f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or "
-                "infinite. Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which "
-                "names the samples."
+                f"Update {self.version + 1} was not made: a worker pushed a loss or gradient that is NaN or infinite. "
+                "Lower the learning rate, clip gradients, or run the job with strategy 'ddp', which names the samples."
             )
 
     def after_step(self) -> None:

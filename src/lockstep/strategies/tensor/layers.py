@@ -227,9 +227,8 @@ class _Row(_Split, _Layer):
         expected = weight.shape[1] // held
         if len(parts) != held or parts[0].shape[dim] != expected:
             raise ConfigError(
-                f"tensor.plan splits the inputs of a layer over {self.exchange.shards} shards, "
-                f"{expected} for each, and it was given {parts[0].shape[dim]}. "
-                "Split the layer before it with 'column'."
+                f"tensor.plan splits the inputs of a layer over {self.exchange.shards} shards, {expected} for each, "
+                f"and it was given {parts[0].shape[dim]}. Split the layer before it with 'column'."
             )
         weights = shards_of(weight, 1, held)
         total = self.exchange.leave([_apply(self, *each, None) for each in zip(parts, weights)])
