@@ -63,7 +63,7 @@ SET: tuple[str, str, Any, str] = (
     "--set",
     "KEY=VALUE",
     [],
-    "any setting of the job, such as optimizer.lr=0.1; none leaves it out",
+    "any setting of the job, such as optimizer.lr=0.1; KEY=none removes it",
 )
 
 

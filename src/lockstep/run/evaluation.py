@@ -32,15 +32,7 @@ from lockstep.data.loader import EvaluationLoader
 from lockstep.errors import ConfigError, RankError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.run.agreement import require_equal_models
-from lockstep.run.means import (
-    UNTOLD,
-    Changes,
-    RowSample,
-    has_rows,
-    held_by,
-    judge_metrics,
-    reasons_with_model,
-)
+from lockstep.run.means import UNTOLD, Changes, RowSample, held_by, judge_metrics, reasons_with_model
 from lockstep.run.save import save_and_stop
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import evaluating, exact, sum_and_weight
@@ -286,21 +278,15 @@ def evaluate(
     sample = RowSample(len(loader), loader.micro_batch_size)
 
     def compute(place: int, micro_batch: MicroBatch) -> None:
+        if place == 0 and unchecked and strategy.replicated and micro_batch.k < loader.count:
+            part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
+            named = {name: metrics[name] for name in sorted(unchecked)}
+            deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
         if checked:
             sample.take(place, (output, target), len(micro_batch))
-        if (
-            place == 0
-            and unchecked
-            and strategy.replicated
-            and not has_rows((output, target), len(micro_batch))
-        ):
-            part = lambda data, k: opened.forward(replace(micro_batch, k=k, data=data))  # noqa: E731 - short
-            named = {name: metrics[name] for name in sorted(unchecked)}
-            deviations.update(reasons_with_model(named, part, (micro_batch,), strategy.device))
-            output, target = opened.forward(micro_batch)  # the model keeps what it did before
         before = held_by(metrics, unchecked if place == 0 else ())
         for column, metric in enumerate(functions):
             total, weight = sum_and_weight(metric(output, target), len(micro_batch))

@@ -132,14 +132,24 @@ def reasons(functions: Mapping[str, Callable[[Any, Any], Any]], parts: Sequence[
     return {name: each.reason for name, each in found.items() if each is not Deviation.UNCLEAR}
 
 
-def reasons_with_model(functions: Mapping[str, Callable[[Any, Any], Any]], *how: Any) -> dict[str, str]:
-    """Of those that are none, where outputs have no row for each sample; see ``deviation_with_model``."""
+def reasons_with_model(
+    functions: Mapping[str, Callable[[Any, Any], Any]],
+    forward: Callable[[Any, int], tuple[Any, Any]],
+    micro_batches: Sequence[MicroBatch],
+    device: torch.device,
+) -> dict[str, str]:
+    """Of those that are none, or may be, where outputs have no row for each sample; see ``deviation_with_model``."""
     found = {}
-    for name, function in functions.items():
-        before = Snapshot({name: function})
-        with generators_kept(), suppress(Exception):
-            found[name] = deviation_with_model(exact(function), *how)
-        before.restore()
+    with generators_kept():
+        with suppress(Exception):
+            data, samples = together(micro_batches)
+            if has_rows(forward(own_rows(data, slice(None)), 0), samples):
+                return {}
+        for name, function in functions.items():
+            before = Snapshot({name: function})
+            with suppress(Exception):
+                found[name] = deviation_with_model(exact(function), forward, micro_batches, device)
+            before.restore()
     return {name: each.reason for name, each in found.items() if each.reason}
 
 
@@ -340,9 +350,9 @@ def deviation_with_model(
     data, samples = together(micro_batches)
     data = _with_columns(data, samples)
     if not has_rows(_leaves(data), samples):
-        output, target = forward(data, 0)
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        value = None if all(has_rows(each, samples) for each in tensors) else function(output, target)
+        output, target = forward(own_rows(data, slice(None)), 0)
+        is_cut = all(has_rows(each, samples) for each in tree_leaves(output) if isinstance(each, Tensor))
+        value = None if is_cut else function(output, target)
         is_mean = samples > 1 and isinstance(value, Tensor) and value.dim() == 0
         return Deviation.UNTESTED if is_mean else Deviation.NONE
     calls, model_fails = itertools.count(), False

@@ -25,17 +25,30 @@ _LISTS = {
     "all_to_all": ("output_tensor_list", 0),
 }
 _ACCELERATE = ("wait_for_everyone", "gather_for_metrics", "gather")
+_OF_RUN = (
+    "backward",
+    "evaluate",
+    "fingerprint",
+    "load_state_dict",
+    "predict",
+    "prepare",
+    "save",
+    "state_dict",
+)
 _STEPPED = ("optim", "sched", "scaler")
 
 
 @lru_cache(maxsize=4)
 def collectives(script: Script) -> tuple[ast.Call, ...]:
-    """The calls that all ranks of the world must make: torch's over the whole world, and Accelerate's."""
+    """The calls that all ranks of the world must make: torch's over the whole world, Accelerate's and Lockstep's."""
+    made = [node for node in script.find(ast.Assign) if isinstance(node.value, ast.Call)]
+    runs = [script.text(n.targets[0]) for n in made if script.name(n.value) == "lockstep.init"]
     found = []
     for call in script.calls:
         first, _, last = script.name(call).rpartition(".")
         torchs = first == "torch.distributed" and last in COLLECTIVES and argument(call, "group") is None
-        if torchs or (last in _ACCELERATE and first.rpartition(".")[2] == "accelerator"):
+        of_run = bool(runs) and last in _OF_RUN and script.text(receiver(call)) in runs
+        if torchs or of_run or (last in _ACCELERATE and first.rpartition(".")[2] == "accelerator"):
             found.append(call)
     return tuple(found)
 
@@ -51,8 +64,8 @@ def collective_under_rank_condition(script: Script) -> Iterator[Hit]:
         if alone is not None:
             yield Hit(
                 call,
-                f"only some ranks pass the condition in line {alone[0].lineno}; the others never make this "
-                "call, and the run hangs.",
+                f"only some ranks pass the condition in line {alone[0].lineno}; the others never make this call, "
+                "and the run hangs, or refuses it.",
                 f"{script.text(call)}  # outside of the condition, on every rank",
             )
 
