@@ -51,7 +51,9 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def tensor_state(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of ``model.state_dict(keep_vars=True)``, without extra state."""
     found = model.state_dict(keep_vars=True)
-    return {name: value for name, value in found.items() if not _is_extra_state(name)}
+    return {
+        name: value for name, value in found.items() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX
+    }
 
 
 def encoded_extra_states(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, JSON]:
@@ -77,10 +79,6 @@ def load_extra_states(model: nn.Module, encoded: Mapping[str, JSON], tensors: Ma
                 "with the model that wrote it."
             )
         module.set_extra_state(decode(value, tensors))
-
-
-def _is_extra_state(name: str) -> bool:
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -367,7 +367,8 @@ def _yaml(value: Any) -> list[str]:
     if isinstance(value, dict) and value:
         return [line for key, each in value.items() for line in _entry(f"{key}:", each)]
     if isinstance(value, list) and value:
-        return [line for each in value for line in _item(_yaml(each))]
+        items = [_yaml(each) for each in value]
+        return [line for first, *rest in items for line in (f"- {first}", *(f"  {each}" for each in rest))]
     is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT
     return [value if is_plain else json.dumps(value, ensure_ascii=False)]
 
@@ -377,7 +378,3 @@ def _entry(key: str, value: Any) -> list[str]:
     if isinstance(value, dict | list) and value:
         return [key, *(f"  {line}" for line in lines)]
     return [f"{key} {lines[0]}"]
-
-
-def _item(lines: list[str]) -> list[str]:
-    return [f"- {lines[0]}", *(f"  {line}" for line in lines[1:])]

@@ -101,7 +101,7 @@ def _reach(function: Callable[..., Any], names: set[str]) -> Iterator[tuple[str,
 
 def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
     if isinstance(value, MethodType):
-        return [(label, value.__func__), (_owner(label), value.__self__)]
+        return [(label, value.__func__), (label.rpartition(".")[0] or "self", value.__self__)]
     if isinstance(value, partial):
         named = [(f"{label}{key}", each) for key, each in value.keywords.items()]
         return [
@@ -118,10 +118,6 @@ def _inside(label: str, value: Any, names: set[str]) -> list[tuple[str, Any]]:
     if isinstance(value, (Tensor, type)) or type(value).__module__.split(".")[0] in _LIBRARIES:
         return []
     return _attributes(label, value, names)
-
-
-def _owner(label: str) -> str:
-    return label.rpartition(".")[0] or "self"
 
 
 def _read_by(function: FunctionType, names: set[str]) -> list[tuple[str, Any]]:
