@@ -172,6 +172,23 @@ def test_what_the_loop_switches_on_after_the_first_epoch_is_looked_at(part, said
         train(trained, loss, epochs=3, end=end)
 
 
+def test_a_loss_that_becomes_another_kind_of_mean_is_told(caplog):
+    """A term that compares samples has the weight 0 in the first epoch, or no target is masked in the first batch."""
+    weight = 0.0
+
+    def loss(output, target):
+        return F.cross_entropy(output, target) + weight * (output - output.mean(0)).square().mean()
+
+    def end(epoch):
+        nonlocal weight
+        assert "no mean over samples" not in caplog.text
+        weight = 1.0
+
+    with caplog.at_level(logging.WARNING):
+        train(model(), loss, epochs=2, end=lambda epoch: epoch == 0 and end(epoch))
+    assert "The loss" in caplog.text and "is no mean over samples" in caplog.text
+
+
 class Notes(Callback):
     def __init__(self):
         self.events = []

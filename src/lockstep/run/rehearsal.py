@@ -305,7 +305,7 @@ class Rehearsals:
         called, findings = CalledModules(prepared, before, roots), Findings()
         begins = self.done[code_of(loss)] <= max(2, self.times)
         short, rehearsal = shortened(batch, compute, strategy.share, 2 if self._are_concurrent else 1)
-        deviations: list[Deviation] | None = [] if self.done[code_of(loss)] == 1 else None
+        deviations: list[Deviation] = []
         for parameter in prior:
             parameter.grad = None
         try:
@@ -328,7 +328,8 @@ class Rehearsals:
                     findings.by_rank = self._pass_of_all(short, rehearsal, scale)
                     self._places = before.texts
                 is_called_alone = strategy.replicated and not self._are_concurrent
-                if deviations == [] and batch.micro_batches and is_called_alone:
+                is_called_alone &= not deviations and self.done[code_of(loss)] == 1
+                if is_called_alone and batch.micro_batches:
                     deviations.append(judge_with_model(compute, batch.micro_batches))
         finally:
             before.restore()
@@ -337,7 +338,7 @@ class Rehearsals:
                 parameter.grad = gradient
             strategy.rehearsed_bytes += strategy.bytes_sent - sent
         findings.foreign = called.wrong
-        findings.deviation = next((each.reason for each in deviations or () if each.reason), "")
+        findings.deviation = next((each.reason for each in deviations if each.reason), "")
         findings.losses_differ = any(each.losses != first.losses for each in others)
         findings.gradients = [
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
