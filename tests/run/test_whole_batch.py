@@ -157,11 +157,11 @@ def changing(output, target):
     return output[0].mean() if len(target) else output[0].sum()
 
 
-def refused(model, loss, sentence, **options):
+def refused(model, loss, sentence, targets=torch.arange(16), **options):
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", **options), World())
     try:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        data = TensorDataset(torch.randn(16, 6), torch.arange(16))
+        data = TensorDataset(torch.randn(16, 6), targets)
         with pytest.raises(ConfigError, match=sentence):
             run.backward(next(run.batches(data)), loss, whole_batch=True)
     finally:
@@ -185,6 +185,17 @@ class Counting(nn.Module):
     def forward(self, x):
         self.calls += 1
         return self.inner(x) * self.calls
+
+
+class Spectrum(nn.Linear):
+    def forward(self, x):
+        return torch.fft.fft(super().forward(x))
+
+
+def test_numbers_that_would_not_be_gathered_as_they_are_are_refused():
+    """Hashes of 64 bits became equal to their neighbours, and the loss was another one."""
+    refused(nn.Linear(6, 3), F.cross_entropy, "whole ones up to 2..53", targets=2**60 + torch.arange(16))
+    refused(Spectrum(6, 3), lambda output, target: output.abs().mean(), "takes real numbers")
 
 
 def test_what_cannot_be_put_together_is_refused():

@@ -497,10 +497,15 @@ def _rows(value: Any, samples: int, caller: str, remedy: str) -> Tensor:
             f"{caller} needs a tensor with one row for each of the {samples} samples of a micro-batch, and was given "
             f"{found}. {remedy}"
         )
+    require_exact(value, caller)
+    return value
+
+
+def require_exact(value: Tensor, caller: str) -> None:
+    """Raises ``ConfigError`` for numbers that float64, in which values are gathered, would change."""
     whole = not value.is_floating_point() and not value.is_complex()
     if value.is_complex() or (whole and not torch.equal(value.double().to(value.dtype), value)):
         raise ConfigError(
             f"{caller} takes real numbers, whole ones up to 2**53, and was given others, of {value.dtype}. Convert "
             "them first."
         )
-    return value

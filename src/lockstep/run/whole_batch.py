@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lockstep.core.plan import StepPlan
 from lockstep.data.batch import Batch, MicroBatch
 from lockstep.errors import ConfigError
-from lockstep.run.evaluation import gathered_in_order
+from lockstep.run.evaluation import gathered_in_order, require_exact
 from lockstep.run.short_step import with_own_data
 from lockstep.run.step import StepCompute
 from lockstep.run.step_errors import no_gradient, no_value
@@ -164,6 +164,8 @@ def _output(compute: StepCompute, micro_batch: MicroBatch) -> _Output:
         target = None
     leaves, spec = tree_flatten((output, target))
     tensors = [each for each in leaves if isinstance(each, Tensor)]
+    for each in tensors:
+        require_exact(each, "whole_batch=True")
     of_output = sum(isinstance(each, Tensor) for each in tree_flatten(output)[0])
     return _Output(tensors, leaves, spec, of_output)
 
