@@ -157,11 +157,11 @@ def changing(output, target):
     return output[0].mean() if len(target) else output[0].sum()
 
 
-def refused(model, loss, sentence, targets=torch.arange(16), **options):
+def refused(model, loss, sentence, targets=None, **options):
     run = Run(RunOptions.of(global_batch=8, micro_batches=4, strategy="single", **options), World())
     try:
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        data = TensorDataset(torch.randn(16, 6), targets)
+        data = TensorDataset(torch.randn(16, 6), torch.arange(16) if targets is None else targets)
         with pytest.raises(ConfigError, match=sentence):
             run.backward(next(run.batches(data)), loss, whole_batch=True)
     finally:

@@ -50,6 +50,8 @@ def stand_in(output: Any, target: Any) -> Tensor:
     leaves = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor) and each.requires_grad]
     if not leaves:
         raise no_gradient(output)
+    for each in leaves:
+        require_exact(each, "whole_batch=True")
     return torch.stack([each.float().mean() for each in leaves]).sum()
 
 
