@@ -156,6 +156,14 @@ def loss_fn(output, target):
     state["next"] = output.detach().mean()
     return F.cross_entropy(output, target) + state["shift"]
 """
+HARD_SAMPLES = """
+kept, limits = [], {"low": -1.0}
+
+def loss_fn(output, target):
+    losses = F.cross_entropy(output, target, reduction="none")
+    kept.append(float(losses.detach().mean()))
+    return losses * (losses.detach() > limits["low"])
+"""
 KEPT_WEIGHTS = """
 weights = torch.ones(C)
 sampler = torch.utils.data.WeightedRandomSampler(torch.ones(N).double(), N)
@@ -174,6 +182,12 @@ def loss_fn(output, target):
         pytest.param(LEFT_BY_STEPS, 'state["shift"] = state["next"]', "'state'['shift']", id="a state"),
         pytest.param(
             LEFT_BY_STEPS, 'if steps == 2: state["shift"] = state["next"]', "'state'['shift']", id="by epochs"
+        ),
+        pytest.param(
+            HARD_SAMPLES,
+            'limits["low"] = -1.0 if steps < 2 else kept[0] - 10',  # too low for the samples that are compared
+            r"reads the global variable 'limits'['low'], which was the same on all ranks before",
+            id="a threshold",
         ),
         pytest.param(
             KEPT_WEIGHTS, "sampler.weights = weights[targets].double()", "choice of samples 1", id="weights"

@@ -29,7 +29,7 @@ from lockstep.errors import ConfigError
 from lockstep.numerics.hidden_state import Kind, Snapshot
 from lockstep.run.agreement import common_data
 from lockstep.run.means import deviation_of_parts, has_rows, joined, rows_of
-from lockstep.run.rehearsal import Findings, other_on_ranks
+from lockstep.run.rehearsal import Findings
 from lockstep.run.short_step import (
     Buffers,
     CalledModules,
@@ -39,6 +39,7 @@ from lockstep.run.short_step import (
     with_own_data,
 )
 from lockstep.run.step import BackwardPass, evaluating, sum_and_weight
+from lockstep.run.step_errors import other_on_ranks
 from lockstep.strategies import gather_records
 from lockstep.strategies.ddp import Replicated
 

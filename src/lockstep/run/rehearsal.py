@@ -45,6 +45,7 @@ from lockstep.run.short_step import (
     with_own_data,
 )
 from lockstep.run.step import StepCompute, code_of
+from lockstep.run.step_errors import other_on_ranks
 from lockstep.runtime.events import StepEvents
 from lockstep.strategies import IndependentStrategy, Strategy, gather_records
 from lockstep.text import shorten
@@ -58,6 +59,7 @@ _FURTHER = 4
 """Computations after the second, where a call changes what the one before has left."""
 _EARLY, _APART = 6, 100
 """So many rehearsals are made as soon as an epoch begins, and later ones so many steps apart."""
+_VALUES = (Kind.NUMBER, Kind.TENSOR)
 _GENERATORS = ("torch", "NumPy", "random")
 _TIMES = {"first": 2, "always": math.inf, "off": 1}
 _OFF = "checks='off' lets it run, with results that depend on the layout."
@@ -131,6 +133,9 @@ class Rehearsals:
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
+        self._read: dict[str, str] = {}
+        self._moved: set[str] = set()
+        """The variables that the loss and the model read, and those that calls change or that differ from the start."""
         self._are_concurrent = options.sync_batch_norm
         alone = options.micro_batches == 1 and group is None
         # Otherwise two passes may differ by themselves
@@ -271,6 +276,22 @@ class Rehearsals:
         if found.by_rank:
             everyone = gather_records(self._strategy, self._places, self._group)
             raise other_on_ranks(everyone, _OFF)
+        self._require_equal_variables(done)
+
+    def _require_equal_variables(self, done: int) -> None:
+        """Refuses variables that were the same on all ranks at first, and that the loop has made differ since then."""
+        everyone = gather_records(self._strategy, [self._read, sorted(self._moved)], self._group)
+        self._moved = {name for _, moved in everyone for name in moved}
+        first = everyone[0][0]
+        names = [name for name in first if any(each.get(name) != first[name] for each, _ in everyone)]
+        if done == 1 or len(everyone) != self._strategy.share.holders:  # others do not call the loss
+            self._moved |= {name.partition("[")[0] for name in names}
+        if unequal := [name for name in names if name.partition("[")[0] not in self._moved]:
+            raise ConfigError(
+                f"The loss or the model reads {shorten(unequal, _MOST)}, which was the same on all ranks before and is "
+                "not any more. What a step leaves on its rank is of that rank's samples only: take such numbers from "
+                f"what run.backward returns with also=, or from run.evaluate or run.predict. {_OFF}"
+            )
 
     def require_equal_draws(self) -> None:
         """Raises ``ConfigError`` where the loop has drawn random numbers on some ranks only. Collective."""
@@ -344,6 +365,9 @@ class Rehearsals:
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
+        self._moved |= {name.partition("[")[0] for name in {**noted, **counting}}
+        texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
+        self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
         lost = prepared.state.loop.lost
         if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
@@ -452,8 +476,8 @@ class Rehearsals:
         self._warned |= new.keys()
         if new and self._is_main:
             logger.warning(
-                "The forward pass or the loss changes %s. So far the loss does not depend on it, but its value does "
-                "depend on the number of processes: each sees its own micro-batches only.",
+                "The forward pass or the loss changes %s. So far the loss does not depend on it. Once it does, each "
+                "number of processes gives another result, since each process sees its own micro-batches only.",
                 told(new, _MOST),
             )
 
@@ -547,18 +571,3 @@ def _is_stored(name: str, model: nn.Module) -> bool:
 
 def _words(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
-def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
-    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
-    names = [
-        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
-    ]
-    cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
-    if names:
-        cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
-    return ConfigError(
-        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
-        f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
-        f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
-    )

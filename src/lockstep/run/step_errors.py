@@ -172,6 +172,21 @@ def no_value(value: Any, *, whole_batch: bool = False) -> ConfigError:
     )
 
 
+def other_on_ranks(everyone: Sequence[Mapping[str, str]], remedy: str) -> ConfigError:
+    """The error of a loss that depends on the process; ``everyone``: what the loss and the model use, by rank."""
+    names = [
+        name for name, text in everyone[0].items() if any(each.get(name, text) != text for each in everyone)
+    ]
+    cause = ", so the forward pass or the loss depends on the process: its rank, environment, id or machine"
+    if names:
+        cause = f": {shorten(names, 3)} {'is' if len(names) == 1 else 'are'} not the same on all of them"
+    return ConfigError(
+        "The loss of one micro-batch has other bits on other ranks, with the same parameters, samples and keys"
+        f"{cause}. Draw random numbers after lockstep.init(seed=...), which seeds all ranks alike, go through sets in "
+        f"sorted order, and let nothing that is computed depend on the rank, or on what a step has left there. {remedy}"
+    )
+
+
 def trained_weight() -> ConfigError:
     """The error for a pair (sum, weight) whose weight has a gradient, which division by a count does not give it."""
     return ConfigError(
