@@ -162,11 +162,8 @@ class Rehearsals:
 
         ``evaluated``: those of ``run.evaluate``, and not of a step.
         """
-        return {
-            name
-            for name, each in functions.items()
-            if self._checks and (code_of(each), evaluated) not in self._seen
-        }
+        new = functions.items() if self._checks else ()
+        return {name for name, each in new if (code_of(each), evaluated) not in self._seen}
 
     def note_checked(self, metrics: Iterable[Callable[..., Any]], *, evaluated: bool = False) -> None:
         """Notes metrics that need not be checked again."""

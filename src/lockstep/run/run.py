@@ -202,8 +202,7 @@ class Run:
         Order and augmentation follow from the seed and the epoch; outside of ``epochs`` every call is the next epoch.
 
         Args:
-            data: a map-style data set, or a DataLoader, whose data set, collate function, workers, ``shuffle`` and
-                ``drop_last`` are taken over; or a tuple of such.
+            data: a map-style data set, a DataLoader, whose settings but the batch size are used, or a tuple of these.
             shuffle: visit the samples of a data set in a keyed order.
             drop_last: leave out the last, smaller batch.
             workers: processes that read ahead; by default those of the DataLoader, or none.
