@@ -226,7 +226,7 @@ COMMANDS = {
     "kubernetes": """job --kind --name --image --claim --mount --nodes --gpus-per-node --tasks-per-node --cpus-per-task
 --memory --secret --user --grace-period --start-limit --restarts --runtime --output --submit --set --data --strategy
 --mesh --precision --epochs --threads""",
-    "verify": """job --devices --strategies --steps --micro-batches --json --script --set --data
+    "verify": """job --devices --strategies --steps --stop-after --micro-batches --json --script --set --data
 --precision --threads""",
     "scale": """job --devices --strategies --steps --warm-up --rounds --predict --interconnect --json --html --svg --png
 --set --data --precision --threads""",
