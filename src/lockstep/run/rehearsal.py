@@ -128,8 +128,7 @@ class Rehearsals:
         self.done: dict[Any, int] = {}
         """How often each was, by its code."""
         self.due: dict[Any, tuple[float, int]] = {}
-        """The epoch after which, and the step from which on, the next one of each is due; a loop switches parts on at
-        the start of an epoch, or gives back what it has made of what steps have left there."""
+        """The epoch after which, and the step from which on, the next one of each is due: loops change at epochs."""
         self.deviations: dict[str, str] = {}
         """Why losses are no means over samples, by their names."""
         self._places: dict[str, str] = {}
@@ -275,6 +274,11 @@ class Rehearsals:
             raise other_on_ranks(everyone, _OFF)
         self._require_equal_variables(done)
 
+    def _note_variables(self, found: Snapshot, changed: Iterable[str]) -> None:
+        self._moved |= {name.partition("[")[0] for name in changed}
+        texts = [(n, text) for n, text in found.texts.items() if found.kinds[n] in _VALUES]
+        self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
+
     def _require_equal_variables(self, done: int) -> None:
         """Refuses variables that were the same on all ranks at first, and that the loop has made differ since then."""
         everyone = gather_records(self._strategy, [self._read, sorted(self._moved)], self._group)
@@ -362,9 +366,7 @@ class Rehearsals:
             name for name in trained if any(each.gradients[name] != first.gradients[name] for each in others)
         ]
         noted, counting = before.changed(after), after.changed(later)  # a cache is noted; a counter goes on
-        self._moved |= {name.partition("[")[0] for name in {**noted, **counting}}
-        texts = [(n, text) for n, text in before.texts.items() if before.kinds[n] in _VALUES]
-        self._read = {n: text for n, text in texts if n.startswith(("the global variable", "the variable"))}
+        self._note_variables(before, {**noted, **counting})
         lost = prepared.state.loop.lost
         if lost and begins and any(len(each) for each in short.micro_batches):  # otherwise nothing was called
             codes = [code for each in (loss, compute.forward) if isinstance(code := code_of(each), CodeType)]
