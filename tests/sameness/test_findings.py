@@ -203,6 +203,19 @@ def test_what_a_loss_leaves_on_its_rank_is_refused_where_the_loop_gives_it_back(
     assert ended.how == "refused" and said in ended.message, ended
 
 
+def test_replicas_that_drift_are_named_where_a_rehearsal_finds_them():
+    program = dataclasses.replace(plain_program(), recipe=K8, count=32, epochs=2)
+    line = "if steps == 2 and run.world.rank: model[0].weight.data.add_(0.1)"
+    text = text_of(program).replace(
+        "            steps += 1\n", f"            steps += 1\n            {line}\n"
+    )
+    ended = run_trial(text, [DDP])
+    assert (
+        ended.how == "refused"
+        and "the ranks hold different bits in 1 of 15 tensors (0.weight)" in ended.message
+    )
+
+
 def test_a_module_that_is_added_later_is_refused_where_replicas_were_copied():
     text = text_of(plain_program()).replace(
         "    trained = model\n", "    trained = model.append(nn.Tanh())\n"

@@ -26,13 +26,13 @@ from torch import nn
 
 from lockstep.config.options import RunOptions
 from lockstep.config.strategy_options import Level
-from lockstep.core.fingerprint import sum_of_bits
+from lockstep.core.fingerprint import checksums, sum_of_bits
 from lockstep.data.batch import Batch
 from lockstep.data.keyed import content_of, encoded_states, generators_kept
 from lockstep.errors import ConfigError
 from lockstep.numerics.compilation import fix_graphs
 from lockstep.numerics.hidden_state import Kind, Snapshot, draws_globally, told
-from lockstep.run.agreement import common_data
+from lockstep.run.agreement import common_data, compared_replicas
 from lockstep.run.attributes import generators_of, numbers_of, values_of
 from lockstep.run.loop_code import names_reached
 from lockstep.run.means import Deviation, judge_with_model
@@ -255,11 +255,9 @@ class Rehearsals:
             self.due[code] = epoch - 1, 0
         if self.done[code] == 1 and draws_globally(loss, compute.forward):
             compute.randomness.key_global_generators()
-        exact = (
-            not isinstance(self._strategy, IndependentStrategy)
-            and self._strategy.level is not Level.STATISTICAL
-        )
-        if not ((self.is_on or self._is_for_resume) and exact):
+        if isinstance(self._strategy, IndependentStrategy) or self._strategy.level is Level.STATISTICAL:
+            return
+        if not (self.is_on or self._is_for_resume):
             return
         self.require_equal_draws()
         findings = self._rehearse(prepared, compute, batch, loss, scale)
@@ -270,6 +268,8 @@ class Rehearsals:
         found = Findings.of_all(everyone)
         self.judge(found, _words(loss))
         if found.by_rank:
+            state, device = prepared.state, self._strategy.device
+            compared_replicas(state, lambda each: checksums(each, device), device, of_all_modules=False)
             everyone = gather_records(self._strategy, self._places, self._group)
             raise other_on_ranks(everyone, _OFF)
         self._require_equal_variables(done)
