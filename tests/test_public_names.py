@@ -64,7 +64,7 @@ RUN = {
     "predict": "(self, data, keep=None, *, model=None, forward=None, workers=None)",
     "prepare": "(self, model, *others, values_from_main=False)",
     "print": "(self, *values, **options)",
-    "save": "(self, *, wait=False, directory=None)",
+    "save": "(self, *given, wait=False, directory=None)",
     "skipped_steps": "property",
     "span": "(self, name)",
     "state_dict": "(self)",

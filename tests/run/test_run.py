@@ -156,8 +156,9 @@ RUNS_THE_MODEL = "run.backward runs the model itself"
         (lambda run, batch: batch[0], "has no entry 0"),
         (lambda run, batch: batch["image"], "has no entry 'image'"),
         (lambda run, batch: torch.nn.Linear(2, 2)(batch), "was given to linear, which takes tensors"),
+        (lambda run, batch: run.save("best.pt"), r"run\.save\('best\.pt'\): give a folder, directory="),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_habit_of_other_loops_is_refused_with_the_line_to_write(wrong, said):
     run, *_ = begin()

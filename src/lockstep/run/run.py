@@ -421,7 +421,7 @@ class Run:
         with self.span("predict"), reading, evaluation(self, data, model, forward, workers, alone) as opened:
             return predict(opened, keep, self.strategy, self._session.group, is_main=self.is_main)
 
-    def save(self, *, wait: bool = False, directory: Path | str | None = None) -> Path | None:
+    def save(self, *given: Any, wait: bool = False, directory: Path | str | None = None) -> Path | None:
         """Writes a checkpoint of the run as it stands, after checking that all ranks agree. Collective.
 
         Inside the loop over ``batches`` it belongs to the end of the loop's body: the step counts as done. The state is
@@ -432,9 +432,10 @@ class Run:
             wait: come back only when the checkpoint is on the disk; always so with ``save_in_background=False``.
             directory: another folder than the run's.
 
-        Returns:
-            The folder that the checkpoint has, or will have, on the main process; None on the others.
+        Returns the folder that the checkpoint has, or will have, on the main process; None on the others.
         """
+        if given:
+            raise ConfigError(f"run.save({given[0]!r}): give a folder, directory=, or save run.state_dict().")
         prepared, directory = self.require_prepared(), directory or self.options.directory
         if directory is None:
             raise ConfigError("run.save() needs the run folder: lockstep.init(..., directory='runs/NAME').")
