@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from lockstep import checkpoint
 from lockstep.data.naming import known_classes
@@ -63,6 +64,19 @@ def test_what_is_no_table_is_refused():
         table(torch.zeros(3, 1, 1), [0, 0, 0], nn.MSELoss())
     with pytest.raises(ConfigError, match=r"gives 2 scores for each sample, and the 3 names .* are a, b, c"):
         table(SCORES, Named(), nn.CrossEntropyLoss(), ("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "is_refused"),
+    [(SubsetRandomSampler([1, 3, 5]), True), (WeightedRandomSampler([1.0] * 6, 3), True), (None, False)],
+)
+def test_samples_that_a_sampler_picks_are_not_numbered_as_if_they_were_the_first(sampler, is_refused):
+    loader = DataLoader(TensorDataset(torch.zeros(6, 2)), sampler=sampler, shuffle=sampler is None)
+    if is_refused:
+        with pytest.raises(ConfigError, match="have other samples' numbers"):
+            table(torch.zeros(3, 2), loader, nn.MSELoss())
+    else:
+        assert len(table(torch.zeros(6, 2), loader, nn.MSELoss())["index"]) == 6
 
 
 def test_numbers_in_csv_give_the_same_bits_when_they_are_read(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lockstep import checkpoint
 from lockstep.checkpoint.folder import step_of
@@ -24,6 +25,7 @@ from lockstep.config.components import Component
 from lockstep.config.job import JobConfig
 from lockstep.core.atomic import write_whole
 from lockstep.core.world import World
+from lockstep.data.adopt import adopt
 from lockstep.data.formats.arrow_files import optional_module
 from lockstep.data.naming import known_classes, path_of
 from lockstep.errors import CheckpointError, ConfigError
@@ -131,17 +133,16 @@ def class_names(folder: Path, data_set: Any) -> tuple[str, ...]:
 
 
 def table(outputs: Tensor, data_set: Any, loss: Any, classes: Sequence[str] = ()) -> dict[str, Any]:
-    """The columns of a table of predictions, by name.
+    """The columns of a table of predictions, by name; ``ConfigError`` if outputs are no rows, or classes not as many.
 
-    Args:
-        outputs: of shape (samples, numbers) or (samples,), on the CPU.
-        data_set: names the samples.
-        loss: that the model was trained with; it says whether outputs are scores of classes.
-        classes: their names, or nothing: they are then numbered.
-
-    Raises:
-        ConfigError: the outputs of a sample are no row of numbers, or the classes are not as many.
+    ``outputs`` are of shape (samples, numbers) or (samples,). The loss says whether they are scores of classes,
+    numbered where their names are not given.
     """
+    if isinstance(data_set, DataLoader) and adopt(data_set).dataset is not data_set.dataset:
+        raise ConfigError(
+            "data.validation is a DataLoader whose sampler draws samples or leaves some out, so rows of a table would "
+            "have other samples' numbers. Let it be the data set, or a Subset of it."
+        )
     if outputs.dim() > 2:
         raise ConfigError(
             f"The model gives numbers of shape {list(outputs.shape[1:])} for each sample, which is not a row of a "
