@@ -231,8 +231,8 @@ def evaluate_all(
     found: dict[str, dict[str, float]] = {}
     if means:
         with evaluation(run, data, *how) as opened:
-            checked = {} if run.options.checks == "off" else means
-            values = evaluate(opened, means, strategy, group, unchecked, checked, is_main=run.is_main)
+            checks = run.options.checks != "off"
+            values = evaluate(opened, means, strategy, group, unchecked, checks=checks, is_main=run.is_main)
             run.rehearsals.note_checked(means.values(), evaluated=True)
             found |= {name: {name: value} for name, value in values.items()}
     if whole:
@@ -250,8 +250,8 @@ def evaluate(
     strategy: Strategy,
     group: dist.ProcessGroup | None,
     unchecked: set[str],
-    checked: Mapping[str, Metric],
     *,
+    checks: bool,
     is_main: bool,
 ) -> dict[str, float]:
     """The mean of each metric over all samples, equal on every rank. Collective.
@@ -262,7 +262,7 @@ def evaluate(
         strategy: where the results of all processes are gathered.
         group: all ranks; None for a world of one.
         unchecked: names of the metrics that are new; the same on every rank.
-        checked: those that must be means, see ``means``.
+        checks: look for those that are no means; of those that are not new, where they give one number, see ``means``.
         is_main: True for the process that warns.
 
     Raises:
@@ -272,8 +272,8 @@ def evaluate(
     loader, share = opened.loader, opened.loader.share
     longest = share.longest(loader.count)
     rows = torch.zeros(longest, len(metrics), 2, dtype=torch.float64, device=strategy.device)
-    functions = [exact(metric) for metric in metrics.values()]
-    deviations: dict[str, str] = {}
+    functions = {name: exact(metric) for name, metric in metrics.items()}
+    checked, deviations = set(unchecked), dict[str, str]()
     kept: Changes = {}
     sample = RowSample(len(loader), loader.micro_batch_size)
 
@@ -285,11 +285,13 @@ def evaluate(
         output, target = opened.forward(micro_batch)
         if micro_batch.k >= loader.count:
             return  # padding, run because the forward pass is collective
-        if checked:
+        if checks:
             sample.take(place, (output, target), len(micro_batch))
         before = held_by(metrics, unchecked if place == 0 else ())
-        for column, metric in enumerate(functions):
-            total, weight = sum_and_weight(metric(output, target), len(micro_batch))
+        for column, (name, metric) in enumerate(functions.items()):
+            value = metric(output, target)
+            checked.update([name] if isinstance(value, Tensor) and value.dim() == 0 else [])
+            total, weight = sum_and_weight(value, len(micro_batch))
             rows[place, column, 0], rows[place, column, 1] = total, weight
         kept.update(before.changed(held_by(metrics, unchecked if place == 0 else ())))
 
@@ -297,9 +299,9 @@ def evaluate(
         with strategy.joined_calls(), opened.autocast():  # a metric may call the model
             if micro_batch is not None:
                 compute(place, micro_batch)
-    if checked:
+    if checks:
         with strategy.joined_calls(), opened.autocast():
-            found = sample.reasons(checked)
+            found = sample.reasons({name: metrics[name] for name in sorted(checked)})
         untold = {each.reason for each in UNTOLD}  # said once
         deviations |= {name: why for name, why in found.items() if name in unchecked or why not in untold}
         judge_metrics(gather_records(strategy, [deviations, kept], group), warns=is_main)
