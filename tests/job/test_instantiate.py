@@ -117,6 +117,14 @@ def test_a_list_of_transforms_is_composed_and_a_single_one_stays_itself():
         build([square], "t", "transform")
 
 
+def test_a_transform_that_is_no_function_is_not_put_into_a_list():
+    """Of photos: the run ended at its first sample, as one that cannot be read."""
+    crop, flip = {"target": "lockstep.data:CenterCrop", "size": 8}, {"object": "math:sqrt"}
+    with pytest.raises(ConfigError, match="give CenterCrop alone; it is no function of samples"):
+        build([crop, flip], "data.train.transform", "transform")
+    assert type(build([crop], "data.train.transform", "transform")).__name__ == "CenterCrop"
+
+
 def test_transforms_of_an_image_and_its_label_pass_both_on():
     assert Composed((lambda x, y: (x + 1, y), lambda x, y: (x * y, y)))(1, 3) == (6, 3)
 

@@ -66,12 +66,7 @@ def instantiate(component: Component, *positional: Any, name: str = "", **values
 
 
 def instantiate_function(component: Component, path: KeyPath) -> Any:
-    """What is called later, such as a loss: the function that is named, with its arguments, or what a call makes.
-
-    Args:
-        component: import path and arguments.
-        path: the component's place in the job file.
-    """
+    """What is called later, such as a loss: the function that is named, with its arguments, or what a call makes."""
     where, given = spell(path), given_to_functions(path)
     function = find_object(component.target, where)
     if not inspect.isroutine(function):
@@ -106,6 +101,9 @@ def build(value: Any, where: str, argument: str = "") -> Any:
             isinstance(item, Mapping) and {"target", "object"} & item.keys() for item in value
         )
         if made and argument in _TRANSFORM_ARGUMENTS:
+            alone = [type(item).__name__ for item in items if not callable(item)]
+            if len(items) > 1 and alone:
+                raise ConfigError(f"{where}: give {alone[0]} alone; it is no function of samples.")
             return items[0] if len(items) == 1 else Composed(tuple(items))
         return items
     return value
