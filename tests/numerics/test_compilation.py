@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.numerics.compilation import CompiledForward, explain_compiler, fix_graphs
+from lockstep.numerics.compilation import CompiledForward, explain_compiler, fix_graphs, uncompiled
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,6 +43,20 @@ def test_more_graphs_than_torch_keeps_are_explained():
     with pytest.raises(ConfigError, match=r"more came than torch keeps of one function \(8\)"):
         for rows in range(1, 10):
             forward(torch.ones(rows, 64), 0.1)
+
+
+def test_parts_of_a_micro_batch_that_are_only_looked_at_make_no_graphs():
+    """A mean is told from a sum by parts of a micro-batch, each of another shape."""
+    torch._dynamo.reset()
+    calls = []
+    function = torch.compile(
+        torch.nn.Linear(4, 4), backend=lambda graph, _: calls.append(graph) or graph.forward
+    )
+    function(torch.ones(8, 4))
+    with uncompiled():
+        for rows in range(1, 12):
+            function(torch.ones(rows, 4))
+    assert len(calls) == 1
 
 
 def test_other_errors_are_left_as_they_are():

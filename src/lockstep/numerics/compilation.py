@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def fix_graphs() -> None:
     if config is not None:
         for name, value in _SETTINGS.items():
             setattr(config, name, value)
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled modules run as they are written, so that no graphs are made."""
+    return torch.compiler.set_stance("force_eager") if _COMPILER in sys.modules else nullcontext()
 
 
 def explain_compiler(error: Exception) -> None:
