@@ -109,7 +109,8 @@ def test_rows_that_cannot_be_told_apart_are_no_reason_to_complain():
     output, target = rows()
     assert deviation(hits, output[:1], target[:1], 1) is NONE
     assert deviation(lambda output, target: output["loss"], {"loss": output.sum()}, target, 64) is NONE
-    assert deviation(hits, output, target, 16) is NONE, "16 images of four crops each"
+    assert deviation(accuracy, output, target, 16) is NONE, "16 images of four crops each"
+    assert deviation(hits, output, target, 16) is SUM, "a whole number is a count"
 
 
 def test_a_loss_that_fails_for_fewer_rows_is_not_called_a_mean(caplog):

@@ -314,10 +314,10 @@ def of_tokens(function):
     return lambda output, target: function(output, target.view(-1))
 
 
-def flattened(world, last, in_training):
+def flattened(world, last, in_training, strategy="ddp"):
     """A good metric, and one made by the same line; returns the values, or the error's text."""
     torch.manual_seed(0)
-    run = Run(RunOptions.of(global_batch=16, micro_batches=4, threads=1), world)
+    run = Run(RunOptions.of(global_batch=16, micro_batches=4, threads=1, strategy=strategy), world)
     model = Flattened()
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     tokens = torch.randint(1, 9, (32, 5))
@@ -343,8 +343,9 @@ def test_metrics_of_flattened_outputs_are_told_apart_too(in_training):
     """The number of hits was averaged over micro-batches; so was any second metric that the same line made."""
     values = run_ranks(flattened, 2, accuracy, in_training)
     assert values == [{"accuracy": values[0]["last"], "last": values[0]["last"]}] * 2
-    for said in run_ranks(flattened, 2, hits, in_training):
-        assert said.startswith("The metric 'last' is a sum over the samples of a micro-batch")
+    for strategy in ("ddp", "fsdp"):
+        for said in run_ranks(flattened, 2, hits, in_training, strategy):
+            assert said.startswith("The metric 'last' is a sum over the samples of a micro-batch")
 
 
 def joined_graphs(world, model_gives_rows):

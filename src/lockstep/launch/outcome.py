@@ -127,7 +127,9 @@ def judge(ends: Sequence[RankEnd], reason: StopReason) -> Verdict:
     failed = [end for end in unasked if not end.ended_by_us and not end.was_independent]
     own = [end for end in failed if not end.is_consequence]
     stopped = [end for end in ends if end.code in asked - {EXIT_DONE}]
-    if reason is not StopReason.NONE and not (own and _first(own).moment < _earliest(stopped)):
+    if reason is not StopReason.NONE and not (
+        own and all(_first(own).moment < end.moment for end in stopped)
+    ):
         finished = all(end.code == EXIT_DONE for end in ends) and reason is StopReason.PREEMPTED
         return Verdict(code=EXIT_DONE if finished else int(reason))
     if own:
@@ -149,10 +151,6 @@ def _code_of(end: RankEnd) -> int:
 
 def _first(ends: Iterable[RankEnd]) -> RankEnd:
     return min(ends, key=lambda end: (end.moment, end.rank))
-
-
-def _earliest(ends: Iterable[RankEnd]) -> float:
-    return min((end.moment for end in ends), default=float("inf"))
 
 
 _MOST_OTHERS = 8

@@ -33,6 +33,7 @@ _LARGEST_DIFFERENCE = {torch.float16: 0.03, torch.bfloat16: 0.1}
 """In relation to the values, by dtype of the outputs; rounding is far smaller than that."""
 
 
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 Sums = tuple[float, float]
 """Sum and weight over some rows."""
 
@@ -237,11 +238,16 @@ def deviation(function: Callable[[Any, Any], Any], output: Any, target: Any, sam
 
     Returns:
         What is found. ``NONE`` also where rows cannot be told apart: a single row, tensors without a row for each
-        sample, objects such as dataclasses, random numbers in the function, or an error over fewer rows; ``UNCLEAR``
-        where all values are one number or none, such as a precision of 0 or 0/0 as long as nothing is found.
+        sample (if the value is no count), objects such as dataclasses, random numbers in the function, or an error over
+        fewer rows; ``UNCLEAR`` where all values are one number or none, such as a precision of 0 or 0/0 as long as
+        nothing is found.
     """
     if not has_rows((output, target), samples):
-        return Deviation.NONE
+        value = None
+        with suppress(Exception):  # it is called again, and its error told
+            value = function(output, target) if samples > 1 else None
+        is_count = isinstance(value, Tensor) and value.dim() == 0 and value.dtype in _WHOLE_NUMBERS
+        return Deviation.SUM if is_count else Deviation.NONE
 
     have_one_entry: list[bool] = []
     are_pairs: list[bool] = []

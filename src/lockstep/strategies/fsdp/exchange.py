@@ -291,17 +291,14 @@ def large_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     A module that shares a parameter with another place is left to the rest, which is gathered with the whole model.
     """
-    blocks = {name: module for name, module in blocks_of(model).items() if _size(module) >= _SMALLEST}
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in blocks_of(model).items()}
+    blocks = {name: module for name, module in blocks_of(model).items() if sizes[name] >= _SMALLEST}
     owners: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = next((block for block in blocks if name.startswith(f"{block}.")), "")
         owners.setdefault(parameter, set()).add(owner)
     shared = {owner for names in owners.values() if len(names) > 1 for owner in names}
     return {name: module for name, module in blocks.items() if name not in shared}
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _by_dtype(parameters: Sequence[ShardedParameter]) -> dict[torch.dtype, list[ShardedParameter]]:
